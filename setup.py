@@ -1,0 +1,47 @@
+"""Packaging of hooktrain; the settings of the tools stand in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hooktrain/__init__.py").read_text())
+assert VERSION is not None
+
+TENSORBOARD = ["tensorboard>=2.14"]
+PLOT = ["matplotlib>=3.7"]
+
+setup(
+    name="hooktrain",
+    version=VERSION.group(1),
+    description="A hook-based minimal trainer for PyTorch that never loses or bends a run",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["hooktrain", "hooktrain.*"]),
+    package_data={"hooktrain": ["py.typed", "data/digits/*"]},
+    install_requires=["torch>=2.6", "numpy>=1.24", "tabulate>=0.9", "termcolor>=2.3"],
+    extras_require={
+        "tensorboard": TENSORBOARD,
+        "plot": PLOT,
+        "dev": [
+            *TENSORBOARD,
+            *PLOT,
+            "hypothesis>=6.90",
+            "mypy>=1.11",
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.5",
+            "ruff>=0.6",
+            "types-tabulate",
+        ],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

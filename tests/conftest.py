@@ -1,0 +1,37 @@
+"""What every test is held to: one thread, and nothing left behind."""
+
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaks an environment variable, process, thread or process group."""
+    # pytest itself rewrites PYTEST_CURRENT_TEST between the phases of a test.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    folder, threads = os.getcwd(), set(threading.enumerate())
+    yield
+    after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    assert after == environment, "the test changed environment variables"
+    assert os.getcwd() == folder, "the test changed the working directory"
+    assert not multiprocessing.active_children(), "the test left processes behind"
+    assert not dist.is_initialized(), "the test left a process group behind"
+    left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    assert not left, f"the test left threads behind: {left}"

@@ -1,0 +1,102 @@
+"""The import arrows of the package point downwards; here is the table, and what enforces it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "hooktrain"
+
+# A module may import from a lower floor, or from its own folder without going round in a circle.
+FLOORS = {
+    "hooktrain.utils": 0,
+    "hooktrain.utils.logger": 1,
+    "hooktrain.utils.events": 1,
+    "hooktrain.config": 1,
+    "hooktrain.solver": 2,
+    "hooktrain.data": 2,
+    "hooktrain.model": 2,
+    "hooktrain.checkpoint": 2,
+    "hooktrain.evaluation": 2,
+    "hooktrain.strategy": 3,
+    "hooktrain.engine": 4,
+}
+
+
+def modules() -> dict[str, ast.Module]:
+    trees = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+def home(module: str) -> str:
+    """The longest entry of FLOORS that the module lies in, or the package itself."""
+    inside = [f for f in FLOORS if module == f or module.startswith(f + ".")]
+    return max(inside, key=len, default="hooktrain")
+
+
+def package_imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """The modules of the package that a syntax tree imports, by their full names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "hooktrain")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hooktrain":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known or f"{full}.__init__" in known else str(node.module)
+
+
+def test_no_module_imports_from_its_own_floor_or_above() -> None:
+    trees = modules()
+    wrong = []
+    for name, tree in trees.items():
+        for target in package_imports(tree, set(trees)):
+            here, there = home(name), home(target)
+            if "hooktrain" in (here, there) or here == there:
+                continue
+            if FLOORS[there] >= FLOORS[here]:
+                wrong.append(f"{name} (floor {FLOORS[here]}) imports {target} ({FLOORS[there]})")
+    assert wrong == []
+
+
+def test_imports_inside_a_folder_do_not_go_round_in_a_circle() -> None:
+    trees = modules()
+    graph = {
+        name: {
+            t if t in trees else f"{t}.__init__"
+            for t in package_imports(tree, set(trees))
+            if home(t) == home(name)
+        }
+        for name, tree in trees.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"imports in a circle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for target in sorted(graph.get(name, ())):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_imports_of_the_package_are_absolute_and_stand_at_the_top_of_a_file() -> None:
+    trees = modules()
+    wrong = []
+    for name, tree in trees.items():
+        relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+        top = set(package_imports(ast.Module(tree.body, []), set(trees)))
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        inner = {t for f in functions for t in package_imports(f, set(trees))}
+        if relative or inner:
+            wrong.append((name, sorted(inner), len(relative), len(top)))
+    assert wrong == []
+
+
+def test_no_file_is_longer_than_300_lines() -> None:
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "tools").rglob("*.py")]
+    long = {str(p): n for p in files if (n := len(p.read_text().splitlines())) > 300}
+    assert long == {}
