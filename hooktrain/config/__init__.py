@@ -1,0 +1,15 @@
+"""Configs in plain Python: described lazily, changed from the command line, saved to one file."""
+
+from hooktrain.config.config_dict import ConfigDict, to_container
+from hooktrain.config.instantiate import instantiate
+from hooktrain.config.lazy import LazyCall, LazyConfig
+from hooktrain.config.overrides import apply_overrides
+
+__all__ = [
+    "ConfigDict",
+    "LazyCall",
+    "LazyConfig",
+    "apply_overrides",
+    "instantiate",
+    "to_container",
+]

@@ -1,0 +1,181 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hooktrain.config import ConfigDict, LazyCall, LazyConfig, apply_overrides, to_container
+
+
+def config() -> ConfigDict:
+    return ConfigDict(
+        train={"max_iter": 1, "name": "run", "amp": {"enabled": False}},
+        hooks=[{"period": 1}, {"period": 2}, 3],
+        size=(1, 2),
+        table={0: "zero"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x", "x"),
+        ("/data/out", "/data/out"),
+        ("1=2", "1=2"),
+        ("", ""),
+        (" a b ", " a b "),
+        ("it's", "it's"),
+        ("2020-01-01", "2020-01-01"),
+        ("1-2", "1-2"),
+        ("007", "007"),
+        ("3", 3),
+        ("-3", -3),
+        ("1e-3", 0.001),
+        (" 3 ", 3),
+        ("True", True),
+        ("true", True),
+        ("false", False),
+        ("None", None),
+        ("null", None),
+        ("inf", math.inf),
+        ("-inf", -math.inf),
+        ("'3'", "3"),
+        ('"a b"', "a b"),
+        ("[1, 'a', [2]]", [1, "a", [2]]),
+        ("(1, 2)", (1, 2)),
+        ("1,2", (1, 2)),
+        ("{'a': {'b': 1}}", {"a": {"b": 1}}),
+    ],
+)
+def test_a_value_is_a_python_literal_or_else_a_string(text: str, expected: Any) -> None:
+    cfg = apply_overrides(config(), [f"train.name={text}"])
+    assert cfg.train.name == expected
+    assert type(cfg.train.name) is type(expected) or isinstance(cfg.train.name, type(expected))
+
+
+def test_nan_is_a_number() -> None:
+    assert math.isnan(apply_overrides(config(), ["train.name=nan"]).train.name)
+
+
+def test_the_config_itself_is_changed_and_returned_in_order() -> None:
+    cfg = config()
+    assert LazyConfig.apply_overrides(cfg, ["train.max_iter=2", "train.max_iter=3"]) is cfg
+    assert cfg.train.max_iter == 3
+    assert apply_overrides(cfg, []) is cfg
+
+
+def test_list_items_are_reached_by_their_index() -> None:
+    cfg = apply_overrides(config(), ["hooks.0.period=7", "hooks.2=x", "hooks.-2.period=8"])
+    assert cfg.hooks == [{"period": 7}, {"period": 8}, "x"]
+
+
+def test_a_number_in_the_path_finds_a_key_that_is_a_number() -> None:
+    assert apply_overrides(config(), ["table.0=null"]).table == {0: None}
+
+
+def test_a_dict_given_as_value_replaces_and_has_attributes() -> None:
+    cfg = apply_overrides(config(), ["train.amp={'dtype': 'bf16'}"])
+    assert cfg.train.amp.dtype == "bf16"
+    assert "enabled" not in cfg.train.amp
+
+
+def test_a_reference_may_be_set() -> None:
+    cfg = apply_overrides(config(), ["hooks.0.period=${train.max_iter}", "train.max_iter=9"])
+    assert cfg.hooks[0].period == 9
+
+
+def test_plus_adds_keys_and_the_dicts_on_the_way() -> None:
+    cfg = apply_overrides(config(), ["+a.b.c=1", "+train.seed=3", "+train.name=x", "+hooks.3=y"])
+    assert cfg.a.b.c == 1
+    assert (cfg.train.seed, cfg.train.name, cfg.hooks[3]) == (3, "x", "y")
+
+
+def test_tilde_deletes_a_key_or_an_item() -> None:
+    cfg = apply_overrides(config(), ["~train.amp", "~hooks.0", "~size"])
+    assert cfg == {
+        "train": {"max_iter": 1, "name": "run"},
+        "hooks": [{"period": 2}, 3],
+        "table": {0: "zero"},
+    }
+
+
+def test_arguments_of_a_lazy_call_are_overridden() -> None:
+    cfg = ConfigDict(model=LazyCall(torch.nn.Linear)(3, out_features=2))
+    apply_overrides(cfg, ["model._args_.0=5", "model._target_=torch.nn.Bilinear"])
+    assert cfg.model == {"_target_": "torch.nn.Bilinear", "_args_": [5], "out_features": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.max_itr=3", "no 'train.max_itr'; did you mean 'max_iter'? (to add it, write '+tr"),
+        ("trian.max_iter=3", "no 'trian'; did you mean 'train'?"),
+        ("train.amp.enable=3", "no 'train.amp.enable'; did you mean 'enabled'?"),
+        ("~train.nam", "no 'train.nam'; did you mean 'name'?"),
+        ("hooks.9.period=3", "no 'hooks.9'; there is '0', '1', '2'"),
+        ("hooks.first=3", "no 'hooks.first'; there is '0', '1', '2'"),
+        ("+hooks.9=3", "no 'hooks.9'; there is '0', '1', '2'"),
+        ("train.max_iter.x=3", "'train.max_iter' is 1 of type int, neither a dict nor a list"),
+        ("+train.name.x.y=3", "'train.name' is 'run' of type str, neither a dict nor a list"),
+        ("size.0=3", "'size' is (1, 2) of type tuple, neither a dict nor a list"),
+    ],
+)
+def test_a_wrong_key_quotes_the_override_and_suggests_the_nearest(
+    override: str, message: str
+) -> None:
+    cfg = config()
+    with pytest.raises(KeyError) as error:
+        apply_overrides(cfg, [override])
+    assert error.value.args[0].startswith(f"the override {override!r}: ")
+    assert message in error.value.args[0]
+    assert cfg == config()
+
+
+@pytest.mark.parametrize(
+    "override", ["train", "train.max_iter", "=3", "a..b=3", ".a=3", "+train", "~", "~train=3", ""]
+)
+def test_an_override_of_another_form_is_refused(override: str) -> None:
+    with pytest.raises(ValueError, match="is none of 'key=value', '\\+key=value' or '~key'") as err:
+        apply_overrides(config(), [override])
+    assert repr(override) in str(err.value)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "[a, b]", "{a: 1}", "'x", '"', "(1", "{[]: 1}"])
+def test_a_broken_literal_is_refused_rather_than_taken_as_text(text: str) -> None:
+    override = f"train.name={text}"
+    with pytest.raises(ValueError, match="begins like a Python literal, but is none") as error:
+        apply_overrides(config(), [override])
+    assert repr(override) in str(error.value)
+
+
+def test_arguments_of_the_wrong_type_are_refused() -> None:
+    with pytest.raises(TypeError, match="overrides must be a list of strings, got the string"):
+        apply_overrides(config(), "a=3")
+    with pytest.raises(TypeError, match="cfg must be a ConfigDict, got dict"):
+        apply_overrides({"a": 3}, ["a=3"])  # type: ignore[arg-type]
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text()
+LITERALS = st.recursive(
+    SCALARS | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=100, database=None)
+@given(LITERALS)
+def test_the_repr_of_any_value_is_read_back(value: Any) -> None:
+    raw = to_container(apply_overrides(ConfigDict(a=0), [f"a={value!r}"]))["a"]
+    assert raw == value
+    assert repr(raw) == repr(value)
+
+
+@settings(deadline=None, max_examples=100, database=None)
+@given(st.from_regex(r"[a-zA-Z/$][^\n]*", fullmatch=True))
+def test_a_text_that_is_no_literal_arrives_unchanged(text: str) -> None:
+    words = {"true", "false", "null", "inf", "nan", "None", "True", "False"}
+    if text.strip() not in words and not {"'", '"'} & set(text):  # b'x' and r'x' are literals
+        assert to_container(apply_overrides(ConfigDict(a=0), [f"a={text}"])) == {"a": text}
