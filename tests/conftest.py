@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+# The first optimizer of a process imports it, and it sets an environment variable.
+import torch._dynamo
 import torch.distributed as dist
 
 torch.set_num_threads(1)

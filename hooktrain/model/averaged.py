@@ -1,0 +1,182 @@
+"""Averages of the weights that a model goes through during training."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+# Where a module keeps a tensor: its `_parameters` or `_buffers`, and the key there. Walking through
+# a model takes much longer than looking into known places, which also hold what was replaced.
+_Place: TypeAlias = tuple[dict[str, Any], str]
+
+
+class ExponentialMovingAverage:
+    """The exponential moving average of a model's weights.
+
+    ``average = decay * average + (1 - decay) * weight`` at each :meth:`update`, starting from the
+    weights at construction (Polyak averaging; the averages of Mean Teacher, arXiv:1703.01780).
+
+    Parameters are averaged in their own data type, so keep those of the model in float32: in
+    bfloat16 a decay near 1 changes nothing. Buffers are copied, those of floats too: statistics
+    such as BatchNorm's are averages already, and have to fit the counters beside them.
+
+    Args:
+        model: is copied; data parallel wrappers and ``torch.compile`` are looked through.
+        decay: in [0, 1); 0 keeps a plain copy.
+        warmup: use ``min(decay, (1 + n) / (10 + n))`` after ``n`` updates, which forgets the
+            start sooner.
+
+    Attributes:
+        module: the averaged model, in eval mode, without gradients.
+        updates: how many updates it has seen.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999, *, warmup: bool = False) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be in [0, 1): {decay!r}")
+        self.decay = decay
+        self.warmup = warmup
+        self.updates = 0
+        # Copying a parameter does not copy its gradient.
+        self.module = copy.deepcopy(_unwrapped(model)).eval().requires_grad_(False)
+        self._linked: list[nn.Module] = []
+        self._blended: list[tuple[list[_Place], list[_Place]]] = []
+        self._copied: list[tuple[list[_Place], list[_Place]]] = []
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take the present weights of the model into the average.
+
+        A few kernels, and no synchronisation with the device.
+
+        Raises:
+            ValueError: the model has other parameters or buffers than the averaged one.
+        """
+        n = self.updates
+        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        self._link(model)
+        for averages, weights in self._blended:
+            torch._foreach_lerp_(_tensors(averages), _tensors(weights), 1 - decay)
+        for averages, weights in self._copied:
+            torch._foreach_copy_(_tensors(averages), _tensors(weights))
+        self.updates += 1
+
+    @torch.no_grad()
+    def reset(self, model: nn.Module) -> None:
+        """Start over from the present weights of the model."""
+        self._link(model)
+        for averages, weights in self._blended + self._copied:
+            torch._foreach_copy_(_tensors(averages), _tensors(weights))
+        self.updates = 0
+
+    @contextmanager
+    def swap(self, model: nn.Module) -> Iterator[None]:
+        """Put the averaged weights and buffers into the model, and its own ones back at the end.
+
+        Written in place, so whoever else holds the tensors sees the same values. The model's own
+        values come back bit for bit, whatever happens inside, and the average stays as it is.
+        Meanwhile this takes the memory of one more copy of the model.
+
+        Raises:
+            ValueError: the model has other parameters or buffers than the averaged one.
+        """
+        self._link(model)
+        pairs = self._blended + self._copied
+        with torch.no_grad():
+            raw = [[tensor.clone() for tensor in _tensors(weights)] for _, weights in pairs]
+        try:
+            with torch.no_grad():
+                for averages, weights in pairs:
+                    torch._foreach_copy_(_tensors(weights), _tensors(averages))
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, weights), own in zip(pairs, raw, strict=True):
+                    torch._foreach_copy_(_tensors(weights), own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``module``, the state of the averaged model (not copied), and the number of updates."""
+        return {"module": self.module.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            KeyError: an entry is missing.
+            RuntimeError: the state is of another model.
+        """
+        for key in ("module", "updates"):
+            if key not in state_dict:
+                raise KeyError(f"the state of an average has no {key!r}: {sorted(state_dict)}")
+        self.module.load_state_dict(state_dict["module"])
+        self.updates = int(state_dict["updates"])
+
+    def _link(self, model: nn.Module) -> None:
+        """Find the tensors of the model and of the average that belong together.
+
+        They are kept until the model consists of other modules than last time.
+        """
+        model = _unwrapped(model)
+        modules = list(model.modules())
+        if modules == self._linked:
+            return
+        groups: dict[Any, tuple[list[_Place], list[_Place]]] = {}
+        for kind in ("_parameters", "_buffers"):
+            averages, weights = _places(self.module, kind), _places(model, kind)
+            _check_alike(kind[1:], averages, weights)
+            for name, (tensors, key) in averages.items():
+                tensor = tensors[key]
+                average = kind == "_parameters" and (
+                    tensor.is_floating_point() or tensor.is_complex()
+                )
+                # One kernel takes many tensors, if they are of one data type on one device.
+                group = groups.setdefault((average, tensor.dtype, tensor.device), ([], []))
+                group[0].append(averages[name])
+                group[1].append(weights[name])
+        self._blended = [group for (average, *_), group in groups.items() if average]
+        self._copied = [group for (average, *_), group in groups.items() if not average]
+        self._linked = modules
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of data parallel wrappers and ``torch.compile``."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:  # importing the class of torch.compile takes seconds
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def _places(model: nn.Module, kind: str) -> dict[str, _Place]:
+    """Where the tensors of a model are, by full name; a shared one once."""
+    places: dict[str, _Place] = {}
+    seen: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        tensors = getattr(module, kind)
+        for key, tensor in tensors.items():
+            if tensor is not None and tensor not in seen:
+                seen.add(tensor)
+                places[f"{prefix}.{key}" if prefix else key] = (tensors, key)
+    return places
+
+
+def _check_alike(kind: str, averages: dict[str, _Place], weights: dict[str, _Place]) -> None:
+    ours, theirs = (
+        {(name, tensors[key].shape, tensors[key].dtype) for name, (tensors, key) in places.items()}
+        for places in (averages, weights)
+    )
+    if ours != theirs:
+        names = sorted({name for name, *_ in ours ^ theirs})
+        raise ValueError(
+            f"the {kind} of the model are not those of its average, in name, shape or data type: "
+            + ", ".join(names[:5])
+        )
+
+
+def _tensors(places: Iterable[_Place]) -> list[Tensor]:
+    return [tensors[key] for tensors, key in places]
