@@ -43,10 +43,10 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-        if dtype not in DTYPES.values():
+        chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if chosen not in DTYPES.values():
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
-        self.dtype = dtype
+        self.dtype = chosen
         self.device_type = device_type or optimizer.param_groups[0]["params"][0].device.type
         if grad_scaler is None:
             # Disabled, it passes everything through: no branch in the step.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gloo import run_ranks
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
@@ -148,10 +149,8 @@ def test_settings_that_the_checkpoint_overrules_are_told(
     loaded = OptimWrapper(torch.optim.SGD(linear().parameters(), lr=0.5, weight_decay=0.01))
     with caplog.at_level(logging.WARNING):
         loaded.load_state_dict(saved.state_dict())
-    rows = [line.split() for line in caplog.text.splitlines() if line.startswith("|")]
-    assert [row[3:8:2] for row in rows if row[1] == "0"] == [["lr", "0.5", "0.1"]] * 2 or [
-        row[3] for row in rows if row[1] == "0"
-    ] == ["lr", "initial_lr"]
+    rows = [line.split() for line in caplog.text.splitlines() if line.startswith("|  ")]
+    assert [row[3:8:2] for row in rows[1:]] == [["lr", "0.5", "0.1"]]
     assert loaded.optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -178,10 +177,10 @@ def test_float16_with_a_scaler_and_clipping_equals_the_same_by_hand() -> None:
     optimizer, scaler = sgd(reference), torch.amp.GradScaler("cpu")
     for batch in batches(3):
         with wrapper.optim_context(ours):
-            loss = ours(batch).square().mean()
+            loss = ours(batch).float().square().mean()
         assert wrapper.update_params(loss)
         with torch.autocast("cpu", torch.float16):
-            expected = reference(batch).square().mean()
+            expected = reference(batch).float().square().mean()
         scaler.scale(expected).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
@@ -234,11 +233,11 @@ def reductions_of_accumulation() -> tuple[list[int], bool]:
     model = nn.parallel.DistributedDataParallel(linear())
     calls = [0]
 
-    def count(_: object, bucket: Any) -> Any:
+    def count(
+        _: object, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         calls[0] += 1
-        return torch.distributed.all_reduce(
-            bucket.buffer().div_(2), async_op=True
-        ).get_future().then(lambda f: f.value()[0])
+        return allreduce_hook(torch.distributed.group.WORLD, bucket)
 
     model.register_comm_hook(None, count)
     wrapper = OptimWrapper(sgd(model), accumulative_counts=3)
