@@ -1,0 +1,1 @@
+"""Plumbing that every part of hooktrain stands on."""

@@ -1,0 +1,248 @@
+"""Who am I among the processes of this run, and how do I talk to the others.
+
+Every function works without `torch.distributed` too: a single process is rank 0 of 1. Those called
+collective below must be called by every rank (of the group), in the same order; a rank that does
+not call makes the others wait until the process group's timeout.
+"""
+
+import os
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+# Keyed by the default group, so that nothing outlives destroy_process_group().
+_object_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+def get_world_size() -> int:
+    """The number of processes of the run; 1 without a process group."""
+    return dist.get_world_size() if _is_initialized() else 1
+
+
+def get_rank() -> int:
+    """The number of this process, from 0 to world size - 1; 0 without a process group."""
+    return dist.get_rank() if _is_initialized() else 0
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return get_rank() == 0
+
+
+def create_local_process_group(num_workers_per_machine: int) -> None:
+    """Make one process group for each machine. Collective.
+
+    `launch()` has called this already. Calling it again replaces the groups.
+
+    Args:
+        num_workers_per_machine: processes on each machine, the same number on all of them; a
+            machine's ranks follow one another.
+
+    Raises:
+        ValueError: the ranks give different numbers, or the world size is not a multiple.
+    """
+    sizes = all_gather(num_workers_per_machine)
+    if len(set(sizes)) > 1:
+        raise ValueError(f"num_workers_per_machine must be the same on every rank, got {sizes}")
+    if num_workers_per_machine < 1 or get_world_size() % num_workers_per_machine:
+        raise ValueError(
+            f"num_workers_per_machine must divide the world size {get_world_size()}, "
+            f"got {num_workers_per_machine!r}"
+        )
+    for first in range(0, get_world_size(), num_workers_per_machine):
+        ranks = list(range(first, first + num_workers_per_machine))
+        group = dist.new_group(ranks)  # every rank takes part in making every group
+        if get_rank() in ranks:
+            _local_groups[_default_group()] = group
+
+
+def get_local_process_group() -> ProcessGroup:
+    """The group of the processes on this machine.
+
+    Raises:
+        RuntimeError: there is none: neither `launch()` nor `create_local_process_group()` was
+            called since the process group was initialised.
+    """
+    group = _local_group()
+    if group is None:
+        raise RuntimeError(
+            "there is no local process group: start through hooktrain.engine.launch(), or call "
+            "comm.create_local_process_group(num_workers_per_machine) on every rank"
+        )
+    return group
+
+
+def get_local_rank() -> int:
+    """The number of this process among those on its machine.
+
+    Read from the local process group, else from the LOCAL_RANK that torchrun sets.
+
+    Raises:
+        RuntimeError: there is neither, and this is not the only process.
+    """
+    group = _local_group()
+    return _from_torchrun("LOCAL_RANK", 0) if group is None else dist.get_rank(group)
+
+
+def get_local_size() -> int:
+    """The number of processes on this machine.
+
+    Read from the local process group, else from the LOCAL_WORLD_SIZE that torchrun sets.
+
+    Raises:
+        RuntimeError: there is neither, and this is not the only process.
+    """
+    group = _local_group()
+    return _from_torchrun("LOCAL_WORLD_SIZE", 1) if group is None else dist.get_world_size(group)
+
+
+def synchronize() -> None:
+    """Wait until every rank has come here. Collective.
+
+    Processes wait for each other, accelerators do not: what was queued there may still be running.
+    """
+    if get_world_size() > 1:
+        dist.barrier(_object_group())
+
+
+def all_gather(obj: T, group: ProcessGroup | None = None) -> list[T]:
+    """Bring every rank's picklable object to every rank. Collective within the group.
+
+    Move tensors to the CPU first: others come back on the device of the rank that sent them.
+
+    Args:
+        obj: this rank's object; sizes and types may differ between ranks.
+        group: a process group with this rank in it; None is all ranks.
+
+    Returns:
+        The objects in the order of ranks; `[obj]` itself, not a copy, in a single process.
+    """
+    if get_world_size() == 1:
+        return [obj]
+    group = _object_group() if group is None else group
+    gathered: list[Any] = [None] * _size_with_this_rank(group)
+    dist.all_gather_object(gathered, obj, group=group)
+    return gathered
+
+
+def gather(obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
+    """Bring every rank's picklable object to one rank. Collective within the group.
+
+    Args:
+        obj: as for `all_gather`.
+        dst: the rank that receives, numbered in the whole run also when `group` is given.
+        group: a process group with this rank and `dst` in it; None is all ranks.
+
+    Returns:
+        On `dst` the objects in the order of ranks, an empty list elsewhere; `[obj]` itself, not a
+        copy, in a single process.
+    """
+    _check_rank("dst", dst)
+    if get_world_size() == 1:
+        return [obj]
+    group = _object_group() if group is None else group
+    gathered: list[Any] = [None] * _size_with_this_rank(group)
+    receives = get_rank() == dst
+    dist.gather_object(obj, gathered if receives else None, dst=dst, group=group)
+    return gathered if receives else []
+
+
+def broadcast(obj: T, src: int = 0) -> T:
+    """Give every rank the picklable object of rank `src`. Collective.
+
+    Args:
+        obj: what to send; not looked at on other ranks than `src`.
+        src: the rank that sends.
+    """
+    _check_rank("src", src)
+    if get_world_size() == 1:
+        return obj
+    box = [obj]
+    dist.broadcast_object_list(box, src=src, group=_object_group())
+    return box[0]
+
+
+def shared_random_seed() -> int:
+    """A random number in [0, 2^31) that all ranks agree on. Collective.
+
+    Every rank takes one number from numpy's global generator and rank 0's is used, so that a run
+    with a fixed seed gets the same one each time.
+    """
+    return broadcast(int(np.random.randint(2**31)))
+
+
+def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
+    """Sum or average the values of a dictionary over all ranks, in one collective. Collective.
+
+    Args:
+        input_dict: tensors of one shape on one device, under the same keys on every rank.
+        average: divide the sums by the world size.
+
+    Returns:
+        On every rank a new dictionary with the same keys in the same order, without gradients.
+    """
+    if not input_dict:
+        return {}
+    # Ranks may have filled their dictionaries in different orders.
+    names = sorted(input_dict)
+    values = torch.stack([input_dict[name].detach() for name in names])
+    if get_world_size() > 1:
+        dist.all_reduce(values)
+    if average:
+        values = values / get_world_size()
+    reduced = dict(zip(names, values.unbind(), strict=True))
+    return {name: reduced[name] for name in input_dict}
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_group() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _object_group() -> ProcessGroup:
+    """All ranks, through a backend that moves CPU memory. Collective when called first."""
+    world = _default_group()
+    if dist.get_backend(world) == "gloo":
+        return world
+    if world not in _object_groups:
+        _object_groups[world] = dist.new_group(backend="gloo")
+    return _object_groups[world]
+
+
+def _local_group() -> ProcessGroup | None:
+    return _local_groups.get(_default_group()) if _is_initialized() else None
+
+
+def _from_torchrun(variable: str, alone: int) -> int:
+    if variable in os.environ:
+        return int(os.environ[variable])
+    if get_world_size() == 1:
+        return alone
+    raise RuntimeError(
+        f"cannot tell which ranks share this machine: start through hooktrain.engine.launch() or "
+        f"torchrun, set {variable}, or call comm.create_local_process_group() on every rank"
+    )
+
+
+def _size_with_this_rank(group: ProcessGroup) -> int:
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {get_rank()} is not in the group that was given")
+    return dist.get_world_size(group)
+
+
+def _check_rank(name: str, rank: int) -> None:
+    if not 0 <= rank < get_world_size():
+        raise ValueError(f"{name} must be a rank in [0, {get_world_size()}), got {rank!r}")

@@ -1,0 +1,161 @@
+"""Metrics as lines of JSON, for programs."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from hooktrain.utils import comm
+from hooktrain.utils.events.storage import get_event_storage
+from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
+from hooktrain.utils.file_io import atomic_write
+
+__all__ = ["JSONWriter", "load_json_metrics"]
+
+logger = logging.getLogger(__name__)
+
+# JSON has no such numbers.
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JSONWriter(EventWriter):
+    """Appends metrics to a file, one JSON object a line, the main process only.
+
+    A line has ``iteration`` and the metrics that were put at it. Metrics whose hint says so are
+    smoothed: the value is the median of the last iterations. Keys are sorted, and the lines of one
+    ``write()`` are in increasing order of iteration. A metric that is put late, for an iteration
+    long written, gets a line of its own. JSON knows no NaN and infinities; they are written as the
+    strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. :func:`load_json_metrics` reads it all
+    back.
+
+    What ``write()`` has written is on the disk when it returns. The file is opened by the first
+    ``write()`` that has something to write, also after ``close()``.
+
+    Args:
+        json_file: the file; its folder is made if there is none.
+        window_size: the number of iterations to smooth over, at least 1.
+    """
+
+    def __init__(self, json_file: str | os.PathLike[str], window_size: int = 20) -> None:
+        self._path = Path(json_file)
+        self._unwritten = UnwrittenScalars(window_size)
+        self._file: IO[str] | None = None
+
+    def write(self) -> None:
+        """Append what is new.
+
+        Raises:
+            ValueError: for a metric that is named ``iteration``.
+            OSError: if the disk is full or fails; what was new still is.
+        """
+        if not comm.is_main_process():
+            return
+        scalars = self._unwritten.find(get_event_storage())
+        if not scalars:
+            return
+        lines: dict[int, dict[str, Any]] = {}
+        for name, value, iteration in scalars:
+            if name == "iteration":
+                raise ValueError("no metric may be named 'iteration': each line has that already")
+            line = lines.setdefault(iteration, {"iteration": iteration})
+            line[name] = value if math.isfinite(value) else _spell(value)
+        if self._file is None:
+            self._file = _open_to_append(self._path)
+        for line in lines.values():
+            self._file.write(json.dumps(line, sort_keys=True, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        for iteration, line in lines.items():
+            self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)
+
+    def rewind(self, iteration: int) -> None:
+        """Make the file end before ``iteration``, so that the run continues it without overlap.
+
+        If ``iteration`` is 0, a new run begins: a file that is there already is renamed to the
+        first free ``<name>.1``, ``<name>.2``, ... Otherwise the lines from ``iteration`` on are
+        removed, and those that are incomplete, as a run leaves them that is killed.
+        """
+        if not comm.is_main_process():
+            return
+        self.close()
+        self._unwritten.rewind(0)
+        if not self._path.exists() or self._path.stat().st_size == 0:
+            return
+        if iteration == 0:
+            _move_aside(self._path)
+            return
+        kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
+        with atomic_write(self._path, "w") as file:
+            file.writelines(text + "\n" for text, _ in kept)
+        for _, line in kept:
+            self._unwritten.mark_written(line.keys() - {"iteration"}, line["iteration"])
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a file of :class:`JSONWriter`: a dict a line, in the order of the file.
+
+    NaN and infinities are floats again. Lines that are no complete JSON object with an
+    ``iteration`` are left out: where a run was killed while it wrote, or is writing now, the last
+    line may be incomplete. A warning tells how many.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    return [
+        {k: _NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in line.items()}
+        for _, line in _read_lines(Path(path))
+    ]
+
+
+def _spell(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The valid lines, each as it stands in the file and as a dict."""
+    broken = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if isinstance(line, dict) and isinstance(line.get("iteration"), int):
+                yield text.rstrip("\n"), line
+            else:
+                broken.append(number)
+    if broken:
+        logger.warning(
+            "%s: left out %d lines that are no complete metrics, the first one is line %d",
+            path,
+            len(broken),
+            broken[0],
+        )
+
+
+def _open_to_append(path: Path) -> IO[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - stays open between writes
+    if file.tell():
+        with open(path, "rb") as end:
+            end.seek(-1, os.SEEK_END)
+            if end.read() != b"\n":
+                file.write("\n")  # the last line is incomplete; do not spoil ours
+    return file
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (target := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(target)
+    logger.info("A new run begins: moved the metrics of the old one from %s to %s", path, target)

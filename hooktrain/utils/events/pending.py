@@ -1,0 +1,95 @@
+"""Scalars that are still on their devices: gathered without waiting, fetched all at once."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["PendingScalars", "Scalar", "read_scalar"]
+
+# What a metric's value may be; arrays and tensors must have one element.
+Scalar = float | np.integer[Any] | np.floating[Any] | np.bool_ | NDArray[Any] | Tensor
+
+
+class PendingScalars:
+    """A queue of scalars, some of them on a device, in the order in which they were put.
+
+    Attributes:
+        names: the metrics that have something in the queue.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._queue: list[tuple[str, float | Tensor, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def append(self, name: str, value: float | Tensor, iteration: int) -> None:
+        """Add a number, or a tensor that :func:`read_scalar` returned."""
+        self._queue.append((name, value, iteration))
+        self.names.add(name)
+
+    def take(self) -> list[tuple[str, float, int]]:
+        """Empty the queue: (name, value, iteration) of each, fetched from their devices."""
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
+        for index, (_, value, _) in enumerate(self._queue):
+            if isinstance(value, Tensor):
+                by_device.setdefault(value.device, {})[index] = value
+        fetched: dict[int, float] = {}
+        for tensors in by_device.values():
+            fetched.update(zip(tensors, _fetch(list(tensors.values())), strict=True))
+        scalars = [
+            (name, fetched[index] if isinstance(value, Tensor) else value, iteration)
+            for index, (name, value, iteration) in enumerate(self._queue)
+        ]
+        self.clear()
+        return scalars
+
+    def clear(self) -> None:
+        """Forget what is in the queue."""
+        self._queue.clear()
+        self.names.clear()
+
+
+def read_scalar(name: str, value: Scalar) -> float | Tensor:
+    """The value as a float; of a tensor on a device, a private copy there.
+
+    Args:
+        name: the metric, for the messages.
+        value: a number, a bool, or a tensor or array with one element.
+
+    Raises:
+        TypeError: for something that is no real number.
+        ValueError: for more or fewer elements than one.
+    """
+    if isinstance(value, int | float | np.integer | np.floating | np.bool_):
+        return float(value)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise TypeError(
+            f"metric {name!r} must be a real number or a tensor with one, but got {value!r}"
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"metric {name!r} must have exactly one element, but its shape is {tuple(value.shape)}"
+        )
+    if _is_on_host(value):
+        return float(value.item())
+    # Double holds all that the other types do; MPS does not have it. The copy is queued on the
+    # device, so the host does not wait, and what is written into the original later has no effect.
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.detach().reshape(()).to(dtype, copy=True)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _fetch(tensors: list[Tensor]) -> list[float]:
+    """The values of tensors of one device, in one transfer."""
+    values: list[float] = torch.stack(tensors).tolist()  # host-device synchronisation
+    return values

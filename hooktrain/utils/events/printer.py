@@ -1,0 +1,110 @@
+"""One line about the state of the run, for people."""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+
+from hooktrain.utils import comm
+from hooktrain.utils.events.history import HistoryBuffer
+from hooktrain.utils.events.storage import EventStorage, get_event_storage
+from hooktrain.utils.events.writer import EventWriter
+
+__all__ = ["CommonMetricPrinter"]
+
+# A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
+# but neither glossy nor lossless_ratio.
+_LOSS = re.compile(r"[lL]oss(es)?(?![a-z])[^/]*$")
+
+
+class CommonMetricPrinter(EventWriter):
+    """Logs the iteration, losses, times, learning rate and memory in one line.
+
+    These are the metrics whose names say that they are a loss (``total_loss``, ``rpn/loss_box``)
+    or contain ``[metric]``, and those called ``time``, ``data_time`` and ``lr``. For others, write
+    a printer of your own. The main process logs, the others do not.
+
+    The time that is left is estimated from the median of the last 1000 ``time``, and put into the
+    storage as ``eta_seconds``. Without ``time`` it comes from the clock, between two writes.
+
+    Args:
+        max_iter: where the run ends, for the time that is left; nothing is logged from there on.
+        window_size: losses are medians, ``data_time`` the mean, over so many iterations.
+
+    Attributes:
+        logger: what it logs to; a subclass may have another.
+    """
+
+    logger = logging.getLogger(__name__)
+
+    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
+        if window_size < 1:
+            raise ValueError(f"window_size must be at least 1, but got {window_size!r}")
+        self._max_iter = max_iter
+        self._window_size = window_size
+        # The iteration and the clock at the last write.
+        self._last_write: tuple[int, float] | None = None
+
+    def write(self) -> None:
+        """Log the line."""
+        storage = get_event_storage()
+        ended = self._max_iter is not None and storage.iter >= self._max_iter
+        if ended or not comm.is_main_process():
+            return
+        histories = storage.histories()
+        eta = self._eta(storage, histories)
+        lr = f"{histories['lr'].latest():.5g}" if "lr" in histories else "N/A"
+        losses = [name for name in histories if _LOSS.search(name) and "[metric]" not in name]
+        others = [name for name in histories if "[metric]" in name]
+        self.logger.info(
+            f" {eta}iter: {storage.iter}"
+            f"  {self._medians(histories, losses)}"
+            f"  {self._medians(histories, others)}"
+            f"  {self._times(histories)} lr: {lr}  {_peak_memory()}"
+        )
+
+    def rewind(self, iteration: int) -> None:
+        """Forget the clock: the time between two runs says nothing about either."""
+        self._last_write = None
+
+    def _medians(self, histories: Mapping[str, HistoryBuffer], names: list[str]) -> str:
+        values = [(name, histories[name]) for name in names]
+        return "  ".join(
+            f"{name}: {history.median(history.count_recent(self._window_size)):.4g}"
+            for name, history in values
+        )
+
+    def _times(self, histories: Mapping[str, HistoryBuffer]) -> str:
+        text = ""
+        if (history := histories.get("time")) is not None:
+            text += f"time: {history.global_avg():.4f}  last_time: {history.latest():.4f}  "
+        if (history := histories.get("data_time")) is not None:
+            mean = history.avg(history.count_recent(self._window_size))
+            text += f"data_time: {mean:.4f}  last_data_time: {history.latest():.4f}  "
+        return text
+
+    def _eta(self, storage: EventStorage, histories: Mapping[str, HistoryBuffer]) -> str:
+        if self._max_iter is None:
+            return ""
+        left = self._max_iter - storage.iter - 1
+        if "time" in histories:
+            seconds = histories["time"].median(1000) * left
+            storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
+        else:
+            now = time.perf_counter()
+            last, self._last_write = self._last_write, (storage.iter, now)
+            if last is None or storage.iter <= last[0]:
+                return ""
+            seconds = (now - last[1]) / (storage.iter - last[0]) * left
+        return f"eta: {timedelta(seconds=int(seconds))}  "
+
+
+def _peak_memory() -> str:
+    """The most memory that tensors have taken on the current accelerator, if it tells."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = None if device is None else torch.get_device_module(device)
+    max_memory_allocated = getattr(module, "max_memory_allocated", None)
+    return f"max_mem: {max_memory_allocated() / 2**20:.0f}M" if max_memory_allocated else ""

@@ -1,0 +1,290 @@
+"""Where the metrics of a run live, whoever puts them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from hooktrain.utils.events.history import HistoryBuffer
+from hooktrain.utils.events.media import Array, MediaQueues
+from hooktrain.utils.events.pending import PendingScalars, Scalar, read_scalar
+from hooktrain.utils.registry import did_you_mean
+
+__all__ = ["EventStorage", "get_event_storage", "has_event_storage"]
+
+# A thread or task sees the storages that it has entered itself, the innermost last.
+_entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
+
+_MAX_PENDING = 4096
+
+
+def get_event_storage() -> "EventStorage":
+    """The storage of the innermost ``with storage:`` block around the caller.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    entered = _entered.get()
+    if not entered:
+        raise RuntimeError(
+            "there is no current EventStorage in this thread: call this inside a "
+            "'with EventStorage(start_iter) as storage:' block (a trainer's train() is one); "
+            "in a thread of your own, enter the storage there as well"
+        )
+    return entered[-1]
+
+
+def has_event_storage() -> bool:
+    """Whether the caller is inside a ``with storage:`` block."""
+    return bool(_entered.get())
+
+
+class EventStorage:
+    """Collects the metrics of a run, by name and iteration.
+
+    Putting costs nothing that can be measured. In particular it never waits for a device: a tensor
+    that lies there is copied there, and all that have come together are fetched in one transfer
+    when somebody reads, or when 4096 are waiting. So read once in a while, not at each iteration.
+
+    Example::
+
+        with EventStorage(start_iter) as storage:
+            for storage.iter in range(start_iter, max_iter):
+                storage.put_scalar("total_loss", loss)
+
+    Args:
+        start_iter: the iteration to begin with.
+
+    Attributes:
+        iter: the current iteration, with which metrics are stamped. Set it, or call :meth:`step`.
+    """
+
+    def __init__(self, start_iter: int = 0) -> None:
+        self._iter = int(start_iter)
+        self._prefix = ""
+        self._histories: dict[str, HistoryBuffer] = {}
+        self._smoothing_hints: dict[str, bool] = {}
+        self._pending = PendingScalars()
+        self._media = MediaQueues()
+
+    def put_scalar(
+        self,
+        name: str,
+        value: Scalar,
+        smoothing_hint: bool = True,
+        cur_iter: int | None = None,
+    ) -> None:
+        """Record a value of a metric.
+
+        Args:
+            name: the metric; the current :meth:`name_scope` is put before it.
+            value: a number, or a tensor with one element, on whichever device.
+            smoothing_hint: whether writers should show the median of the last iterations (right
+                for a noisy loss) or the last value (right for a learning rate or an evaluation).
+                The same at each call for a metric.
+            cur_iter: when it was measured; None means the current iteration.
+
+        Raises:
+            TypeError: if ``value`` is no real number.
+            ValueError: if ``value`` has not exactly one element, or for another
+                ``smoothing_hint`` than before. Nothing is recorded then.
+        """
+        name = self._prefix + name
+        if type(value) is not float:
+            value = read_scalar(name, value)
+        if self._smoothing_hints.get(name) is not smoothing_hint:
+            self._settle_smoothing_hint(name, smoothing_hint)
+        iteration = self._iter if cur_iter is None else int(cur_iter)
+        if type(value) is float and name not in self._pending.names:
+            self._histories[name].update(value, iteration)
+            return
+        # A number waits too while a tensor of its metric does, for the order to stay.
+        self._pending.append(name, value, iteration)
+        if len(self._pending) >= _MAX_PENDING:
+            self._fetch_pending()
+
+    def put_scalars(
+        self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any
+    ) -> None:
+        """Record several metrics, ``name=value``, one after the other; see :meth:`put_scalar`."""
+        for name, value in kwargs.items():
+            self.put_scalar(name, value, smoothing_hint, cur_iter)
+
+    def put_image(self, img_name: str, img_tensor: Array) -> None:
+        """Queue an image for the writers, the oldest of 64 making room. Waits for its device.
+
+        Args:
+            img_name: its name; the current :meth:`name_scope` is put before it.
+            img_tensor: of shape (channels, height, width), with 1 or 3 channels; uint8 in 0..255,
+                or floating point in 0..1 (what lies outside is clipped where it is shown).
+
+        Raises:
+            TypeError: for another type.
+            ValueError: for another shape.
+        """
+        self._media.add_image(self._prefix + img_name, img_tensor, self._iter)
+
+    def put_histogram(self, hist_name: str, hist_tensor: Array, bins: int = 1000) -> None:
+        """Queue a histogram for the writers, the oldest of 64 making room. Waits for its device.
+
+        Args:
+            hist_name: its name; the current :meth:`name_scope` is put before it.
+            hist_tensor: all its elements are counted, whatever its shape.
+            bins: the number of intervals of equal width between the extremes.
+
+        Raises:
+            ValueError: if there is no element or one that is not finite, or for ``bins`` below 1.
+        """
+        self._media.add_histogram(self._prefix + hist_name, hist_tensor, bins, self._iter)
+
+    def history(self, name: str) -> HistoryBuffer:
+        """The values of one metric, complete at the time of the call.
+
+        Raises:
+            KeyError: if there is no such metric.
+        """
+        self._fetch_pending()
+        if name not in self._histories:
+            raise KeyError(f"there is no metric {name!r}{did_you_mean(name, self._histories)}")
+        return self._histories[name]
+
+    def histories(self) -> dict[str, HistoryBuffer]:
+        """The values of all metrics by name, in the order of their first appearance."""
+        self._fetch_pending()
+        return dict(self._histories)
+
+    def latest(self) -> dict[str, tuple[float, int]]:
+        """The last value of each metric and its iteration, by name."""
+        return {name: history.tail(1)[0] for name, history in self.histories().items()}
+
+    def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
+        """What writers show: as :meth:`latest`, but smoothed where the metric's hint says so.
+
+        Smoothed means the median of the values of the last ``window_size`` iterations.
+        """
+        latest = self.latest()
+        for name, (_, iteration) in latest.items():
+            if self._smoothing_hints[name]:
+                count = self.count_samples(name, window_size)
+                latest[name] = (self._histories[name].median(count), iteration)
+        return latest
+
+    def count_samples(self, name: str, window_size: int = 20) -> int:
+        """The number of values of the last ``window_size`` iterations, counted from the last value.
+
+        Raises:
+            KeyError: if there is no such metric.
+            ValueError: for a ``window_size`` below 1.
+        """
+        return self.history(name).count_recent(window_size)
+
+    def smoothing_hints(self) -> dict[str, bool]:
+        """The hint that each metric was put with, by name."""
+        return dict(self._smoothing_hints)
+
+    def images(self) -> list[tuple[str, Tensor, int]]:
+        """The queued images as (name, tensor on the host, iteration), the oldest first."""
+        return list(self._media.images)
+
+    def histograms(self) -> list[dict[str, Any]]:
+        """The queued histograms, as arguments of ``SummaryWriter.add_histogram_raw``."""
+        return list(self._media.histograms)
+
+    def clear_images(self) -> None:
+        """Forget the queued images; the writer that has shown them calls this."""
+        self._media.images.clear()
+
+    def clear_histograms(self) -> None:
+        """Forget the queued histograms; the writer that has shown them calls this."""
+        self._media.histograms.clear()
+
+    def step(self) -> None:
+        """Go on to the next iteration."""
+        self._iter += 1
+
+    @property
+    def iter(self) -> int:
+        """The current iteration."""
+        return self._iter
+
+    @iter.setter
+    def iter(self, value: int) -> None:
+        self._iter = int(value)
+
+    @property
+    def iteration(self) -> int:
+        """The current iteration; another name of ``iter``."""
+        return self._iter
+
+    @contextmanager
+    def name_scope(self, name: str) -> Iterator[None]:
+        """Put ``name/`` before the names of all that is put inside the block; blocks nest."""
+        outer = self._prefix
+        self._prefix = f"{outer}{name.rstrip('/')}/"
+        try:
+            yield
+        finally:
+            self._prefix = outer
+
+    def __enter__(self) -> "EventStorage":
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entered = _entered.get()
+        if not entered or entered[-1] is not self:
+            raise RuntimeError(
+                "an EventStorage must be left in the thread that entered it, and the one entered "
+                "last must be left first"
+            )
+        _entered.set(entered[:-1])
+
+    def state_dict(self, tail: int = 1000) -> dict[str, Any]:
+        """The iteration and the metrics, in tensors and plain types; no images and histograms.
+
+        Args:
+            tail: how many of the last values of each metric to keep, at least 1.
+        """
+        return {
+            "iteration": self._iter,
+            "metrics": {
+                name: {**history.state_dict(tail), "smoothing_hint": self._smoothing_hints[name]}
+                for name, history in self.histories().items()
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the iteration and all metrics by what :meth:`state_dict` gave."""
+        metrics = state_dict["metrics"]
+        histories = {name: HistoryBuffer() for name in metrics}
+        for name, history in histories.items():
+            history.load_state_dict(metrics[name])
+        self._iter = state_dict["iteration"]
+        self._histories = histories
+        self._smoothing_hints = {name: metrics[name]["smoothing_hint"] for name in metrics}
+        self._pending.clear()
+
+    def _settle_smoothing_hint(self, name: str, hint: bool) -> None:
+        """Make room for a new metric, or refuse another hint than the first."""
+        known = self._smoothing_hints.setdefault(name, bool(hint))
+        if known != bool(hint):
+            raise ValueError(
+                f"metric {name!r} was put with smoothing_hint={known} before, so it cannot be put "
+                f"with smoothing_hint={hint!r}"
+            )
+        if name not in self._histories:
+            self._histories[name] = HistoryBuffer()
+
+    def _fetch_pending(self) -> None:
+        """Bring the values that are still on their devices into the histories."""
+        if len(self._pending):
+            for name, value, iteration in self._pending.take():
+                self._histories[name].update(value, iteration)

@@ -1,0 +1,53 @@
+"""One run at a time in an output folder."""
+
+import os
+from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows has none; two runs in one folder are not noticed there
+    fcntl = None  # type: ignore[assignment]
+
+# The open files whose locks this process holds, for as long as it lives.
+_held: dict[Path, IO[str]] = {}
+
+
+def lock_folder(folder: str | os.PathLike[str]) -> None:
+    """Claim a folder for this process until it ends, however it ends.
+
+    The lock is one of the operating system's on the file ``.lock`` in the folder. It belongs to
+    the process alone: its children do not inherit it, and nothing stale is left after a kill.
+
+    Args:
+        folder: an existing folder. Locking it again in the same process does nothing.
+
+    Raises:
+        RuntimeError: if another process holds the lock.
+        OSError: if the folder cannot be written to.
+    """
+    path = Path(folder).resolve() / ".lock"
+    if fcntl is None or path in _held:
+        return
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise RuntimeError(
+            f"the folder {str(folder)!r} is in use by another run (process {owner}); wait for its "
+            f"end, or choose another output folder"
+        ) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    _held[path] = file
+
+
+def unlock_folder(folder: str | os.PathLike[str]) -> None:
+    """Give a folder back before the process ends; nothing happens if it is not held."""
+    path = Path(folder).resolve() / ".lock"
+    if path in _held:
+        _held.pop(path).close()

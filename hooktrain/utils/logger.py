@@ -1,0 +1,212 @@
+"""Logging to the terminal and to a file, and helpers that log less often than they are called."""
+
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from tabulate import tabulate
+from termcolor import colored
+
+_DATE_FORMAT = "%m/%d %H:%M:%S"
+_KeyPart = Literal["caller", "message"]
+
+
+class _StdoutHandler(logging.StreamHandler[Any]):
+    """Writes to what `sys.stdout` is at the moment, not to what it was when logging was set up."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """A class of its own, to tell our files from those that others have attached."""
+
+
+class _ColorFormatter(logging.Formatter):
+    """Green time and name, red level from WARNING on; colours where the terminal has them."""
+
+    def __init__(self, name: str, abbrev_name: str) -> None:
+        super().__init__("%(asctime)s", datefmt=_DATE_FORMAT)  # what makes the base set asctime
+        self._name = name
+        self._abbrev_name = abbrev_name
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        name = record.name
+        if name == self._name or name.startswith(self._name + "."):
+            name = self._abbrev_name + name[len(self._name) :]
+        header = colored(f"[{record.asctime} {name}]:", "green")
+        if record.levelno < logging.WARNING:
+            return f"{header} {record.message}"
+        attributes = ["blink"] if record.levelno < logging.ERROR else ["blink", "underline"]
+        return f"{header} {colored(record.levelname, 'red', attrs=attributes)} {record.message}"
+
+
+def setup_logger(
+    output: str | os.PathLike[str] | None = None,
+    distributed_rank: int = 0,
+    *,
+    color: bool = True,
+    name: str = "hooktrain",
+    abbrev_name: str | None = None,
+    enable_propagation: bool = False,
+    configure_stdout: bool = True,
+) -> logging.Logger:
+    """Make a logger show everything from DEBUG on, on the terminal and in a file.
+
+    Calling it again replaces what the last call for this name set up, and closes its file. Handlers
+    that others have added stay.
+
+    Args:
+        output: a file if it ends in .txt or .log, else a folder that gets a log.txt; both are
+            created if need be, and appended to if there already. None writes no file.
+        distributed_rank: ranks above 0 write to a file of their own, with `.rank{N}` added to its
+            name, and not to the terminal.
+        color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR are heeded).
+        name: of the logger; "" is the root of all loggers.
+        abbrev_name: stands for `name` in coloured lines; None keeps the name.
+        enable_propagation: also pass records on to the loggers above.
+        configure_stdout: False writes nothing to the terminal.
+
+    Returns:
+        The logger.
+    """
+    close_logger(name)
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = enable_propagation
+    plain = logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", _DATE_FORMAT)
+    if configure_stdout and distributed_rank == 0:
+        stdout = _StdoutHandler(sys.stdout)
+        abbreviated = name if abbrev_name is None else abbrev_name
+        stdout.setFormatter(_ColorFormatter(name, abbreviated) if color else plain)
+        logger.addHandler(stdout)
+    if output is not None:
+        file = _FileHandler(_log_file(Path(output), distributed_rank), encoding="utf-8")
+        file.setFormatter(plain)
+        logger.addHandler(file)
+    return logger
+
+
+def close_logger(name: str = "hooktrain") -> None:
+    """Undo `setup_logger`: remove its handlers, close its file, go back to logging's defaults."""
+    logger = logging.getLogger(name)
+    for handler in list(logger.handlers):
+        if isinstance(handler, _StdoutHandler | _FileHandler):
+            logger.removeHandler(handler)
+            handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def _log_file(output: Path, distributed_rank: int) -> Path:
+    file = output if output.suffix in (".txt", ".log") else output / "log.txt"
+    if distributed_rank > 0:
+        file = file.with_name(f"{file.name}.rank{distributed_rank}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+_first_n: Counter[object] = Counter()
+_every_n: Counter[object] = Counter()
+_last_logged_at: dict[object, float] = {}
+
+
+def log_first_n(
+    lvl: int,
+    msg: str,
+    n: int = 1,
+    *,
+    name: str | None = None,
+    key: _KeyPart | tuple[_KeyPart, ...] = "caller",
+) -> None:
+    """Log only the first n times.
+
+    Args:
+        lvl: the level, such as `logging.INFO`.
+        msg: the message.
+        n: how many times, at least 1.
+        name: of the logger; None is the caller's module.
+        key: what is counted: calls from one line ("caller"), equal messages ("message"), or equal
+            messages from one line (`("caller", "message")`).
+    """
+    _check_count(n)
+    parts = (key,) if isinstance(key, str) else tuple(key)
+    if not parts or not set(parts) <= {"caller", "message"}:
+        raise ValueError(f"key must be 'caller', 'message' or a tuple of them, got {key!r}")
+    frame = sys._getframe(1)
+    counted = (
+        lvl,
+        _call_site(frame) if "caller" in parts else None,
+        msg if "message" in parts else None,
+    )
+    _first_n[counted] += 1
+    if _first_n[counted] <= n:
+        _logger_of(frame, name).log(lvl, msg, stacklevel=2)
+
+
+def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
+    """Log the first of every n calls from one line of code.
+
+    Args:
+        lvl: the level, such as `logging.INFO`.
+        msg: the message.
+        n: the period in calls, at least 1.
+        name: of the logger; None is the caller's module.
+    """
+    _check_count(n)
+    frame = sys._getframe(1)
+    site = (lvl, _call_site(frame))
+    _every_n[site] += 1
+    if (_every_n[site] - 1) % n == 0:
+        _logger_of(frame, name).log(lvl, msg, stacklevel=2)
+
+
+def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = None) -> None:
+    """Log from one line of code unless that was done less than n seconds ago.
+
+    Args:
+        lvl: the level, such as `logging.INFO`.
+        msg: the message.
+        n: seconds.
+        name: of the logger; None is the caller's module.
+    """
+    frame = sys._getframe(1)
+    site = (lvl, _call_site(frame))
+    now = time.monotonic()
+    if site not in _last_logged_at or now - _last_logged_at[site] >= n:
+        _last_logged_at[site] = now
+        _logger_of(frame, name).log(lvl, msg, stacklevel=2)
+
+
+def create_small_table(small_dict: Mapping[str, Any]) -> str:
+    """Format a dictionary as a Markdown table of one row, keys on top; for a few short entries."""
+    return tabulate(
+        [list(small_dict.values())],
+        headers=list(small_dict),
+        tablefmt="pipe",
+        floatfmt=".3f",
+        stralign="center",
+        numalign="center",
+    )
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n!r}")
+
+
+def _call_site(frame: FrameType) -> tuple[str, int]:
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _logger_of(frame: FrameType, name: str | None) -> logging.Logger:
+    """The logger of that name, or of the frame's module; a script counts as the package."""
+    module = str(frame.f_globals.get("__name__", "__main__")) if name is None else name
+    return logging.getLogger("hooktrain" if module == "__main__" else module)

@@ -1,0 +1,109 @@
+"""Runs a function in several real processes that form a gloo process group.
+
+    from gloo import run_ranks
+
+    def rank_and_sum(value):
+        tensor = torch.tensor(value + dist.get_rank())
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert run_ranks(rank_and_sum, 2, 10) == [21, 21]
+
+The processes come from a fork server that has torch imported already: the first call of a test run
+costs as much as importing torch does, the later ones a fraction of a second. The server keeps the
+environment variables it was started with, so hand values over as arguments.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, limit_seconds: float = 60.0
+) -> list[Any]:
+    """Call `function(*args)` in `world_size` processes; return what each rank returned.
+
+    Args:
+        function: stands at the top level of a module. The process group is initialised around it
+            (backend gloo) and destroyed after it.
+        world_size: the number of processes.
+        args: handed to `function`; these and the results are pickled.
+        limit_seconds: when the call takes longer, every process is killed.
+
+    Raises:
+        RuntimeError: a rank failed (a skip counts as a failure); holds the traceback of the first.
+        TimeoutError: the limit was reached.
+    """
+    with tempfile.TemporaryDirectory(prefix="run-ranks-") as name:
+        folder = Path(name)
+        processes = [
+            _CONTEXT.Process(target=_run_rank, args=(folder, rank, world_size, function, args))
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, folder, limit_seconds)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return [pickle.loads((folder / f"result-{r}").read_bytes()) for r in range(world_size)]
+
+
+def _wait(processes: list[Any], folder: Path, limit_seconds: float) -> None:
+    """Return when every process has ended well; raise as soon as one has not."""
+    deadline = time.monotonic() + limit_seconds
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = multiprocessing.connection.wait(running, max(0.0, deadline - time.monotonic()))
+        if not ended:
+            raise TimeoutError(f"ranks {sorted(running.values())} run for over {limit_seconds} s")
+        for rank in [running.pop(sentinel) for sentinel in ended]:
+            processes[rank].join()
+            failure, exitcode = folder / "failure", processes[rank].exitcode
+            if failure.exists():
+                raise RuntimeError(failure.read_text())
+            if exitcode != 0 or not (folder / f"result-{rank}").exists():
+                raise RuntimeError(f"rank {rank} left no result, exit code {exitcode}")
+
+
+def _run_rank(
+    folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        result = pickle.dumps(function(*args))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        (folder / f"result-{rank}").write_bytes(result)
+    except BaseException:
+        # The first to fail is the cause; the others fail because it has left them.
+        try:
+            with open(folder / "failure", "x") as file:
+                file.write(f"failure in rank {rank}:\n{traceback.format_exc()}")
+        except FileExistsError:
+            pass
+        raise

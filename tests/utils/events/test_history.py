@@ -1,0 +1,142 @@
+import math
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hooktrain.utils.events import HistoryBuffer
+
+
+def filled(*values: float, max_length: int = 10_000) -> HistoryBuffer:
+    history = HistoryBuffer(max_length)
+    for value in values:
+        history.update(value)
+    return history
+
+
+def test_the_iteration_of_a_value_is_its_number_unless_given() -> None:
+    history = filled(5.0, 6.0)
+    history.update(7.0, iteration=40)
+    history.update(8.0)
+    assert history.values() == [(5.0, 0), (6.0, 1), (7.0, 40), (8.0, 3)]
+    assert history.latest() == 8.0
+    assert len(history) == 4
+
+
+def test_median_and_avg_agree_with_numpy_over_every_window() -> None:
+    values = np.random.default_rng(0).normal(size=11).tolist()
+    history = filled(*values)
+    for window in range(1, 14):
+        assert history.median(window) == np.median(values[-window:])
+        assert history.avg(window) == pytest.approx(np.mean(values[-window:]), rel=1e-14)
+    assert history.global_avg() == pytest.approx(np.mean(values), rel=1e-14)
+
+
+def test_the_oldest_values_make_room_but_stay_in_the_global_average() -> None:
+    history = filled(1.0, 2.0, 3.0, 4.0, 5.0, max_length=2)
+    assert history.values() == [(4.0, 3), (5.0, 4)]
+    assert len(history) == 2
+    assert history.avg(10) == 4.5
+    assert history.global_avg() == 3.0
+
+
+def test_reading_a_window_does_not_copy_the_rest() -> None:
+    history = HistoryBuffer(200_000)
+    for i in range(200_000):
+        history.update(float(i))
+    tracemalloc.start()
+    assert history.latest() == 199_999.0
+    assert history.median(3) == 199_998.0
+    assert history.avg(3) == 199_998.0
+    assert history.since(199_999) == [(199_999.0, 199_999)]
+    assert history.count_recent(20) == 20
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000  # a list of all would take 1.6 MB
+
+
+def test_the_global_average_recovers_from_a_nan_and_an_infinity() -> None:
+    assert filled(1.0, math.nan, math.inf, -math.inf, 3.0).global_avg() == 2.0
+    assert math.isnan(filled(math.nan).global_avg())
+
+
+def test_a_nan_shows_as_long_as_it_is_in_the_window() -> None:
+    history = filled(1.0, 9.0, math.nan, 2.0, 3.0)
+    assert math.isnan(history.median(3))
+    assert math.isnan(history.avg(3))
+    assert history.median(2) == 2.5
+    assert history.avg(2) == 2.5
+
+
+def test_since_gives_the_values_from_an_iteration_on() -> None:
+    history = HistoryBuffer()
+    for iteration in (3, 4, 4, 9):
+        history.update(float(iteration), iteration)
+    assert history.since(4) == [(4.0, 4), (4.0, 4), (9.0, 9)]
+    assert history.since(10) == []
+    assert history.since(-1) == history.values()
+
+
+def test_count_recent_counts_iterations_not_values() -> None:
+    history = HistoryBuffer()
+    for iteration in (0, 10, 10, 29):
+        history.update(0.0, iteration)
+    assert [history.count_recent(w) for w in (1, 19, 20, 29, 30)] == [1, 1, 3, 3, 4]
+
+
+def test_a_late_value_of_an_old_iteration_is_a_window_of_its_own() -> None:
+    history = HistoryBuffer()
+    for iteration in range(40):
+        history.update(0.0, iteration)
+    history.update(7.0, 10)
+    assert history.count_recent(20) == 1
+
+
+def test_an_empty_history_says_that_it_is() -> None:
+    history = HistoryBuffer()
+    for read in (
+        history.latest,
+        history.global_avg,
+        lambda: history.median(3),
+        lambda: history.avg(3),
+    ):
+        with pytest.raises(ValueError, match="no values yet"):
+            read()
+    assert history.values() == history.tail(2) == history.since(0) == []
+    assert history.count_recent(20) == 0
+
+
+def test_windows_and_lengths_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_length must be at least 1, but got 0"):
+        HistoryBuffer(0)
+    history = filled(1.0)
+    for read in (history.median, history.avg, history.tail, history.count_recent):
+        with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
+            read(0)
+
+
+def test_a_state_goes_through_a_file_without_pickled_code(tmp_path: Path) -> None:
+    history = filled(0.1, math.nan, *map(float, range(2, 30)), max_length=25)
+    torch.save(history.state_dict(tail=10), tmp_path / "state.pth")
+    state = torch.load(tmp_path / "state.pth", weights_only=True)
+    assert state["values"].dtype == torch.float64
+    assert state["iterations"].dtype == torch.int64
+    loaded = filled(77.0)
+    loaded.load_state_dict(state)
+    assert loaded.values() == history.values()[-10:]
+    assert loaded.global_avg() == history.global_avg()
+    for one in (history, loaded):
+        one.update(5.0)
+    assert loaded.latest() == history.latest()
+    assert loaded.tail(11) == history.tail(11)
+    assert loaded.global_avg() == history.global_avg()
+
+
+def test_an_empty_history_has_a_state_too() -> None:
+    history = filled(3.0)
+    history.load_state_dict(HistoryBuffer().state_dict())
+    assert len(history) == 0
+    history.update(1.0)
+    assert history.values() == [(1.0, 0)]

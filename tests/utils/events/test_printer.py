@@ -1,0 +1,208 @@
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import CommonMetricPrinter, EventStorage, EventWriter
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands until `now` is set."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_the_line_has_all_fields(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage() as storage:
+        for iteration in range(5):
+            storage.iter = iteration
+            storage.put_scalar("total_loss", 3.0 - iteration)
+            storage.put_scalar("loss_cls", 10.0 * iteration)
+            storage.put_scalar("[metric]grad_scaler", 1024.0)
+            storage.put_scalar("time", 0.5 if iteration else 1.0)
+            storage.put_scalar("data_time", 0.01 * iteration)
+            storage.put_scalar("lr", 0.123456789, smoothing_hint=False)
+            storage.put_scalar("accuracy", 0.5)
+        storage.iter = 4
+        CommonMetricPrinter(max_iter=3605).write()
+        assert storage.latest()["eta_seconds"] == (1800.0, 4)
+        assert storage.smoothing_hints()["eta_seconds"] is False
+    assert log.messages == [
+        " eta: 0:30:00  iter: 4  total_loss: 1  loss_cls: 20  [metric]grad_scaler: 1024"
+        "  time: 0.6000  last_time: 0.5000  data_time: 0.0200  last_data_time: 0.0400"
+        "   lr: 0.12346  "
+    ]
+
+
+def test_without_metrics_the_line_still_makes_sense(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage(3):
+        CommonMetricPrinter().write()
+    assert [message.split() for message in log.messages] == [["iter:", "3", "lr:", "N/A"]]
+
+
+def test_losses_and_data_time_are_taken_over_the_window(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage() as storage:
+        for iteration, value in enumerate((100.0, 1.0, 2.0, 6.0)):
+            storage.put_scalar("loss", value, cur_iter=iteration)
+            storage.put_scalar("data_time", value, cur_iter=iteration)
+        CommonMetricPrinter(window_size=3).write()
+    assert "loss: 2 " in log.text
+    assert "data_time: 3.0000  last_data_time: 6.0000" in log.text
+
+
+@pytest.mark.parametrize(
+    ("name", "is_loss"),
+    [
+        ("loss", True),
+        ("total_loss", True),
+        ("loss_cls", True),
+        ("rpn/loss_box", True),
+        ("val_loss_mean", True),
+        ("mseloss", True),
+        ("loss1", True),
+        ("lossG", True),
+        ("losses", True),
+        ("TripletLoss", True),
+        ("lossless_ratio", False),
+        ("glossy", False),
+        ("loss/count", False),
+        ("accuracy", False),
+    ],
+)
+def test_a_metric_is_a_loss_if_a_word_of_its_last_part_is(
+    name: str, is_loss: bool, log: pytest.LogCaptureFixture
+) -> None:
+    with EventStorage() as storage:
+        storage.put_scalar(name, 2.5)
+        CommonMetricPrinter().write()
+    assert (f"  {name}: 2.5  " in log.messages[0]) == is_loss
+
+
+def test_a_loss_that_is_marked_as_a_metric_is_printed_once(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage() as storage:
+        storage.put_scalar("[metric]val_loss", 2.5)
+        CommonMetricPrinter().write()
+    assert log.messages[0].count("val_loss") == 1
+
+
+def test_the_time_left_is_estimated_from_the_median_step(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage(10) as storage:
+        for seconds in (100.0, 2.0, 2.0):
+            storage.put_scalar("time", seconds)
+        CommonMetricPrinter(max_iter=3611).write()
+    assert " eta: 2:00:00  iter: 10  " in log.text
+
+
+def test_without_time_it_is_estimated_from_the_clock(
+    log: pytest.LogCaptureFixture, clock: SimpleNamespace
+) -> None:
+    printer = CommonMetricPrinter(max_iter=100)
+    with EventStorage() as storage:
+        for iteration, now in ((9, 100.0), (19, 120.0), (49, 126.0)):
+            storage.iter, clock.now = iteration, now
+            printer.write()
+        assert "eta_seconds" not in storage.latest()
+    assert [m.strip().split("  ")[0] for m in log.messages] == [
+        "iter: 9",
+        "eta: 0:02:40",  # 2 seconds for each of 80
+        "eta: 0:00:10",  # 0.2 seconds for each of 50
+    ]
+
+
+def test_two_writes_at_one_iteration_are_no_division_by_zero(
+    log: pytest.LogCaptureFixture, clock: SimpleNamespace
+) -> None:
+    printer = CommonMetricPrinter(max_iter=100)
+    with EventStorage(5):
+        printer.write()
+        clock.now += 1
+        printer.write()
+    assert [message.split()[:2] for message in log.messages] == [["iter:", "5"]] * 2
+
+
+def test_the_time_between_two_runs_is_not_part_of_the_estimate(
+    log: pytest.LogCaptureFixture, clock: SimpleNamespace
+) -> None:
+    printer = CommonMetricPrinter(max_iter=100)
+    with EventStorage(5) as storage:
+        printer.write()
+        printer.rewind(6)
+        storage.iter, clock.now = 10, 5000.0
+        printer.write()
+    assert "eta" not in log.text
+
+
+@pytest.mark.parametrize("iteration", [100, 101])
+def test_nothing_is_logged_after_the_last_iteration(
+    iteration: int, log: pytest.LogCaptureFixture
+) -> None:
+    with EventStorage(iteration):
+        CommonMetricPrinter(max_iter=100).write()
+    assert log.messages == []
+
+
+def test_only_the_main_process_logs(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    with EventStorage():
+        CommonMetricPrinter().write()
+    assert log.messages == []
+
+
+def test_a_subclass_may_log_elsewhere(log: pytest.LogCaptureFixture) -> None:
+    class Printer(CommonMetricPrinter):
+        logger = logging.getLogger("my.project")
+
+    with EventStorage():
+        Printer().write()
+        CommonMetricPrinter().write()
+    assert [r.name for r in log.records] == ["my.project", "hooktrain.utils.events.printer"]
+
+
+def test_the_memory_of_the_accelerator_is_shown(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda")
+    module = SimpleNamespace(max_memory_allocated=lambda: 3 * 2**20)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    monkeypatch.setattr(torch, "get_device_module", {device: module}.__getitem__)
+    with EventStorage():
+        CommonMetricPrinter().write()
+        assert log.messages[0].endswith(" lr: N/A  max_mem: 3M")
+        del module.max_memory_allocated
+        CommonMetricPrinter().write()
+        assert log.messages[1].endswith(" lr: N/A  ")
+
+
+def test_a_window_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
+        CommonMetricPrinter(window_size=0)
+
+
+def test_a_writer_needs_nothing_but_write() -> None:
+    class Mine(EventWriter):
+        def __init__(self) -> None:
+            self.writes = 0
+
+        def write(self) -> None:
+            self.writes += 1
+
+    writer = Mine()
+    writer.rewind(0)
+    writer.write()
+    writer.close()
+    assert writer.writes == 1
+    with pytest.raises(NotImplementedError, match="EventWriter must define write"):
+        EventWriter().write()

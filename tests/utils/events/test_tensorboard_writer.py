@@ -1,0 +1,151 @@
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage, TensorboardXWriter
+
+
+def read(folder: Path) -> EventAccumulator:
+    return EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "images": 0, "histograms": 0}
+    ).Reload()
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(name)]
+
+
+def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path, window_size=3)
+    with EventStorage() as storage:
+        for iteration, value in enumerate((9.0, 1.0, 2.0, 6.0)):
+            storage.iter = iteration
+            storage.put_scalar("loss", value)
+        storage.put_scalar("lr", 0.5, smoothing_hint=False, cur_iter=1)
+        storage.put_image("photo", torch.rand(3, 4, 6))
+        storage.put_image("mask", torch.full((1, 2, 2), 255, dtype=torch.uint8))
+        storage.put_histogram("weight", torch.arange(12.0).reshape(3, 4), bins=3)
+        writer.write()
+        assert storage.images() == []
+        assert storage.histograms() == []
+    writer.close()
+    events = read(tmp_path)
+    assert scalars(tmp_path, "loss") == [(3, 2.0)]
+    assert scalars(tmp_path, "lr") == [(1, 0.5)]
+    (photo,) = events.Images("photo")
+    assert (photo.step, photo.height, photo.width) == (3, 4, 6)
+    assert [event.step for event in events.Images("mask")] == [3]
+    (histogram,) = events.Histograms("weight")
+    value = histogram.histogram_value
+    assert (histogram.step, value.num, value.min, value.max) == (3, 12.0, 0.0, 11.0)
+    assert (value.sum, value.sum_squares) == (66.0, 506.0)
+    assert sum(value.bucket) == 12.0
+
+
+def test_each_value_is_written_once_also_a_late_one(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(str(tmp_path))
+    with EventStorage(19) as storage:
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        storage.put_scalar("late", 2.0, cur_iter=5)
+        storage.put_scalar("nan", math.nan)
+        writer.write()
+        writer.write()
+    writer.close()
+    assert scalars(tmp_path, "loss") == [(19, 1.0)]
+    assert scalars(tmp_path, "late") == [(5, 2.0)]
+    assert len(scalars(tmp_path, "nan")) == 1
+
+
+def test_what_was_written_is_in_the_file_before_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path)
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        assert scalars(tmp_path, "loss") == [(0, 1.0)]
+    writer.close()
+
+
+def test_without_news_there_is_no_file(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path / "tb")
+    with EventStorage():
+        writer.write()
+    writer.close()
+    assert not (tmp_path / "tb").exists()
+
+
+def test_only_the_main_process_writes_and_no_process_keeps_the_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    writer = TensorboardXWriter(tmp_path / "tb")
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_image("photo", torch.zeros(1, 2, 2))
+        storage.put_histogram("weight", torch.ones(3))
+        writer.write()
+        assert storage.images() == []
+        assert storage.histograms() == []
+    assert not (tmp_path / "tb").exists()
+
+
+def test_a_resumed_run_hides_what_came_after_its_start(tmp_path: Path) -> None:
+    with EventStorage() as storage:
+        first = TensorboardXWriter(tmp_path)
+        first.rewind(0)
+        for storage.iter in (19, 39, 59):
+            storage.put_scalar("loss", 1.0, smoothing_hint=False)
+            first.write()
+        first.close()
+    with EventStorage() as storage:
+        second = TensorboardXWriter(tmp_path)
+        second.rewind(40)
+        storage.put_scalar("loss", 2.0, smoothing_hint=False, cur_iter=45)
+        second.write()
+        second.close()
+    assert scalars(tmp_path, "loss") == [(19, 1.0), (39, 1.0), (45, 2.0)]
+
+
+def test_a_write_after_close_goes_on_and_hides_nothing(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path)
+    writer.rewind(0)
+    with EventStorage() as storage:
+        for storage.iter in (0, 1):
+            storage.put_scalar("loss", 1.0)
+            writer.write()
+            writer.close()
+            writer.close()
+    assert scalars(tmp_path, "loss") == [(0, 1.0), (1, 1.0)]
+
+
+def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path)
+    with EventStorage() as storage:
+        storage.put_scalar("early", 1.0, cur_iter=3)
+        storage.put_scalar("loss", 1.0, cur_iter=9)
+        writer.write()
+        writer.rewind(5)
+        writer.write()
+    writer.close()
+    assert scalars(tmp_path, "early") == [(3, 1.0)]
+    assert scalars(tmp_path, "loss") == [(9, 1.0)]
+
+
+def test_further_arguments_reach_the_summary_writer(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path, filename_suffix=".mine")
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+    writer.close()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".mine"]
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'hooktrain\[tensorboard\]'"):
+        TensorboardXWriter("output")

@@ -1,0 +1,71 @@
+import os
+import platform
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import hooktrain
+from hooktrain.utils.collect_env import collect_env_info
+
+
+def row(info: str, name: str) -> str:
+    (line,) = [line for line in info.splitlines() if line.startswith(f"{name}  ")]
+    return line[len(name) :].strip()
+
+
+def test_versions_and_the_build_of_torch_are_listed() -> None:
+    info = collect_env_info()
+    assert row(info, "Python").startswith(platform.python_version())
+    assert row(info, "hooktrain").startswith(hooktrain.__version__)
+    assert row(info, "numpy") == np.__version__
+    assert row(info, "torch").startswith(torch.__version__)
+    assert row(info, "CPUs") == str(os.cpu_count())
+    assert info.endswith(torch.__config__.show())
+    assert "not readable" not in info
+
+
+def test_variables_that_steer_the_run_are_listed_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "007")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("MY_SECRET_TOKEN", "hush")
+    info = collect_env_info()
+    assert row(info, "$OMP_NUM_THREADS") == "007"
+    assert row(info, "$LOCAL_RANK") == "3"
+    assert "hush" not in info
+
+
+def test_an_item_that_cannot_be_read_says_so_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> bool:
+        raise RuntimeError("driver is gone")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", broken)
+    info = collect_env_info()
+    assert row(info, "Accelerator") == "not readable: RuntimeError('driver is gone')"
+    assert row(info, "numpy") == np.__version__
+
+
+def test_devices_are_grouped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["H200", "H200", "T4"]
+
+    class Module:
+        get_device_name = staticmethod(names.__getitem__)
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda: Module)
+    assert row(collect_env_info(), "Devices") == "2 x H200, 1 x T4"
+
+
+def test_no_other_program_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"ran {args}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "system", refuse)
+    assert "ran " not in collect_env_info()

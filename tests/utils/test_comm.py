@@ -1,0 +1,262 @@
+import gc
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from torch import Tensor
+
+from hooktrain.utils import comm
+
+WORLD_SIZE = 4
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def losses_of(rank: int) -> dict[str, Tensor]:
+    """The same keys on every rank, in another order on odd ones."""
+    losses = {"b": torch.tensor(float(rank)), "a": torch.tensor(rank * 10.0, requires_grad=True)}
+    return losses if rank % 2 == 0 else dict(reversed(losses.items()))
+
+
+def visit() -> dict[str, Any]:
+    """What one rank sees; the tests below look at it, so that the processes start only once."""
+    rank = comm.get_rank()
+    seen: dict[str, Any] = {}
+    seen["place"] = (rank, comm.get_world_size(), comm.is_main_process())
+    seen["all_gather"] = comm.all_gather({"rank": rank, "text": "x" * rank})
+    seen["gather"] = comm.gather(rank * 10)
+    seen["gather on 2"] = comm.gather(rank * 10, dst=2)
+    seen["gather on 4"] = error_of(comm.gather, rank, dst=4)
+    seen["broadcast"] = comm.broadcast(f"from {rank}", src=3)
+    np.random.seed(rank)
+    seen["seed"] = comm.shared_random_seed()
+
+    left, right = dist.new_group([0, 3]), dist.new_group([1, 2])
+    group = right if rank in (1, 2) else left
+    seen["all_gather in group"] = comm.all_gather(rank, group)
+    seen["gather in group"] = comm.gather(rank, dst=2 if rank in (1, 2) else 3, group=group)
+    seen["not in group"] = error_of(comm.all_gather, rank, left if rank in (1, 2) else right)
+
+    losses = losses_of(rank)
+    seen["mean"] = comm.reduce_dict(losses)
+    seen["mean has a gradient"] = seen["mean"]["a"].requires_grad
+    seen["sum"] = comm.reduce_dict(losses, average=False)
+    seen["mean of integers"] = comm.reduce_dict({"n": torch.tensor(rank)})
+    seen["losses are untouched"] = losses["a"].item() == rank * 10 and losses["a"].requires_grad
+    comm.synchronize()
+    return seen
+
+
+def visit_local_groups() -> dict[str, Any]:
+    rank = comm.get_rank()
+    seen: dict[str, Any] = {}
+    seen["unknown rank"] = error_of(comm.get_local_rank)
+    seen["unknown size"] = error_of(comm.get_local_size)
+    seen["unknown group"] = error_of(comm.get_local_process_group)
+    os.environ.update(LOCAL_RANK="7", LOCAL_WORLD_SIZE="8")
+    seen["torchrun"] = (comm.get_local_rank(), comm.get_local_size())
+    seen["sizes differ"] = error_of(comm.create_local_process_group, 2 if rank else 4)
+    seen["does not divide"] = error_of(comm.create_local_process_group, 3)
+    seen["zero"] = error_of(comm.create_local_process_group, 0)
+    comm.create_local_process_group(2)
+    seen["pairs"] = (comm.get_local_rank(), comm.get_local_size())
+    seen["in pair"] = comm.all_gather(rank, comm.get_local_process_group())
+    comm.create_local_process_group(4)
+    seen["replaced"] = (comm.get_local_rank(), comm.get_local_size())
+    return seen
+
+
+def visit_three_groups(folder: str) -> list[Any]:
+    """Destroys and initialises the process group again, with the ranks in another order."""
+    rank, seen = comm.get_rank(), []
+    for i in range(3):
+        dist.destroy_process_group()
+        gc.collect()
+        place = (rank + i) % 2
+        # This name is not "gloo", as is the case with nccl, so objects need a group of their own.
+        url = f"file://{folder}/rendezvous{i}"
+        dist.init_process_group("cpu:gloo", init_method=url, rank=place, world_size=2)
+        before = error_of(comm.get_local_process_group)
+        comm.create_local_process_group(2)
+        comm.synchronize()
+        gathered = comm.all_gather(rank)
+        seen.append((before.split(":")[0], gathered, comm.broadcast(rank), comm.get_local_rank()))
+        assert comm._object_groups[dist.group.WORLD] is not dist.group.WORLD
+        assert len(comm._object_groups) == len(comm._local_groups) == 1
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(visit, WORLD_SIZE)
+
+
+@pytest.fixture(scope="module")
+def local_ranks() -> list[dict[str, Any]]:
+    return run_ranks(visit_local_groups, WORLD_SIZE)
+
+
+def test_every_rank_knows_its_place(ranks: list[dict[str, Any]]) -> None:
+    assert [r["place"] for r in ranks] == [
+        (0, 4, True),
+        (1, 4, False),
+        (2, 4, False),
+        (3, 4, False),
+    ]
+
+
+def test_all_gather_brings_objects_of_any_size_to_every_rank(ranks: list[dict[str, Any]]) -> None:
+    expected = [
+        {"rank": 0, "text": ""},
+        {"rank": 1, "text": "x"},
+        {"rank": 2, "text": "xx"},
+        {"rank": 3, "text": "xxx"},
+    ]
+    assert all(r["all_gather"] == expected for r in ranks)
+
+
+def test_gather_brings_them_to_one_rank_and_an_empty_list_to_the_others(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [r["gather"] for r in ranks] == [[0, 10, 20, 30], [], [], []]
+    assert [r["gather on 2"] for r in ranks] == [[], [], [0, 10, 20, 30], []]
+
+
+def test_a_destination_that_is_no_rank_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["gather on 4"] == "ValueError: dst must be a rank in [0, 4), got 4"
+
+
+def test_collectives_keep_to_their_group(ranks: list[dict[str, Any]]) -> None:
+    assert [r["all_gather in group"] for r in ranks] == [[0, 3], [1, 2], [1, 2], [0, 3]]
+
+
+def test_the_destination_is_numbered_in_the_whole_run_also_in_a_group(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [r["gather in group"] for r in ranks] == [[], [], [1, 2], [0, 3]]
+
+
+def test_a_rank_outside_the_group_is_refused(ranks: list[dict[str, Any]]) -> None:
+    message = "ValueError: rank {} is not in the group that was given"
+    assert [r["not in group"] for r in ranks] == [message.format(i) for i in range(4)]
+
+
+def test_broadcast_gives_every_rank_the_object_of_the_source(ranks: list[dict[str, Any]]) -> None:
+    assert [r["broadcast"] for r in ranks] == ["from 3"] * 4
+
+
+def test_the_shared_seed_is_the_one_that_rank_0_draws(ranks: list[dict[str, Any]]) -> None:
+    expected = np.random.RandomState(0).randint(2**31)
+    assert [r["seed"] for r in ranks] == [expected] * 4
+
+
+def test_reduce_dict_averages_on_every_rank_whatever_the_order_of_keys(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for i, r in enumerate(ranks):
+        assert r["mean"] == {"a": torch.tensor(15.0), "b": torch.tensor(1.5)}
+        assert list(r["mean"]) == list(losses_of(i))
+        assert not r["mean has a gradient"]
+        assert r["losses are untouched"]
+
+
+def test_reduce_dict_sums_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all(r["sum"] == {"a": torch.tensor(60.0), "b": torch.tensor(6.0)} for r in ranks)
+
+
+def test_the_mean_of_integers_is_not_rounded(ranks: list[dict[str, Any]]) -> None:
+    assert all(r["mean of integers"] == {"n": torch.tensor(1.5)} for r in ranks)
+
+
+def test_local_groups_split_the_ranks_into_machines(local_ranks: list[dict[str, Any]]) -> None:
+    assert [r["pairs"] for r in local_ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [r["in pair"] for r in local_ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_local_groups_can_be_made_again(local_ranks: list[dict[str, Any]]) -> None:
+    assert [r["replaced"] for r in local_ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+def test_without_a_local_group_torchrun_tells_the_place(local_ranks: list[dict[str, Any]]) -> None:
+    assert all(r["torchrun"] == (7, 8) for r in local_ranks)
+
+
+def test_a_local_place_that_nobody_knows_is_an_error_that_says_what_to_do(
+    local_ranks: list[dict[str, Any]],
+) -> None:
+    for r in local_ranks:
+        assert r["unknown rank"].startswith("RuntimeError: cannot tell which ranks share")
+        assert "set LOCAL_RANK," in r["unknown rank"]
+        assert "set LOCAL_WORLD_SIZE," in r["unknown size"]
+        assert "launch()" in r["unknown group"]
+
+
+def test_local_groups_that_do_not_fit_are_refused_on_every_rank(
+    local_ranks: list[dict[str, Any]],
+) -> None:
+    for r in local_ranks:
+        assert r["sizes differ"].endswith("the same on every rank, got [4, 2, 2, 2]")
+        assert r["does not divide"].endswith("must divide the world size 4, got 3")
+        assert r["zero"].endswith("must divide the world size 4, got 0")
+
+
+def test_nothing_outlives_a_process_group_that_was_destroyed(tmp_path: Any) -> None:
+    first, second = run_ranks(visit_three_groups, 2, str(tmp_path))
+    none = "RuntimeError"  # there was no local group before it was made
+    assert first == [(none, [0, 1], 0, 0), (none, [1, 0], 1, 1), (none, [0, 1], 0, 0)]
+    assert second == [(none, [0, 1], 0, 1), (none, [1, 0], 1, 0), (none, [0, 1], 0, 1)]
+
+
+def test_a_single_process_is_rank_0_of_1() -> None:
+    assert (comm.get_rank(), comm.get_world_size(), comm.is_main_process()) == (0, 1, True)
+    assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+
+
+def test_a_process_of_torchrun_knows_its_local_place_before_it_joins_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (comm.get_local_rank(), comm.get_local_size()) == (1, 2)
+
+
+def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
+    obj = object()
+    assert comm.all_gather(obj) == [obj]
+    assert comm.gather(obj) == [obj]
+    assert comm.broadcast(obj) is obj
+    comm.synchronize()
+
+
+def test_a_single_process_has_no_rank_1() -> None:
+    with pytest.raises(ValueError, match=r"dst must be a rank in \[0, 1\), got 1"):
+        comm.gather(0, dst=1)
+    with pytest.raises(ValueError, match=r"src must be a rank in \[0, 1\), got -1"):
+        comm.broadcast(0, src=-1)
+
+
+def test_a_single_process_reduces_to_detached_values() -> None:
+    reduced = comm.reduce_dict({"loss": torch.tensor(2.0, requires_grad=True)})
+    assert reduced == {"loss": torch.tensor(2.0)}
+    assert not reduced["loss"].requires_grad
+
+
+def test_reducing_nothing_gives_nothing() -> None:
+    assert comm.reduce_dict({}) == {}
+
+
+def test_the_shared_seed_of_a_single_process_comes_from_numpys_generator() -> None:
+    np.random.seed(5)
+    seed = comm.shared_random_seed()
+    assert seed == np.random.RandomState(5).randint(2**31)
+    assert comm.shared_random_seed() != seed

@@ -1,0 +1,313 @@
+import functools
+import io
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from termcolor import colored
+
+from hooktrain.utils import logger as logger_module
+from hooktrain.utils.logger import (
+    close_logger,
+    create_small_table,
+    log_every_n,
+    log_every_n_seconds,
+    log_first_n,
+    setup_logger,
+)
+
+NAME = "hooktrain_of_this_test"
+TIME = r"\d\d/\d\d \d\d:\d\d:\d\d"
+
+
+@pytest.fixture(autouse=True)
+def _undo() -> Iterator[None]:
+    yield
+    close_logger(NAME)
+    for counts in (
+        logger_module._first_n,
+        logger_module._every_n,
+        logger_module._last_logged_at,
+    ):
+        counts.clear()
+
+
+@pytest.fixture
+def colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that has colours."""
+    always_colored = functools.partial(colored, force_color=True)
+    monkeypatch.setattr(logger_module, "colored", always_colored)
+
+
+def test_a_line_on_the_terminal_has_time_name_and_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logger(name=NAME, color=False).info("hello")
+    assert re.fullmatch(rf"\[{TIME}\] {NAME} INFO: hello\n", capsys.readouterr().out)
+
+
+def test_debug_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger(name=NAME).debug("details")
+    assert "details" in capsys.readouterr().out
+
+
+def test_colours_mark_time_and_name_and_levels_from_warning_on(
+    capsys: pytest.CaptureFixture[str], colors: None
+) -> None:
+    logger = setup_logger(name=NAME)
+    for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        logger.log(level, "hello")
+    header = rf"\x1b\[32m\[{TIME} {NAME}\]:\x1b\[0m "
+    info, warning, error, critical = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(header + "hello", info)
+    assert re.fullmatch(header + r"\x1b\[5m\x1b\[31mWARNING\x1b\[0m hello", warning)
+    assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mERROR\x1b\[0m hello", error)
+    assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mCRITICAL\x1b\[0m hello", critical)
+
+
+def test_without_a_terminal_there_are_no_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger(name=NAME).error("hello")
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_names_are_abbreviated_on_the_terminal_and_whole_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logger(tmp_path, name=NAME, abbrev_name="ht")
+    logging.getLogger(f"{NAME}.engine").info("hello")
+    assert " ht.engine]: hello" in capsys.readouterr().out
+    assert f"] {NAME}.engine INFO: hello" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_name_that_only_begins_alike_is_not_abbreviated() -> None:
+    formatter = logger_module._ColorFormatter("ab", "x")
+    record = logging.LogRecord("abc", logging.INFO, "", 0, "hello", None, None)
+    assert formatter.format(record).endswith(" abc]: hello")
+
+
+def test_a_traceback_follows_its_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = setup_logger(tmp_path, name=NAME)
+    try:
+        raise ValueError("cause")
+    except ValueError:
+        logger.exception("failed")
+    for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
+        assert text.count("failed\nTraceback") == 1
+        assert text.endswith("ValueError: cause\n")
+
+
+def test_setting_up_twice_logs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger(tmp_path, name=NAME)
+    setup_logger(tmp_path, name=NAME)
+    setup_logger(str(tmp_path / "log.txt"), name=NAME, color=False, abbrev_name="x").info("hello")
+    assert capsys.readouterr().out.count("hello") == 1
+    assert (tmp_path / "log.txt").read_text().count("hello") == 1
+
+
+def test_setting_up_again_closes_the_file_before(tmp_path: Path) -> None:
+    logger = setup_logger(tmp_path / "one.txt", name=NAME)
+    (before,) = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
+    stream = before.stream
+    setup_logger(tmp_path / "two.txt", name=NAME).info("hello")
+    assert stream.closed
+    assert (tmp_path / "one.txt").read_text() == ""
+    assert "hello" in (tmp_path / "two.txt").read_text()
+
+
+def test_handlers_of_others_stay(tmp_path: Path) -> None:
+    logger, theirs = logging.getLogger(NAME), io.StringIO()
+    handlers = [logging.StreamHandler(theirs), logging.FileHandler(tmp_path / "their.txt")]
+    for handler in handlers:
+        logger.addHandler(handler)
+    setup_logger(tmp_path, name=NAME)
+    setup_logger(tmp_path, name=NAME).info("hello")
+    close_logger(NAME)
+    assert logger.handlers == handlers
+    assert theirs.getvalue() == "hello\n"
+    assert (tmp_path / "their.txt").read_text() == "hello\n"
+    for handler in handlers:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def test_closing_goes_back_to_the_defaults_of_logging(tmp_path: Path) -> None:
+    logger = setup_logger(tmp_path, name=NAME)
+    assert (logger.level, logger.propagate) == (logging.DEBUG, False)
+    close_logger(NAME)
+    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
+
+
+@pytest.mark.parametrize("output", ["log.txt", "run.log"])
+def test_a_bare_file_name_is_a_file_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    setup_logger(output, name=NAME).info("hello")
+    assert "hello" in (tmp_path / output).read_text()
+
+
+def test_a_folder_is_created_and_gets_a_log(tmp_path: Path) -> None:
+    setup_logger(tmp_path / "a/b", name=NAME).info("hello")
+    assert "hello" in (tmp_path / "a/b/log.txt").read_text()
+
+
+def test_a_second_run_appends(tmp_path: Path) -> None:
+    setup_logger(tmp_path, name=NAME).info("first")
+    close_logger(NAME)
+    setup_logger(tmp_path, name=NAME).info("second")
+    first, second = (tmp_path / "log.txt").read_text().splitlines()
+    assert first.endswith("first")
+    assert second.endswith("second")
+
+
+def test_other_ranks_write_to_files_of_their_own_and_not_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logger(tmp_path, distributed_rank=3, name=NAME).info("hello")
+    assert capsys.readouterr().out == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["log.txt.rank3"]
+    assert "hello" in (tmp_path / "log.txt.rank3").read_text()
+
+
+def test_the_terminal_can_be_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    setup_logger(tmp_path, name=NAME, configure_stdout=False).info("hello")
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_go_to_what_stdout_is_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, later = setup_logger(name=NAME), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", later)
+    logger.info("hello")
+    assert "hello" in later.getvalue()
+
+
+def test_records_reach_the_loggers_above_only_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    setup_logger(name=NAME).info("not propagated")
+    setup_logger(name=NAME, enable_propagation=True).info("propagated")
+    assert caplog.messages == ["propagated"]
+
+
+def test_two_loggers_can_share_a_file(tmp_path: Path) -> None:
+    other = f"{NAME}_too"
+    setup_logger(tmp_path, name=NAME).info("one")
+    setup_logger(tmp_path, name=other).info("two")
+    logging.getLogger(NAME).info("three")
+    close_logger(other)
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(": ")[-1] for line in lines] == ["one", "two", "three"]
+
+
+def test_log_first_n_stops_after_n_calls_from_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(5):
+        log_first_n(logging.WARNING, f"here {i}", 2)
+        log_first_n(logging.WARNING, f"there {i}")
+    assert caplog.messages == ["here 0", "there 0", "here 1"]
+
+
+def test_log_first_n_can_count_equal_messages(caplog: pytest.LogCaptureFixture) -> None:
+    log_first_n(logging.WARNING, "counted by message", key="message")
+    for message in ("counted by message", "another message"):
+        log_first_n(logging.WARNING, message, key="message")
+    assert caplog.messages == ["counted by message", "another message"]
+
+
+def test_log_first_n_can_count_equal_messages_from_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for message in ("a", "b", "a"):
+        log_first_n(logging.WARNING, message, key=("caller", "message"))
+    log_first_n(logging.WARNING, "a", key=("caller", "message"))
+    assert caplog.messages == ["a", "b", "a"]
+
+
+def test_the_level_is_part_of_what_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    for level in (logging.WARNING, logging.ERROR, logging.WARNING):
+        log_first_n(level, "hello")
+    assert [r.levelname for r in caplog.records] == ["WARNING", "ERROR"]
+
+
+def test_log_every_n_logs_the_first_of_every_n(caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(7):
+        log_every_n(logging.WARNING, str(i), 3)
+    assert caplog.messages == ["0", "3", "6"]
+
+
+def test_log_every_1_logs_always(caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(3):
+        log_every_n(logging.WARNING, str(i))
+    assert caplog.messages == ["0", "1", "2"]
+
+
+def test_the_helpers_do_not_share_counters(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        for helper in (log_first_n, log_every_n, log_every_n_seconds):
+            helper(logging.WARNING, helper.__name__, 2)
+    expected = ["log_first_n", "log_every_n", "log_every_n_seconds", "log_first_n"]
+    assert caplog.messages == expected
+
+
+def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    for now in (0.0, 1.0, 4.9, 5.0, 9.9, 12.0, 16.9):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        log_every_n_seconds(logging.WARNING, str(now), 5)
+    assert caplog.messages == ["0.0", "5.0", "12.0"]
+
+
+@pytest.mark.parametrize("helper", [log_first_n, log_every_n, log_every_n_seconds])
+def test_helpers_log_as_the_line_that_called_them(
+    caplog: pytest.LogCaptureFixture, helper: object
+) -> None:
+    helper(logging.WARNING, "hello")  # type: ignore[operator]
+    helper(logging.WARNING, "named", name="somebody")  # type: ignore[operator]
+    ours, named = caplog.records
+    assert ours.name == __name__
+    assert ours.funcName == "test_helpers_log_as_the_line_that_called_them"
+    assert named.name == "somebody"
+
+
+def test_a_script_logs_as_the_package(caplog: pytest.LogCaptureFixture) -> None:
+    program = "log_first_n(30, 'hello')"
+    exec(
+        compile(program, "script.py", "exec"), {"__name__": "__main__", "log_first_n": log_first_n}
+    )
+    assert caplog.records[0].name == "hooktrain"
+
+
+def test_a_file_whose_path_looks_like_the_logger_is_a_caller_like_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = compile("log_first_n(30, text)", "/home/me/utils/logger.py", "exec")
+    for text in ("one", "two"):
+        exec(program, {"__name__": "mine", "log_first_n": log_first_n, "text": text})
+    assert [(r.name, r.message) for r in caplog.records] == [("mine", "one")]
+
+
+@pytest.mark.parametrize("helper", [log_first_n, log_every_n])
+def test_a_count_below_one_is_refused(helper: object) -> None:
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        helper(logging.WARNING, "hello", 0)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("key", ["line", (), ("caller", "line")])
+def test_an_unknown_key_is_refused(key: object) -> None:
+    with pytest.raises(ValueError, match="key must be 'caller', 'message'"):
+        log_first_n(logging.WARNING, "hello", key=key)  # type: ignore[arg-type]
+
+
+def test_a_small_table_has_the_keys_on_top() -> None:
+    assert create_small_table({"step": 10, "loss": 0.12345, "name": "x"}) == (
+        "|  step  |  loss  |  name  |\n|:------:|:------:|:------:|\n|   10   | 0.123  |   x    |"
+    )
+
+
+def test_a_table_of_nothing_is_empty() -> None:
+    assert create_small_table({}) == ""
