@@ -1,0 +1,177 @@
+"""Checkpoint files: written atomically, verified before they are trusted.
+
+A file is torch's zip container. ``torch.load`` ignores the checksums in it, so that a flipped bit
+loads as a different number; :func:`verify_file` compares them all. Nothing is ever loaded but with
+``weights_only=True``.
+"""
+
+import os
+import pickle
+import re
+import zipfile
+from collections import Counter, OrderedDict
+from typing import IO, Any
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from hooktrain.utils.file_io import atomic_write
+
+__all__ = ["CorruptCheckpointError", "check_storable", "load_file", "save_file", "verify_file"]
+
+_PLAIN_TYPES = frozenset(
+    {bool, int, float, complex, str, bytes, bytearray, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.Size}
+)
+# The longest integer that the restricted unpickler reads has 255 bytes, one bit of them the sign.
+_MAX_INT_BITS = 255 * 8 - 1
+# What torch.save wrote before its zip container, and still writes on request.
+_LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+
+
+class CorruptCheckpointError(RuntimeError):
+    """A file that cannot be trusted: truncated, altered, foreign, or asking to run code."""
+
+
+def save_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write ``state`` to ``path``, so that the old file or the new one is there, never neither.
+
+    Args:
+        state: tensors and plain types, nested in dicts, lists, tuples and sets.
+        path: the final name. A file of that name is replaced once the new one is on the disk.
+
+    Raises:
+        TypeError: if something in ``state`` could not be loaded back; nothing is written.
+        OSError: if the disk is full or fails; the old file is as it was.
+    """
+    check_storable(state)
+    with_checksums = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        with atomic_write(path, "wb") as file:
+            _write(state, file)
+    finally:
+        set_crc32_options(with_checksums)
+
+
+def verify_file(path: str | os.PathLike[str]) -> None:
+    """Read the whole file and compare every checksum in it (some GB/s).
+
+    Files of torch's old format, without checksums, pass if they begin as they should.
+
+    Raises:
+        CorruptCheckpointError: if the file is truncated, altered, empty or of another kind.
+        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        try:
+            problem = _find_problem(file)
+        except Exception as error:  # zipfile raises nine types, depending on the byte that is bad
+            problem = f"not a readable zip container ({type(error).__name__}: {error})"
+    if problem:
+        raise CorruptCheckpointError(f"{os.fspath(path)} is no intact checkpoint: {problem}")
+
+
+def load_file(path: str | os.PathLike[str], map_location: str | torch.device = "cpu") -> Any:
+    """Verify the file, then load it without running any code that it may hold.
+
+    Args:
+        path: a file of :func:`save_file` or ``torch.save``.
+        map_location: the device on which the tensors arrive.
+
+    Raises:
+        CorruptCheckpointError: if the file is broken, or holds more than tensors and plain types.
+        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+    """
+    verify_file(path)
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=False)
+    except Exception as error:  # torch raises RuntimeError, KeyError, EOFError, UnpicklingError ...
+        raise CorruptCheckpointError(f"cannot load {os.fspath(path)}: {_reason(error)}") from error
+
+
+def check_storable(value: Any, name: str = "") -> None:
+    """Refuse what ``torch.load(weights_only=True)`` would refuse to load.
+
+    Args:
+        value: the state, or a part of it.
+        name: the dotted key of the part, for the message.
+
+    Raises:
+        TypeError: naming the dotted key and the type of the first offender.
+    """
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        for key, item in value.items():
+            check_storable(key, f"{name}.{key} (the key itself)".lstrip("."))
+            check_storable(item, f"{name}.{key}".lstrip("."))
+    elif kind in (list, tuple, set):
+        for index, item in enumerate(value):
+            check_storable(item, f"{name}.{index}".lstrip("."))
+    elif not _is_storable_leaf(value):
+        raise TypeError(
+            f"cannot save {name or 'the state'} of type {kind.__module__}.{kind.__qualname__}: "
+            "a checkpoint holds tensors with data and plain Python types only, so that it loads "
+            "without running code. Convert it in its state_dict(), for example with float(), "
+            "list() or torch.from_numpy()"
+        )
+    # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
+    for attribute, item in getattr(value, "__dict__", {}).items():
+        check_storable(item, f"{name}.{attribute}".lstrip("."))
+
+
+def _is_storable_leaf(value: Any) -> bool:
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return not value.is_meta
+    if kind is int:
+        return bool(value.bit_length() <= _MAX_INT_BITS)
+    # The restricted unpickler does not know the way in which empty bytes are pickled.
+    return kind in _PLAIN_TYPES and not (kind is bytes and not value)
+
+
+def _write(state: dict[str, Any], file: IO[bytes]) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # What torch raises while it closes its container hides the failure of the write before.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _find_problem(file: IO[bytes]) -> str:
+    """What is wrong with an open checkpoint file; empty if nothing is."""
+    start = file.read(len(_LEGACY_MAGIC))
+    if not start:
+        return "the file is empty"
+    if start == _LEGACY_MAGIC:
+        return ""
+    if not start.startswith(b"PK"):
+        return f"it begins with {start[:8]!r}, not as a file of torch.save"
+    with zipfile.ZipFile(file) as container:
+        bad = container.testzip()
+        if bad is not None:
+            return f"the checksum of its part {bad!r} does not match"
+        if not any(name.endswith("/data.pkl") for name in container.namelist()):
+            return "a zip file, but not of torch.save"
+        # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.
+        folders = [entry.filename for entry in container.infolist() if entry.external_attr & 0x10]
+        if folders:
+            return f"its parts {folders} are marked as folders"
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    """The one line of torch's page-long messages that says what happened."""
+    message = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        wanted = re.search(r"GLOBAL (\S+)", message)
+        if wanted:
+            return (
+                f"refused, since it asks for {wanted[1]!r}, which is no tensor and no plain type: "
+                "loading it could run code. Nothing was run"
+            )
+        message = message.partition("WeightsUnpickler error:")[2] or message
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"

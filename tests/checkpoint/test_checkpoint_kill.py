@@ -1,0 +1,70 @@
+"""Killed while it saves, a run goes on from the newest checkpoint that was committed."""
+
+import multiprocessing
+import random
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def make_model(iteration: int) -> nn.Linear:
+    model = nn.Linear(200, 50)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, iteration)
+    return model
+
+
+def save_without_end(folder: Path, start: int, committed: Connection) -> None:
+    torch.set_num_threads(1)
+    model = make_model(start)
+    periodic = PeriodicCheckpointer(Checkpointer(model, folder), period=1, max_to_keep=2)
+    for iteration in range(start, 1_000_000):
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, iteration)
+        periodic.step(iteration)
+        committed.send(iteration)
+
+
+def kill_while_saving(folder: Path, start: int, saves: int, seconds: float) -> int:
+    """Kill a saving process ``seconds`` after its n-th save; return the last one it committed."""
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=save_without_end, args=(folder, start, sender))
+    process.start()
+    sender.close()
+    committed = [receiver.recv() for _ in range(saves)]
+    moment = time.perf_counter() + seconds
+    while time.perf_counter() < moment:
+        pass
+    process.kill()
+    process.join()
+    try:
+        while True:
+            committed.append(receiver.recv())
+    except EOFError:
+        receiver.close()
+    return int(committed[-1])
+
+
+def test_the_newest_committed_checkpoint_loads_after_each_kill(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    start = leftovers = 0
+    for _ in range(12):
+        committed = kill_while_saving(tmp_path, start, draw.randint(1, 4), draw.uniform(0, 0.01))
+        leftovers += any(".tmp-" in p.name for p in tmp_path.iterdir())
+        model = make_model(-1)
+        iteration = Checkpointer(model, tmp_path).resume_or_load("")["iteration"]
+        # Killed between the commit and its message, the run is one further than it could tell.
+        assert committed <= iteration <= committed + 1
+        for parameter in model.parameters():
+            assert torch.equal(parameter, torch.full_like(parameter, iteration))
+        start = iteration + 1
+    assert leftovers > 0, "no kill hit a save: the test proves nothing"
+    Checkpointer(make_model(0), tmp_path).save("model_final", iteration=start)
+    assert not any(".tmp-" in p.name for p in tmp_path.iterdir())

@@ -1,0 +1,233 @@
+import errno
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from torch import nn
+
+from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, load_file
+
+
+def run(folder: Path, start: int, stop: int, **settings: Any) -> PeriodicCheckpointer:
+    """Step through the iterations from ``start`` to ``stop - 1``, as one process would."""
+    periodic = PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder), **settings)
+    for iteration in range(start, stop):
+        periodic.step(iteration)
+    return periodic
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name != "last_checkpoint")
+
+
+def pointer(folder: Path) -> str:
+    return (folder / "last_checkpoint").read_text()
+
+
+def test_each_period_and_the_end_are_saved(tmp_path: Path) -> None:
+    run(tmp_path, 0, 25, period=10, max_iter=25)
+    assert files(tmp_path) == ["model_0000009.pth", "model_0000019.pth", "model_final.pth"]
+    assert pointer(tmp_path) == "model_final.pth"
+    assert load_file(tmp_path / "model_0000019.pth")["iteration"] == 19
+    assert load_file(tmp_path / "model_final.pth")["iteration"] == 24
+
+
+def test_a_last_step_that_ends_a_period_is_saved_once(tmp_path: Path) -> None:
+    run(tmp_path, 0, 20, period=10, max_iter=20)
+    assert files(tmp_path) == ["model_0000009.pth", "model_final.pth"]
+
+
+def test_without_a_known_end_there_is_no_final_file(tmp_path: Path) -> None:
+    run(tmp_path, 0, 20, period=10)
+    assert files(tmp_path) == ["model_0000009.pth", "model_0000019.pth"]
+
+
+def test_more_entries_are_saved_along(tmp_path: Path) -> None:
+    periodic = PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), 1, max_iter=2)
+    periodic.step(0, epoch=3)
+    periodic.step(1, epoch=4)
+    periodic.save("by_hand", note="x")
+    assert load_file(tmp_path / "model_0000000.pth")["epoch"] == 3
+    assert load_file(tmp_path / "model_final.pth")["epoch"] == 4
+    assert load_file(tmp_path / "by_hand.pth")["note"] == "x"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"period": 0}, {"period": -5}, {"period": 1, "max_to_keep": 0}]
+)
+def test_a_period_or_count_below_one_is_refused(settings: dict[str, int]) -> None:
+    name, value = list(settings.items())[-1]
+    with pytest.raises(ValueError, match=f"{name} must be at least 1.*got {value}"):
+        PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1)), **settings)
+
+
+def test_the_newest_are_kept_and_the_others_left_alone(tmp_path: Path) -> None:
+    for other in ("model_best", "ema_0000004"):
+        Checkpointer(nn.Linear(1, 1), tmp_path).save(other, tag=False)
+    run(tmp_path, 0, 55, period=10, max_iter=55, max_to_keep=2)
+    assert files(tmp_path) == [
+        *("ema_0000004.pth", "model_0000039.pth", "model_0000049.pth"),
+        *("model_best.pth", "model_final.pth"),
+    ]
+
+
+def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
+    run(tmp_path, 0, 30, period=10, max_to_keep=3)
+    run(tmp_path, 30, 50, period=10, max_to_keep=3)
+    assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (29, 39, 49)]
+    run(tmp_path, 50, 60, period=10, max_to_keep=1)
+    assert files(tmp_path) == ["model_0000059.pth"]
+
+
+def test_a_process_that_does_not_write_deletes_nothing(tmp_path: Path) -> None:
+    run(tmp_path, 0, 30, period=10)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, save_to_disk=False)
+    PeriodicCheckpointer(checkpointer, 10, max_to_keep=1).step(39)
+    assert len(files(tmp_path)) == 3
+    PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), ""), 10, max_to_keep=1).step(39)
+
+
+def test_a_new_run_beside_a_longer_old_one_keeps_its_own_files(tmp_path: Path) -> None:
+    run(tmp_path, 90_000, 90_020, period=10)
+    run(tmp_path, 0, 30, period=10, max_to_keep=2)
+    assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (19, 29, 90_009, 90_019)]
+    assert pointer(tmp_path) == "model_0000029.pth"
+
+
+def test_the_resume_point_is_not_deleted(tmp_path: Path) -> None:
+    run(tmp_path, 0, 20, period=10)
+
+    class KeepsThePointer(Checkpointer):
+        def tag_last_checkpoint(self, basename: str) -> None: ...
+
+    (tmp_path / "last_checkpoint").write_text("model_0000009.pth")
+    checkpointer = KeepsThePointer(nn.Linear(1, 1), tmp_path)
+    PeriodicCheckpointer(checkpointer, 10, max_to_keep=1).step(29)
+    assert files(tmp_path) == ["model_0000009.pth", "model_0000029.pth"]
+
+
+def test_nothing_is_deleted_while_the_newest_file_is_broken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BadDisk(Checkpointer):
+        def save(self, name: str, *, tag: bool = True, **extra: Any) -> None:
+            super().save(name, tag=tag, **extra)
+            path = tmp_path / f"{name}.pth"
+            path.write_bytes(path.read_bytes()[:-1])
+
+    run(tmp_path, 0, 20, period=10)
+    bad = PeriodicCheckpointer(BadDisk(nn.Linear(1, 1), tmp_path), 10, max_to_keep=1)
+    bad.step(29)
+    assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (9, 19, 29)]
+    assert "Keeping all older checkpoints, since the newest is broken" in caplog.text
+    assert "model_0000029.pth" in caplog.text
+
+
+def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 0, 10, period=10)
+
+    def remove(path: str) -> None:
+        raise PermissionError(errno.EACCES, "not yours", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "remove", remove)
+        run(tmp_path, 10, 20, period=10, max_to_keep=1)
+    assert "not yours" in caplog.text
+    assert files(tmp_path) == ["model_0000009.pth", "model_0000019.pth"]
+
+
+def test_a_stale_final_file_of_a_shorter_run_is_not_the_newest(tmp_path: Path) -> None:
+    run(tmp_path, 0, 20, period=10, max_iter=20)
+    run(tmp_path, 20, 45, period=10, max_iter=100)
+    assert pointer(tmp_path) == "model_0000039.pth"
+    (tmp_path / "last_checkpoint").unlink()
+    assert Checkpointer(nn.Linear(1, 1), tmp_path).resume_or_load("")["iteration"] == 39
+
+
+def test_another_failure_than_a_full_disk_is_raised_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    periodic = run(tmp_path, 0, 10, period=10)
+
+    def replace(source: Any, target: Any) -> None:
+        raise OSError(errno.EIO, "the disk failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(OSError, match="the disk failed"):
+            periodic.step(19)
+
+
+def fill_the_disk(folder: Path) -> dict[str, Any]:
+    """Runs in a process of its own, as the limit on the size of files holds for all of it."""
+    records: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(f"{record.levelname} {record.getMessage()}")
+
+    logging.getLogger("hooktrain").addHandler(Collect())
+    checkpointer = Checkpointer(nn.Linear(300, 300), folder)
+    periodic = PeriodicCheckpointer(checkpointer, 10, max_iter=50, max_to_keep=1)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    seen: dict[str, Any] = {"records": records}
+    periodic.step(9)
+    good = (folder / "model_0000009.pth").read_bytes()
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    periodic.step(19)
+    seen["while full"] = files(folder)
+    try:
+        checkpointer.save("model_0000009", iteration=0)
+    except OSError as error:
+        seen["overwriting"] = (error.errno, str(error))
+    seen["old file intact"] = (folder / "model_0000009.pth").read_bytes() == good
+    try:
+        periodic.step(49)
+    except OSError as error:
+        seen["the last save"] = error.errno
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    seen["resumed at"] = checkpointer.resume_or_load("")["iteration"]
+    periodic.step(29)
+    seen["after"] = files(folder)
+    return seen
+
+
+def test_a_full_disk_costs_one_save_and_not_the_run(tmp_path: Path) -> None:
+    (seen,) = run_ranks(fill_the_disk, 1, tmp_path)
+    assert seen["while full"] == ["model_0000009.pth"]
+    assert seen["old file intact"]
+    number, message = seen["overwriting"]
+    assert number == errno.EFBIG
+    assert str(tmp_path / "model_0000009.pth") in message
+    assert "bytes free" in message
+    assert seen["the last save"] == errno.EFBIG
+    assert seen["resumed at"] == 9
+    assert seen["after"] == ["model_0000029.pth"]
+    (error,) = [record for record in seen["records"] if record.startswith("ERROR")]
+    assert "NOT SAVED" in error
+    assert "model_0000019.pth" in error
+    assert "bytes free" in error
+    assert "the next attempt is in 10 iterations" in error
+
+
+def test_a_model_in_training_is_saved_as_it_is_at_that_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    periodic = PeriodicCheckpointer(Checkpointer(model, tmp_path), 2)
+    weights = []
+    for iteration in range(4):
+        with torch.no_grad():
+            model.weight += 1
+        weights.append(model.weight.detach().clone())
+        periodic.step(iteration)
+    for iteration in (1, 3):
+        saved = load_file(tmp_path / f"model_{iteration:07d}.pth")["model"]["weight"]
+        assert torch.equal(saved, weights[iteration])

@@ -1,0 +1,229 @@
+"""Which checkpoint a resume takes, whatever happened to the folder."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+
+
+def save(folder: Path, name: str, iteration: int, **extra: Any) -> Path:
+    """Save a model whose weight is the iteration."""
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, iteration)
+    Checkpointer(model, folder).save(name, iteration=iteration, **extra)
+    return folder / f"{name}.pth"
+
+
+def resumed(folder: Path) -> int | None:
+    """The iteration that a resume arrives at, None if it starts from scratch."""
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, -1)
+    checkpointer = Checkpointer(model, folder)
+    iteration = checkpointer.resume_or_load("").get("iteration")
+    assert model.weight.item() == (-1 if iteration is None else iteration)
+    assert checkpointer.has_checkpoint() == (iteration is not None)
+    return iteration
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three checkpoints and a best one, the pointer at the newest."""
+    save(tmp_path, "model_best", 14)
+    for iteration in (9, 19, 29):
+        save(tmp_path, f"model_{iteration:07d}", iteration)
+    return tmp_path
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a weight."""
+    raw = bytearray(path.read_bytes())
+    position = raw.index(torch.load(path, weights_only=True)["model"]["weight"].numpy().tobytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+
+
+def test_the_file_of_the_pointer_is_taken_in_silence(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resumed(folder) == 29
+    (folder / "last_checkpoint").write_text("model_0000019.pth\n")
+    assert resumed(folder) == 19
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    "pointer",
+    [
+        None,
+        b"",
+        b"\x00\xff\xfe garbage",
+        b"model_0000039.pth",
+        b"../model_0000009.pth",
+        b".",
+        b"x" * 10_000,
+    ],
+    ids=["missing", "empty", "garbage", "dangling", "outside", "a folder", "long"],
+)
+def test_without_a_good_pointer_the_newest_file_is_taken_but_never_the_best(
+    pointer: bytes | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if pointer is None:
+        (folder / "last_checkpoint").unlink()
+    else:
+        (folder / "last_checkpoint").write_bytes(pointer)
+    os.utime(folder / "model_0000009.pth")  # the clock has no say
+    assert resumed(folder) == 29
+    assert f"Resuming from {folder / 'model_0000029.pth'}, which last_checkpoint" in caplog.text
+    assert Checkpointer(nn.Linear(1, 1), folder).get_checkpoint_file() == str(
+        folder / "model_0000029.pth"
+    )
+
+
+def test_a_broken_file_is_passed_over_loudly_for_the_next_older(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(folder / "model_0000029.pth")
+    assert resumed(folder) == 19
+    assert f"Passing over the checkpoint {folder / 'model_0000029.pth'}" in caplog.text
+    assert "checksum" in caplog.text
+    (folder / "model_0000019.pth").write_bytes(b"")
+    assert resumed(folder) == 9
+    assert "model_0000019.pth is no intact checkpoint: the file is empty" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "zeros", "empty", "foreign", "no model"])
+def test_every_kind_of_damage_is_passed_over(damage: str, folder: Path) -> None:
+    path = folder / "model_0000029.pth"
+    raw = path.read_bytes()
+    if damage == "flip":
+        flip(path)
+    elif damage == "no model":
+        torch.save({"iteration": 29}, path)
+    else:
+        half = len(raw) // 2
+        path.write_bytes(
+            {
+                "truncate": raw[:half],
+                "zeros": raw[:half] + bytes(512) + raw[half + 512 :],
+                "empty": b"",
+                "foreign": b"GIF89a",
+            }[damage]
+        )
+    assert resumed(folder) == 19
+
+
+def test_a_malicious_file_is_passed_over_and_not_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class RunsCode:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(folder / "the code ran"),)
+
+    torch.save({"model": RunsCode()}, folder / "model_0000029.pth")
+    assert resumed(folder) == 19
+    assert "refused, since it asks for 'posix.mkdir'" in caplog.text
+    assert not (folder / "the code ran").exists()
+
+
+def test_if_no_file_is_intact_every_one_is_named_with_its_reason(folder: Path) -> None:
+    flip(folder / "model_0000009.pth")
+    (folder / "model_0000019.pth").write_bytes(b"")
+    (folder / "model_0000029.pth").write_bytes(b"hello")
+    model = nn.Linear(1, 1)
+    before = model.weight.clone()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        Checkpointer(model, folder).resume_or_load("")
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "model_0000029.pth",
+        "model_0000019.pth",
+        "model_0000009.pth",
+    ]
+    assert "begins with b'hello'" in lines[0]
+    assert "empty" in lines[1]
+    assert "checksum" in lines[2]
+    assert torch.equal(model.weight, before)
+
+
+def test_a_lone_broken_final_file_without_a_pointer_does_not_start_the_run_anew(
+    tmp_path: Path,
+) -> None:
+    flip(save(tmp_path, "model_final", 99))
+    (tmp_path / "last_checkpoint").unlink()
+    with pytest.raises(CorruptCheckpointError, match="model_final"):
+        resumed(tmp_path)
+
+
+def test_the_final_file_is_compared_by_the_iteration_in_it(folder: Path) -> None:
+    save(folder, "model_final", 99)
+    assert resumed(folder) == 99
+    (folder / "last_checkpoint").unlink()
+    assert resumed(folder) == 99
+    save(folder, "model_0000149", 149)  # the run was made longer
+    assert resumed(folder) == 149
+    (folder / "last_checkpoint").unlink()
+    assert resumed(folder) == 149
+
+
+def test_the_iteration_of_the_trainer_counts_where_the_file_has_none(folder: Path) -> None:
+    class Trainer:
+        def state_dict(self) -> dict[str, int]:
+            return {"iteration": 59}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=Trainer())
+    checkpointer.save("at_the_end")
+    (folder / "last_checkpoint").unlink()
+    assert checkpointer.get_checkpoint_file() == str(folder / "at_the_end.pth")
+
+
+def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(folder: Path) -> None:
+    save(folder, "model_0090009", 90_009)
+    (folder / "last_checkpoint").write_text("model_0000019.pth")
+    flip(folder / "model_0000019.pth")
+    assert resumed(folder) == 9
+    flip(folder / "model_0000009.pth")
+    assert resumed(folder) == 90_009
+
+
+def test_plain_weights_in_the_folder_are_not_resumed_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "pretrained.pth")
+    save(tmp_path, "model_best", 5)
+    (tmp_path / "last_checkpoint").unlink()
+    assert resumed(tmp_path) is None
+    assert "Not resuming from ['model_best.pth', 'pretrained.pth']" in caplog.text
+
+
+def test_a_dangling_pointer_in_an_empty_folder_starts_from_scratch_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "last_checkpoint").write_text("model_0000009.pth")
+    assert resumed(tmp_path) is None
+    assert "names 'model_0000009.pth', which is no file there" in caplog.text
+
+
+def test_an_empty_or_missing_folder_starts_from_scratch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resumed(tmp_path) is None
+    assert resumed(tmp_path / "none") is None
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_file_of_another_prefix_counts_and_names_with_best_in_a_word_do_too(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, "bestiary_0000009", 9)
+    save(tmp_path, "best_0000019", 19)
+    save(tmp_path, "ema_best", 29)
+    (tmp_path / "last_checkpoint").unlink()
+    assert resumed(tmp_path) == 9
