@@ -1,0 +1,201 @@
+"""A trainer that builds itself from a configuration."""
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.config import LazyConfig, instantiate
+from hooktrain.engine.default_parts import (
+    create_ddp_model,
+    default_argument_parser,
+    default_hooks,
+    default_setup,
+    default_writers,
+)
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.hooks import EMA, EvalHook
+from hooktrain.engine.trainers import SimpleTrainer
+from hooktrain.evaluation import (
+    DatasetEvaluator,
+    inference_on_dataset,
+    print_csv_format,
+    verify_results,
+)
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventWriter
+
+__all__ = [
+    "DefaultTrainer",
+    "create_ddp_model",
+    "default_argument_parser",
+    "default_hooks",
+    "default_setup",
+    "default_writers",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class DefaultTrainer(SimpleTrainer):
+    """A :class:`SimpleTrainer` with the default hooks, built from a lazy configuration.
+
+    The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
+    ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists what
+    ``train`` can hold. To change one part, override the method that builds it. To change more,
+    write the dozen lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
+
+    Attributes:
+        cfg: the configuration.
+        checkpointer: saves and loads the model and this trainer.
+        ema: the hook with the averaged model, or None.
+
+    Examples::
+
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=args.resume)
+        trainer.train()
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        loader = self.build_train_loader(cfg)
+        ddp = create_ddp_model(model, **cfg.train.ddp)
+        super().__init__(ddp, loader, optimizer, gather_metric_period=cfg.train.log_period)
+        self.meta = {"config": LazyConfig.to_py(cfg), "seed": cfg.train.seed}
+        # A proxy: the trainer owns the checkpointer, not the other way round.
+        self.checkpointer = Checkpointer(model, cfg.train.output_dir, trainer=weakref.proxy(self))
+        self.max_iter = cfg.train.max_iter
+        self.ema = EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
+        self.last_results: dict[str, Any] = {}
+        self.register_hooks(self.build_hooks())
+
+    @classmethod
+    def build_model(cls, cfg: Any) -> nn.Module:
+        """The model, on its device."""
+        model: nn.Module = instantiate(cfg.model)
+        logger.info("Model:\n%s", model)
+        return model.to(cls.device(cfg))
+
+    @staticmethod
+    def device(cfg: Any) -> torch.device:
+        """``train.device``, with this process's number where several GPUs are in use."""
+        device = torch.device(cfg.train.device)
+        if device.type != "cpu" and device.index is None and comm.get_world_size() > 1:
+            return torch.device(device.type, comm.get_local_rank())
+        return device
+
+    @classmethod
+    def build_optimizer(cls, cfg: Any, model: nn.Module) -> OptimWrapper:
+        """The optimizer in its wrapper: precision, accumulation and clipping."""
+        cfg.optimizer.params.model = model
+        try:
+            optimizer = instantiate(cfg.optimizer)
+        finally:
+            # The configuration stays plain data.
+            del cfg.optimizer.params["model"]
+        options = {
+            "accumulative_counts": cfg.train.accumulative_counts,
+            "clip_grad": cfg.train.clip_grad,
+        }
+        if cfg.train.amp.enabled:
+            return AmpOptimWrapper(optimizer, cfg.train.amp.dtype, **options)
+        return OptimWrapper(optimizer, **options)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: Any) -> Any:
+        """The schedule, a multiplier of the learning rate."""
+        return instantiate(cfg.lr_multiplier)
+
+    @classmethod
+    def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
+        """The endless stream of training batches."""
+        loader: Iterable[Any] = instantiate(cfg.dataloader.train)
+        return loader
+
+    @classmethod
+    def build_test_loader(cls, cfg: Any) -> Iterable[Any]:
+        """The batches to evaluate on."""
+        loader: Iterable[Any] = instantiate(cfg.dataloader.test)
+        return loader
+
+    @classmethod
+    def build_evaluator(cls, cfg: Any) -> DatasetEvaluator:
+        """What judges the model's outputs."""
+        evaluator: DatasetEvaluator = instantiate(cfg.dataloader.evaluator)
+        return evaluator
+
+    def build_writers(self) -> list[EventWriter]:
+        """Where metrics are written to."""
+        return default_writers(self.cfg.train.output_dir, self.max_iter)
+
+    def build_hooks(self) -> list[HookBase]:
+        """The default hooks, with the averaged model's if it is asked for."""
+        train = self.cfg.train
+        hooks = default_hooks(
+            scheduler=self.build_lr_scheduler(self.cfg),
+            checkpointer=self.checkpointer,
+            checkpoint_period=train.checkpointer.period,
+            max_to_keep=train.checkpointer.max_to_keep,
+            eval_function=self._evaluate,
+            eval_period=train.eval_period,
+            best_metric=train.best_metric,
+            writers=self.build_writers(),
+            log_period=train.log_period,
+        )
+        if self.ema is not None:
+            place = next(i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook))
+            hooks.insert(place, self.ema)
+        return hooks
+
+    def _evaluate(self) -> dict[str, Any]:
+        results = self.test(self.cfg, self.model)
+        if self.ema is not None:
+            logger.info("Evaluating the averaged model")
+            results = {**results, "ema": self.test(self.cfg, self.ema.average.module)}
+        self.last_results = results
+        return results
+
+    @classmethod
+    def test(cls, cfg: Any, model: nn.Module) -> dict[str, Any]:
+        """Evaluate a model on ``dataloader.test``. A collective: every rank calls it."""
+        results = inference_on_dataset(model, cls.build_test_loader(cfg), cls.build_evaluator(cfg))
+        if comm.is_main_process():
+            print_csv_format(results)
+        return results
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Continue the run in the output folder, or start from ``train.init_checkpoint``.
+
+        Args:
+            resume: whether to continue. With no checkpoint there, the run starts anew, so the
+                same command can be submitted again and again.
+        """
+        self.checkpointer.resume_or_load(
+            self.cfg.train.init_checkpoint,
+            resume=resume,
+            checkpointables=self.cfg.train.resume_parts,
+        )
+
+    def train(
+        self, start_iter: int | None = None, max_iter: int | None = None
+    ) -> dict[str, Any]:  # type: ignore[override]
+        """Train up to ``train.max_iter``, unless told otherwise.
+
+        Returns:
+            The results of the last evaluation.
+
+        Raises:
+            ValueError: if ``train.expected_results`` are given and not reached.
+        """
+        super().train(start_iter, self.cfg.train.max_iter if max_iter is None else max_iter)
+        if self.cfg.train.expected_results and comm.is_main_process():
+            verify_results(self.cfg.train.expected_results, self.last_results)
+        return self.last_results

@@ -1,0 +1,33 @@
+"""Everything around a step: one hook a file."""
+
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.hooks.autograd_profiler import AutogradProfiler
+from hooktrain.engine.hooks.best_checkpointer import BestCheckpointer
+from hooktrain.engine.hooks.callback import CallbackHook
+from hooktrain.engine.hooks.early_stopping import EarlyStopping
+from hooktrain.engine.hooks.ema import EMA
+from hooktrain.engine.hooks.eval_hook import EvalHook
+from hooktrain.engine.hooks.iteration_timer import IterationTimer
+from hooktrain.engine.hooks.lr_scheduler import LRScheduler
+from hooktrain.engine.hooks.periodic_checkpointer import PeriodicCheckpointer
+from hooktrain.engine.hooks.periodic_writer import PeriodicWriter
+from hooktrain.engine.hooks.precise_bn import PreciseBN
+from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
+from hooktrain.engine.hooks.torch_profiler import TorchProfiler
+
+__all__ = [
+    "EMA",
+    "AutogradProfiler",
+    "BestCheckpointer",
+    "CallbackHook",
+    "EarlyStopping",
+    "EvalHook",
+    "HookBase",
+    "IterationTimer",
+    "LRScheduler",
+    "PeriodicCheckpointer",
+    "PeriodicWriter",
+    "PreciseBN",
+    "TorchMemoryStats",
+    "TorchProfiler",
+]

@@ -1,0 +1,110 @@
+"""Keeps the checkpoint with the best value of a metric."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.utils import comm
+
+__all__ = ["BestCheckpointer"]
+
+logger = logging.getLogger(__name__)
+
+
+class BestCheckpointer(HookBase):
+    """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
+
+    The best value is part of the trainer's state, so a resumed run never overwrites a better
+    model; and the file is never the one that a run resumes from. Register it after ``EvalHook``.
+
+    Args:
+        eval_period: that of the ``EvalHook``, in iterations; 0 looks at the end of training only.
+        checkpointer: what saves.
+        val_metric: the name of the metric, such as ``"classification/accuracy"``.
+        mode: ``"max"`` if more is better, ``"min"`` if less is.
+        file_prefix: the name of the file, without ``.pth``.
+
+    Attributes:
+        best_metric: the best value so far, or None.
+        best_iter: the iteration that it was measured at, or None.
+
+    Raises:
+        ValueError: for another mode.
+    """
+
+    def __init__(
+        self,
+        eval_period: int,
+        checkpointer: Checkpointer,
+        val_metric: str,
+        mode: str = "max",
+        file_prefix: str = "model_best",
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
+        self._period = eval_period
+        self._checkpointer = checkpointer
+        self._val_metric = val_metric
+        self._sign = 1 if mode == "max" else -1
+        self._file_prefix = file_prefix
+        self.best_metric: float | None = None
+        self.best_iter: int | None = None
+
+    def after_step(self) -> None:
+        """Compare after an evaluation."""
+        done = self.trainer.iter + 1
+        if self._period > 0 and done % self._period == 0 and done != self.trainer.max_iter:
+            self._compare(self.trainer.iter)
+
+    def after_train(self) -> None:
+        """Compare after the final evaluation."""
+        if self.trainer.iter == self.trainer.max_iter > 0:
+            self._compare(self.trainer.max_iter - 1)
+
+    def _compare(self, iteration: int) -> None:
+        latest = self.trainer.storage.latest().get(self._val_metric)
+        every_rank = self.trainer.on_every_rank(self)
+        if every_rank:
+            # The main process may be the only one that knows the metric.
+            latest = comm.broadcast(latest)
+        if latest is None:
+            logger.warning(
+                "There is no metric %r to choose the best checkpoint by", self._val_metric
+            )
+            return
+        value, measured_at = latest
+        best = self.best_metric
+        if measured_at == self.best_iter:
+            return
+        if not math.isfinite(value) or (best is not None and (value - best) * self._sign <= 0):
+            logger.info(
+                "Not saving: %s is %.5f at iteration %d, the best is %s",
+                self._val_metric,
+                value,
+                measured_at,
+                "still to come" if best is None else f"{best:.5f} at iteration {self.best_iter}",
+            )
+            return
+        self.best_metric, self.best_iter = float(value), int(measured_at)
+        if every_rank:
+            self.trainer.prepare_checkpoint()
+        self._checkpointer.save(self._file_prefix, tag=False, iteration=iteration)
+        logger.info(
+            "Saved the best model: %s is %.5f at iteration %d, before %s",
+            self._val_metric,
+            value,
+            measured_at,
+            "none" if best is None else f"{best:.5f}",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and when it was measured."""
+        return {"best_metric": self.best_metric, "best_iter": self.best_iter}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        self.best_metric = state_dict["best_metric"]
+        self.best_iter = state_dict["best_iter"]

@@ -1,0 +1,77 @@
+"""Ends a run that no longer improves."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hooktrain.engine.hook_base import HookBase
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(HookBase):
+    """Asks for the end of training when a metric has not improved for some evaluations.
+
+    It looks after each iteration that put a new value of the metric, so register it after the
+    hook that does. A value that is not finite counts as no improvement.
+
+    Args:
+        metric: the metric's name, such as ``"classification/val_loss"``.
+        mode: ``"min"`` if less is better, ``"max"`` if more is.
+        patience: how many values in a row without improvement end the run, at least 1.
+        min_delta: an improvement must be larger than this, at least 0.
+
+    Raises:
+        ValueError: for arguments out of range.
+    """
+
+    def __init__(
+        self, metric: str, mode: str = "min", patience: int = 5, min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, but got {patience!r}")
+        if min_delta < 0:
+            raise ValueError(f"min_delta must not be negative, but got {min_delta!r}")
+        self._metric = metric
+        self._sign = 1 if mode == "max" else -1
+        self._patience = patience
+        self._min_delta = min_delta
+        self._best: float | None = None
+        self._waited = 0
+        self._seen_iter = -1
+
+    def before_train(self) -> None:
+        """A run that had stopped stops again, unless its patience was raised."""
+        self._stop_if_exhausted()
+
+    def after_step(self) -> None:
+        """Look at a new value of the metric."""
+        latest = self.trainer.storage.latest().get(self._metric)
+        if latest is None or latest[1] <= self._seen_iter:
+            return
+        value, self._seen_iter = latest
+        best = self._best
+        if math.isfinite(value) and (best is None or (value - best) * self._sign > self._min_delta):
+            self._best = value
+            self._waited = 0
+        else:
+            self._waited += 1
+        self._stop_if_exhausted()
+
+    def _stop_if_exhausted(self) -> None:
+        if self._waited >= self._patience:
+            self.trainer.request_stop(
+                f"{self._metric} has not improved on {self._best} in {self._waited} evaluations"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and how long ago it was."""
+        return {"best": self._best, "waited": self._waited, "seen_iter": self._seen_iter}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        self._best = state_dict["best"]
+        self._waited = state_dict["waited"]
+        self._seen_iter = state_dict["seen_iter"]

@@ -1,0 +1,65 @@
+"""Evaluates while training."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.evaluation import flatten_results_dict
+from hooktrain.utils import comm
+
+__all__ = ["EvalHook"]
+
+
+class EvalHook(HookBase):
+    """Calls a function every ``eval_period`` iterations and at the end of a complete run.
+
+    What it returns becomes metrics: a dict, possibly nested, of numbers. Register it on every
+    rank or on none.
+
+    Args:
+        eval_period: in iterations; 0 evaluates at the end only.
+        eval_function: takes nothing; returns a dict of results, or nothing.
+        eval_after_train: whether to evaluate at the end.
+
+    Raises:
+        ValueError: for a negative period.
+    """
+
+    def __init__(
+        self,
+        eval_period: int,
+        eval_function: Callable[[], Mapping[str, Any] | None],
+        eval_after_train: bool = True,
+    ) -> None:
+        if eval_period < 0:
+            raise ValueError(f"eval_period must not be negative, but got {eval_period!r}")
+        self._period = eval_period
+        self._func = eval_function
+        self._eval_after_train = eval_after_train
+
+    def after_step(self) -> None:
+        """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
+        done = self.trainer.iter + 1
+        last = self._eval_after_train and done == self.trainer.max_iter
+        if self._period > 0 and done % self._period == 0 and not last:
+            self._evaluate()
+
+    def after_train(self) -> None:
+        """Evaluate a run that came to its end."""
+        if self._eval_after_train and self.trainer.iter == self.trainer.max_iter:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        results = self._func() or {}
+        if not isinstance(results, Mapping):
+            raise TypeError(f"the evaluation must return a dict, but it returned {results!r}")
+        for name, value in flatten_results_dict(results).items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"results of an evaluation must be numbers, but {name!r} is {value!r}"
+                ) from None
+            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
+        # Ranks need very different times to evaluate; wait here, where it is visible.
+        comm.synchronize()

@@ -1,0 +1,74 @@
+"""How long the iterations take, and what the hooks cost."""
+
+import logging
+import time
+from datetime import timedelta
+
+from hooktrain.engine.hook_base import HookBase
+
+__all__ = ["IterationTimer"]
+
+logger = logging.getLogger(__name__)
+
+
+class IterationTimer(HookBase):
+    """Records the seconds of each iteration as ``time``, and logs the speed at the end.
+
+    Register it first: the time between its ``before_step`` and the end of the step then includes
+    the other hooks' ``before_step``, and none of their ``after_step``.
+
+    Args:
+        warmup_iter: the first iterations of a run are slower (allocation, autotuning,
+            compilation); so many are left out. At least 0.
+    """
+
+    def __init__(self, warmup_iter: int = 3) -> None:
+        if warmup_iter < 0:
+            raise ValueError(f"warmup_iter must not be negative, but got {warmup_iter!r}")
+        self._warmup_iter = warmup_iter
+        self._run_start = self._step_start = self._timed_start = 0.0
+        self._steps_seconds = 0.0
+        self._timed = 0
+
+    def before_train(self) -> None:
+        """Start the clock of the run."""
+        self._run_start = self._timed_start = time.perf_counter()
+        self._steps_seconds = 0.0
+        self._timed = 0
+
+    def before_step(self) -> None:
+        """Start the clock of the step."""
+        self._step_start = time.perf_counter()
+
+    def after_step(self) -> None:
+        """Record the time of the step, after the warm-up."""
+        now = time.perf_counter()
+        trainer = self.trainer
+        if trainer.iter - trainer.start_iter < self._warmup_iter:
+            self._timed_start = now
+            return
+        seconds = now - self._step_start
+        trainer.storage.put_scalar("time", seconds)
+        self._steps_seconds += seconds
+        self._timed += 1
+
+    def after_train(self) -> None:
+        """Log the speed of the whole run."""
+        now = time.perf_counter()
+        if self._timed:
+            logger.info(
+                "Overall training speed: %d iterations in %s (%.4f s / it)",
+                self._timed,
+                _pretty(self._steps_seconds),
+                self._steps_seconds / self._timed,
+            )
+        hooks = now - self._timed_start - self._steps_seconds
+        logger.info(
+            "Total training time: %s (%s on hooks)",
+            _pretty(now - self._run_start),
+            _pretty(hooks),
+        )
+
+
+def _pretty(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds)))

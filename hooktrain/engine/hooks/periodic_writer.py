@@ -1,0 +1,61 @@
+"""Writes metrics to the console and to files."""
+
+import logging
+from collections.abc import Sequence
+
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.utils.events import EventWriter
+
+__all__ = ["PeriodicWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class PeriodicWriter(HookBase):
+    """Lets writers write every ``period`` iterations, at the last one, and at the end.
+
+    Register it after the hooks whose metrics it shall write, and before the checkpointer: then
+    the files are complete up to each checkpoint, and a resumed run continues them seamlessly.
+
+    Args:
+        writers: the writers, called in order.
+        period: in iterations, at least 1.
+
+    Raises:
+        TypeError: for something that is not an ``EventWriter``.
+        ValueError: for a period below 1.
+    """
+
+    def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
+        for writer in writers:
+            if not isinstance(writer, EventWriter):
+                raise TypeError(f"writers must be EventWriter objects, but got {writer!r}")
+        if period < 1:
+            raise ValueError(f"period must be at least 1 iteration, but got {period!r}")
+        self._writers = list(writers)
+        self._period = period
+
+    def before_train(self) -> None:
+        """Make the writers forget what lies after the state that the run starts from."""
+        for writer in self._writers:
+            writer.rewind(self.trainer.start_iter)
+
+    def after_step(self) -> None:
+        """Write where a period ends."""
+        done = self.trainer.iter + 1
+        if done % self._period == 0 or done == self.trainer.max_iter:
+            for writer in self._writers:
+                writer.write()
+
+    def after_train(self) -> None:
+        """Write what came last, such as the final evaluation, and close every writer."""
+        first: Exception | None = None
+        for writer in self._writers:
+            for act in (writer.write, writer.close):
+                try:
+                    act()
+                except Exception as error:
+                    logger.exception("%s failed at the end of the run:", type(writer).__name__)
+                    first = first or error
+        if first is not None:
+            raise first

@@ -1,0 +1,63 @@
+"""Logs the memory that the accelerator's allocator holds."""
+
+import logging
+
+import torch
+
+from hooktrain.engine.hook_base import HookBase
+
+__all__ = ["TorchMemoryStats"]
+
+logger = logging.getLogger(__name__)
+
+MB = 1024.0 * 1024.0
+
+
+class TorchMemoryStats(HookBase):
+    """Logs memory reserved and allocated, and their peaks since the last time.
+
+    It does so ``max_runs`` times in a run, the last time with the allocator's summary. Without an
+    accelerator it does nothing.
+
+    Args:
+        period: in iterations, at least 1.
+        max_runs: how many times to log, at least 1.
+
+    Raises:
+        ValueError: for arguments out of range.
+    """
+
+    def __init__(self, period: int = 20, max_runs: int = 10) -> None:
+        if period < 1 or max_runs < 1:
+            raise ValueError(
+                f"period and max_runs must be at least 1, but got {period!r} and {max_runs!r}"
+            )
+        self._period = period
+        self._max_runs = max_runs
+        self._runs = 0
+
+    def before_train(self) -> None:
+        """Count anew."""
+        self._runs = 0
+
+    def after_step(self) -> None:
+        """Log where a period ends, and at the last iteration."""
+        done = self.trainer.iter + 1
+        if self._runs >= self._max_runs or not torch.accelerator.is_available():
+            return
+        if done % self._period and done != self.trainer.max_iter:
+            return
+        self._runs += 1
+        device = torch.get_device_module(torch.accelerator.current_accelerator())
+        logger.info(
+            " iter: %d  max_reserved_mem: %.0fMB  reserved_mem: %.0fMB"
+            "  max_allocated_mem: %.0fMB  allocated_mem: %.0fMB",
+            self.trainer.iter,
+            device.max_memory_reserved() / MB,
+            device.memory_reserved() / MB,
+            device.max_memory_allocated() / MB,
+            device.memory_allocated() / MB,
+        )
+        if self._runs == self._max_runs:
+            logger.info("\n%s", device.memory_summary())
+        device.reset_peak_memory_stats()

@@ -1,0 +1,184 @@
+"""The losses of the steps: recorded without waiting, checked, brought together across ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage
+
+# The metrics of one iteration, by name.
+Metrics = Mapping[str, Any]
+
+RESERVED = ("data_time", "rank_data_time")
+
+
+class LossRecorder:
+    """Records the losses of each step in an EventStorage, and checks that they are finite.
+
+    On the CPU a loss is checked when it is recorded, before the update. Elsewhere that would make
+    the host wait for the device: the losses stay there and are checked by :meth:`check`, at the
+    end of a period. With several ranks they are kept until :meth:`merge` records the means.
+
+    Args:
+        check_at_once: whether to check at once where that is free.
+    """
+
+    def __init__(self, check_at_once: bool = True) -> None:
+        self.check_at_once = check_at_once
+        self._period: list[tuple[int, Metrics]] = []
+        self._total_names: set[str] = set()
+        self._checked = -1
+
+    def reset(self, iteration: int) -> None:
+        """Forget what is pending: ``iteration`` is the last one of a loaded state."""
+        self._period.clear()
+        self._checked = iteration
+
+    def record(
+        self,
+        storage: EventStorage,
+        iteration: int,
+        loss_dict: Metrics,
+        data_time: float,
+        prefix: str = "",
+    ) -> None:
+        """Record one step: its losses, their sum as ``total_loss``, and the wait for data.
+
+        Raises:
+            FloatingPointError: if the sum is not finite, where it costs nothing to know.
+            ValueError: for a name that is written here.
+        """
+        if taken := [name for name in RESERVED if name in loss_dict]:
+            raise ValueError(f"no loss may be named {taken[0]!r}: the trainer writes that itself")
+        self._total_names.add(prefix + "total_loss")
+        alone = comm.get_world_size() == 1
+        now = alone and self.check_at_once and all(map(_is_on_host, loss_dict.values()))
+        if now:
+            # These tensors are on the CPU: no synchronisation.
+            loss_dict = {name: float(value) for name, value in loss_dict.items()}
+        losses = {"total_loss": sum_losses(loss_dict), **loss_dict}
+        if now and not math.isfinite(losses["total_loss"]):
+            raise non_finite_loss(iteration, losses)
+        named = {prefix + name: value for name, value in losses.items()}
+        if not alone:
+            storage.put_scalar("rank_data_time", data_time, cur_iter=iteration)
+            self._period.append((iteration, {**named, "data_time": data_time}))
+            return
+        for name, value in named.items():
+            storage.put_scalar(name, value, cur_iter=iteration)
+        storage.put_scalar("data_time", data_time, cur_iter=iteration)
+        if now:
+            self._checked = iteration
+
+    def take_period(self) -> list[tuple[int, dict[str, float]]]:
+        """What this rank has recorded since the last call, for the other ranks."""
+        period, self._period = self._period, []
+        return read_period(period)
+
+    def merge(
+        self,
+        storage: EventStorage,
+        reports: Sequence[Sequence[tuple[int, Mapping[str, float]]]],
+    ) -> None:
+        """Record the means of what all ranks took from their periods."""
+        for iteration, metrics in merge_periods(reports):
+            for name, value in metrics.items():
+                storage.put_scalar(name, value, cur_iter=iteration)
+
+    def check(self, storage: EventStorage, iteration: int) -> None:
+        """Check all losses up to ``iteration`` that were not checked yet.
+
+        Raises:
+            FloatingPointError: for the first one that was not finite, with its iteration.
+        """
+        for i, metrics in read_period(self._period):
+            if not all(math.isfinite(metrics[n]) for n in self._total_names & set(metrics)):
+                raise non_finite_loss(i, metrics)
+        if self._checked >= iteration:
+            return
+        histories = storage.histories()
+        for name in self._total_names & set(histories):
+            # Host-device synchronisation: reads what was recorded since the last reading.
+            for value, i in histories[name].since(self._checked + 1):
+                if not math.isfinite(value):
+                    at = {n: v for n, h in histories.items() for v, j in h.since(i) if j == i}
+                    raise non_finite_loss(i, {n: v for n, v in at.items() if "loss" in n})
+        self._checked = iteration
+
+
+def non_finite_loss(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
+    """The error that names the iteration and each of its losses."""
+    return FloatingPointError(
+        f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}"
+    )
+
+
+def _is_on_host(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def as_loss_dict(output: Any) -> dict[str, Tensor]:
+    """What a model returned in training, as losses by name.
+
+    Raises:
+        TypeError: for anything but a tensor or a dict of tensors.
+        ValueError: for an empty dict, or one that names its own total beside other losses.
+    """
+    if isinstance(output, Tensor):
+        return {"total_loss": output}
+    if not isinstance(output, Mapping) or not all(isinstance(v, Tensor) for v in output.values()):
+        raise TypeError(
+            f"in training mode the model must return a loss or a dict of losses (tensors), "
+            f"but it returned {output!r}"
+        )
+    if not output:
+        raise ValueError("the model returned an empty dict of losses")
+    if "total_loss" in output and len(output) > 1:
+        raise ValueError(
+            f"'total_loss' is the name of the sum, so it cannot be one of several losses: "
+            f"{list(output)}"
+        )
+    return dict(output)
+
+
+def sum_losses(losses: Mapping[str, Any]) -> Any:
+    """The sum in the dict's order, without the addition to zero that ``sum`` starts with."""
+    first, *others = losses.values()
+    for loss in others:
+        first = first + loss
+    return first
+
+
+def read_period(period: Sequence[tuple[int, Metrics]]) -> list[tuple[int, dict[str, float]]]:
+    """The metrics of several iterations as floats: one stack and one transfer for all tensors."""
+    tensors = [v.detach().float() for _, m in period for v in m.values() if isinstance(v, Tensor)]
+    # Host-device synchronisation: once a period.
+    values = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [
+        (i, {name: next(values) if isinstance(v, Tensor) else float(v) for name, v in m.items()})
+        for i, m in period
+    ]
+
+
+def merge_periods(
+    reports: Sequence[Sequence[tuple[int, Mapping[str, float]]]],
+) -> list[tuple[int, dict[str, float]]]:
+    """The mean over the ranks that have a metric; of ``data_time``, the slowest rank's.
+
+    Args:
+        reports: for each rank, its metrics by iteration. The ranks need not have the same names.
+    """
+    gathered: dict[tuple[int, str], list[float]] = {}
+    for report in reports:
+        for iteration, metrics in report:
+            for name, value in metrics.items():
+                gathered.setdefault((iteration, name), []).append(value)
+    merged: dict[int, dict[str, float]] = {}
+    for (iteration, name), values in gathered.items():
+        mean = max(values) if name == "data_time" else sum(values) / len(values)
+        merged.setdefault(iteration, {})[name] = mean
+    return sorted(merged.items())

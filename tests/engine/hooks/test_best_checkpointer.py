@@ -1,0 +1,106 @@
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hooks import BestCheckpointer, CallbackHook
+from hooktrain.utils import comm
+from toy import linear_trainer
+
+
+def run(
+    folder: Path, values: list[float], mode: str = "max", state: Any = None
+) -> tuple[BestCheckpointer, Any]:
+    """Train one iteration a value, each evaluated to that value."""
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, str(folder), trainer=trainer)
+    hook = BestCheckpointer(1, checkpointer, "acc", mode)
+
+    def put(t: Any) -> None:
+        if t.start_iter <= t.iter < t.start_iter + len(values):
+            t.storage.put_scalar("acc", values[t.iter - t.start_iter], smoothing_hint=False)
+
+    trainer.register_hooks([CallbackHook(after_step=put), hook])
+    if state is not None:
+        trainer.load_state_dict(state)
+    trainer.train(max_iter=trainer.state_dict()["iteration"] + 1 + len(values) + 1)
+    return hook, trainer
+
+
+def saved_iteration(folder: Path) -> int:
+    file = torch.load(folder / "model_best.pth", weights_only=True)
+    assert file["trainer"]["iteration"] == file["iteration"]
+    return int(file["iteration"])
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 1), ("min", 2)])
+def test_the_best_value_decides_what_is_in_the_file(tmp_path: Path, mode: str, best: int) -> None:
+    hook, _ = run(tmp_path, [0.5, 0.75, 0.25, 0.5], mode)
+    assert saved_iteration(tmp_path) == best == hook.best_iter
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_never_the_best(tmp_path: Path, value: float) -> None:
+    hook, _ = run(tmp_path, [value, 0.5, value])
+    assert saved_iteration(tmp_path) == 1
+    assert hook.best_metric == 0.5
+
+
+def test_the_best_file_is_not_what_a_run_resumes_from(tmp_path: Path) -> None:
+    _, trainer = run(tmp_path, [0.5])
+    assert not Checkpointer(trainer.model, str(tmp_path)).has_checkpoint()
+
+
+def test_the_best_value_survives_a_resume(tmp_path: Path) -> None:
+    _, trainer = run(tmp_path, [0.9])
+    run(tmp_path, [0.5, 0.6], state=trainer.state_dict())
+    assert saved_iteration(tmp_path) == 0
+
+
+def test_a_value_of_the_final_evaluation_is_saved_with_the_last_finished_iteration(
+    tmp_path: Path,
+) -> None:
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
+    put = CallbackHook(after_train=lambda t: t.storage.put_scalar("acc", 1))
+    trainer.register_hooks([put, BestCheckpointer(0, checkpointer, "acc")])
+    trainer.train(0, 3)
+    assert saved_iteration(tmp_path) == 2
+
+
+def test_a_metric_that_is_not_there_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, [])
+    assert "no metric 'acc'" in caplog.text
+
+
+def test_another_mode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'largest'"):
+        BestCheckpointer(1, None, "acc", mode="largest")  # type: ignore[arg-type]
+
+
+def metric_on_main_only(folder: Path) -> Any:
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, str(folder), trainer=trainer)
+    hook = BestCheckpointer(1, checkpointer, "acc")
+    put = CallbackHook(
+        after_step=lambda t: comm.is_main_process() and t.storage.put_scalar("acc", t.iter)
+    )
+    trainer.register_hooks([put, hook])
+    trainer.train(0, 4)
+    return hook.best_metric
+
+
+def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(tmp_path: Path) -> None:
+    assert run_ranks(metric_on_main_only, 2, tmp_path) == [3.0, 3.0]
+    assert sorted(torch.load(tmp_path / "model_best.pth", weights_only=True)["trainer"]["rng"]) == [
+        0,
+        1,
+    ]

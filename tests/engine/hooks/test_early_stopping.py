@@ -1,0 +1,69 @@
+import math
+from typing import Any
+
+import pytest
+
+from hooktrain.engine.hooks import CallbackHook, EarlyStopping
+from toy import Idle
+
+
+def trainer_of(values: list[float], **kwargs: Any) -> Idle:
+    """Put a value of "loss" in each iteration, as long as there are values."""
+
+    def put(trainer: Any) -> None:
+        if trainer.iter < len(values):
+            trainer.storage.put_scalar("loss", values[trainer.iter])
+
+    return Idle(CallbackHook(after_step=put), EarlyStopping("loss", **kwargs))
+
+
+def test_training_stops_after_so_many_values_without_improvement() -> None:
+    trainer = trainer_of([3.0, 2.0, 2.5, 2.0, 1.0], patience=2)
+    trainer.train(0, 9)
+    assert trainer.iter == 4
+    assert trainer.stop_reason == "loss has not improved on 2.0 in 2 evaluations"
+
+
+def test_an_improvement_resets_the_patience_and_must_exceed_min_delta() -> None:
+    trainer = trainer_of([3.0, 3.5, 2.0, 1.9, 1.8, 1.7], patience=2, min_delta=0.15)
+    trainer.train(0, 6)
+    assert trainer.iter == 6
+    assert trainer.stop_reason is None
+
+
+def test_more_can_be_better() -> None:
+    trainer = trainer_of([1.0, 2.0, 1.5], mode="max", patience=1)
+    trainer.train(0, 9)
+    assert trainer.iter == 3
+
+
+def test_nan_is_no_improvement() -> None:
+    trainer = trainer_of([math.nan, math.nan], patience=2)
+    trainer.train(0, 9)
+    assert trainer.iter == 2
+
+
+def test_iterations_without_a_new_value_do_not_count() -> None:
+    trainer = trainer_of([1.0, 2.0], patience=2)
+    trainer.train(0, 9)
+    assert trainer.iter == 9
+
+
+def test_the_patience_survives_a_resume_and_a_stopped_run_stays_stopped() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    first = trainer_of(values, patience=3)
+    first.train(0, 2)
+    second = trainer_of(values, patience=3)
+    second.load_state_dict(first.state_dict())
+    second.train(max_iter=9)
+    assert second.iter == 4
+    third = trainer_of(values, patience=3)
+    third.load_state_dict(second.state_dict())
+    third.train(max_iter=9)
+    assert third.iter == 4
+
+
+@pytest.mark.parametrize("kwargs", [{"mode": "best"}, {"patience": 0}, {"min_delta": -1.0}])
+def test_wrong_arguments_are_refused(kwargs: Any) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(kwargs.values())))):
+        EarlyStopping("loss", **kwargs)

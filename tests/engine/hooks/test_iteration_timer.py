@@ -1,0 +1,48 @@
+import logging
+import time
+
+import pytest
+
+from hooktrain.engine.hooks import CallbackHook, IterationTimer
+from toy import Idle
+
+
+class Clock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def after(self, seconds: float):  # type: ignore[no-untyped-def]
+        def advance(_: object) -> None:
+            self.now += seconds
+
+        return advance
+
+
+def test_times_of_the_steps_are_recorded_after_exactly_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    trainer = Idle(
+        IterationTimer(warmup_iter=3),
+        CallbackHook(after_backward=clock.after(2.0), after_step=clock.after(0.5)),
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.train(0, 8)
+    assert trainer.storage.history("time").values() == [(2.0, i) for i in range(3, 8)]
+    assert "Overall training speed: 5 iterations in 0:00:10 (2.0000 s / it)" in caplog.text
+    assert "Total training time: 0:00:20 (0:00:03 on hooks)" in caplog.text
+
+
+def test_a_run_within_the_warm_up_has_no_speed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Idle(IterationTimer()).train(0, 2)
+    assert "Overall training speed" not in caplog.text
+    assert "Total training time" in caplog.text
+
+
+def test_a_negative_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        IterationTimer(warmup_iter=-1)

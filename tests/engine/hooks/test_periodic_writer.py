@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from hooktrain.engine.hooks import CallbackHook, PeriodicWriter
+from hooktrain.utils.events import EventWriter, JSONWriter, get_event_storage
+from toy import Idle
+
+
+class Recorder(EventWriter):
+    def __init__(self, fail: bool = False) -> None:
+        self.log: list[str] = []
+        self.fail = fail
+
+    def write(self) -> None:
+        self.log.append(f"write {get_event_storage().iter}")
+        if self.fail:
+            raise OSError("disk on fire")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def rewind(self, iteration: int) -> None:
+        self.log.append(f"rewind {iteration}")
+
+
+def test_writers_write_each_period_at_the_last_iteration_and_at_the_end() -> None:
+    writer = Recorder()
+    Idle(PeriodicWriter([writer], period=3)).train(2, 8)
+    assert writer.log == ["rewind 2", "write 2", "write 5", "write 7", "write 8", "close"]
+
+
+def test_values_of_the_end_of_training_reach_the_file(tmp_path: Path) -> None:
+    put = CallbackHook(
+        after_step=lambda t: t.storage.put_scalar("x", t.iter, smoothing_hint=False),
+        after_train=lambda t: t.storage.put_scalar("final", 1.0),
+    )
+    Idle(put, PeriodicWriter([JSONWriter(str(tmp_path / "m.json"))], period=20)).train(0, 50)
+    lines = [json.loads(line) for line in (tmp_path / "m.json").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [19, 39, 49, 50]
+    assert lines[-1] == {"iteration": 50, "final": 1.0}
+
+
+def test_every_writer_is_closed_even_if_one_fails_and_the_error_comes_back() -> None:
+    first, second = Recorder(fail=True), Recorder()
+    trainer = Idle(PeriodicWriter([first, second], period=100), fail_at=0)
+    with pytest.raises(ValueError, match="broken at 0"):
+        trainer.train(0, 3)
+    assert first.log == ["rewind 0", "write 0", "close"]
+    assert second.log == ["rewind 0", "write 0", "close"]
+
+
+@pytest.mark.parametrize("period", [0, -5])
+def test_a_period_below_one_is_refused(period: int) -> None:
+    with pytest.raises(ValueError, match=str(period)):
+        PeriodicWriter([], period=period)
+
+
+def test_what_is_no_writer_is_refused() -> None:
+    with pytest.raises(TypeError, match="'stdout'"):
+        PeriodicWriter(["stdout"])  # type: ignore[list-item]

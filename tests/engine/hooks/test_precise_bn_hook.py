@@ -1,0 +1,70 @@
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hooktrain.engine import SimpleTrainer
+from hooktrain.engine.hooks import PreciseBN
+from hooktrain.utils.events import get_event_storage
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        get_event_storage().put_scalar("seen", 1.0)
+        return self.bn(x).square().sum()
+
+
+def make(data: list[Tensor], **kwargs: Any) -> SimpleTrainer:
+    model = Net()
+    trainer = SimpleTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.register_hooks([PreciseBN(model=model, data_loader=data, **kwargs)])
+    return trainer
+
+
+def test_statistics_after_training_are_those_of_the_whole_data_set() -> None:
+    data = [torch.randn(8, 2) for _ in range(4)]
+    trainer = make(data, period=0, num_iter=4)
+    trainer.train(0, 3)
+    everything = torch.cat(data)
+    torch.testing.assert_close(trainer.model.bn.running_mean, everything.mean(0))
+    torch.testing.assert_close(trainer.model.bn.running_var, everything.var(0, unbiased=False))
+    assert trainer.model.bn.momentum == 0.1
+
+
+def test_a_finite_loader_starts_again_when_it_is_exhausted() -> None:
+    trainer = make([torch.randn(8, 2) for _ in range(3)], period=1, num_iter=5)
+    trainer.train(0, 2)
+    assert trainer.iter == 2
+
+
+def test_what_the_model_records_while_measuring_is_not_part_of_the_run() -> None:
+    trainer = make([torch.randn(8, 2)], period=0, num_iter=7)
+    trainer.train(0, 2)
+    assert len(trainer.storage.history("seen").values()) == 2
+
+
+def test_whether_there_is_batch_norm_to_measure_is_decided_when_the_time_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
+    trainer.model.bn.eval()
+    with caplog.at_level(logging.INFO):
+        trainer.train(0, 1)
+    assert "no batch norm in training mode" in caplog.text
+    assert trainer.model.bn.num_batches_tracked == 0
+
+
+def test_an_empty_loader_and_wrong_arguments_are_refused() -> None:
+    trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
+    with pytest.raises(ValueError, match="data loader is empty"):
+        next(PreciseBN(0, trainer.model, [], 2)._endless_batches())
+    with pytest.raises(ValueError, match="num_iter.*0"):
+        PreciseBN(0, trainer.model, [], 0)
+    with pytest.raises(ValueError, match="period.*-1"):
+        PreciseBN(-1, trainer.model, [], 1)

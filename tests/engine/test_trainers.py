@@ -1,0 +1,473 @@
+"""The step of SimpleTrainer and AMPTrainer, against loops written by hand."""
+
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gloo import run_ranks
+from hooktrain.engine import AMPTrainer, HookBase, SimpleTrainer
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage
+
+
+class Net(nn.Module):
+    """Two losses in training mode, with dropout so that random numbers matter."""
+
+    def __init__(self, two_losses: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc = nn.Linear(4, 3)
+        self.dropout = nn.Dropout(0.5)
+        self.two_losses = two_losses
+
+    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        loss = self.dropout(self.fc(x)).square().mean()
+        return {"loss_a": loss, "loss_b": 2 * loss} if self.two_losses else loss
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(8, 4, generator=generator) for _ in range(count)]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make(data: Any = None, two_losses: bool = False, **kwargs: Any) -> SimpleTrainer:
+    model = Net(two_losses)
+    return SimpleTrainer(model, batches(4) if data is None else data, sgd(model), **kwargs)
+
+
+def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], Net]:
+    model, losses = Net(), []
+    optimizer = sgd(model)
+    torch.manual_seed(3)
+    for batch in batches(count):
+        if zero_first:
+            optimizer.zero_grad()
+        loss = model(batch)
+        assert isinstance(loss, Tensor)
+        if not zero_first:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(zero_first: bool) -> None:
+    trainer = make(zero_grad_before_forward=zero_first)
+    torch.manual_seed(3)
+    trainer.train(0, 4)
+    losses, model = losses_by_hand(4, zero_first)
+    assert [v for v, _ in trainer.storage.history("total_loss").values()] == losses
+    assert torch.equal(trainer.model.fc.weight, model.fc.weight)
+
+
+def test_every_loss_of_every_iteration_is_kept_under_its_own_name_and_as_a_sum() -> None:
+    trainer = make(two_losses=True)
+    trainer.train(0, 4)
+    a, b, total = (
+        [v for v, _ in trainer.storage.history(n).values()]
+        for n in ("loss_a", "loss_b", "total_loss")
+    )
+    assert len(a) == 4
+    assert b == [2 * v for v in a]
+    assert total == [x + y for x, y in zip(a, b, strict=True)]
+
+
+def test_a_single_loss_in_a_dict_is_logged_under_its_name_too() -> None:
+    class One(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss_cls": self.fc(x).mean()}
+
+    model = One()
+    trainer = SimpleTrainer(model, batches(1), sgd(model))
+    trainer.train(0, 1)
+    latest = trainer.storage.latest()
+    assert latest["loss_cls"] == latest["total_loss"]
+
+
+def test_a_prefix_stands_before_every_name() -> None:
+    trainer = make()
+    with trainer.storage:
+        trainer._write_metrics({"loss_x": 1.0}, 0.5, prefix="gan/")
+    assert {"gan/loss_x", "gan/total_loss"} <= set(trainer.storage.latest())
+
+
+@pytest.mark.parametrize("name", ["data_time", "rank_data_time"])
+def test_a_loss_cannot_take_the_name_of_the_trainers_own_metrics(name: str) -> None:
+    class Clash(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {name: self.fc(x).mean()}
+
+    model = Clash()
+    with pytest.raises(ValueError, match=name):
+        SimpleTrainer(model, batches(1), sgd(model)).train(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        ((1, 2), TypeError, r"must return a loss or a dict.*\(1, 2\)"),
+        ({"loss": 1.0}, TypeError, "must return a loss or a dict"),
+        ({}, ValueError, "empty dict"),
+        ({"total_loss": torch.ones(()), "loss": torch.ones(())}, ValueError, "total_loss"),
+    ],
+)
+def test_what_is_no_loss_is_refused(output: Any, error: type[Exception], message: str) -> None:
+    class Wrong(Net):
+        def forward(self, x: Tensor) -> Any:
+            return output
+
+    model = Wrong()
+    with pytest.raises(error, match=message):
+        SimpleTrainer(model, batches(1), sgd(model)).train(0, 1)
+
+
+def test_a_model_in_evaluation_mode_is_refused() -> None:
+    trainer = make()
+    trainer.model.eval()
+    with pytest.raises(RuntimeError, match="evaluation mode"):
+        trainer.train(0, 1)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="must be a torch optimizer"):
+        SimpleTrainer(Net(), [], "sgd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gather_metric_period must be at least 1, but got 0"):
+        make(gather_metric_period=0)
+
+
+def test_an_exhausted_loader_starts_again_with_the_next_epoch() -> None:
+    class Sampler:
+        epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Loader(list[Tensor]):
+        sampler = Sampler()
+
+    trainer = make(Loader(batches(2)))
+    trainer.train(0, 5)
+    assert trainer.iter == 5
+    assert Sampler.epochs == [1, 2]
+
+
+def test_an_empty_loader_is_an_error_not_an_endless_loop() -> None:
+    with pytest.raises(ValueError, match="data loader is empty"):
+        make([]).train(0, 1)
+
+
+def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -> None:
+    class Loader(list[Tensor]):
+        pass
+
+    old = Loader(batches(2))
+    gone = weakref.ref(old)
+    trainer = make(old)
+    del old
+    trainer.train(0, 1)
+    seen = []
+
+    def build() -> Loader:
+        gc.collect()
+        seen.append(gone() is None)
+        return Loader(batches(1))
+
+    trainer.reset_data_loader(build)
+    assert seen == [True]
+    trainer.train(max_iter=3)
+    assert trainer.iter == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update() -> None:
+    data = batches(3)
+    data[1][0, 0] = math.nan
+    trainer = make(data)
+    with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*nan"):
+        trainer.train(0, 3)
+    assert trainer.model.fc.weight.isfinite().all()
+    assert trainer.state_dict()["iteration"] == 0
+
+
+def test_async_write_metrics_finds_the_loss_at_the_end_of_the_period_and_names_its_iteration() -> (
+    None
+):
+    data = batches(3)
+    data[1][0, 0] = math.inf
+    trainer = make(data, async_write_metrics=True, gather_metric_period=3)
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 9)
+    assert trainer.iter == 2
+
+
+def test_no_checkpoint_can_be_made_of_a_poisoned_state() -> None:
+    data = batches(3)
+    data[1][0, 0] = math.inf
+
+    class Save(HookBase):
+        def after_step(self) -> None:
+            if self.trainer.iter == 1:
+                self.trainer.state_dict()
+
+    trainer = make(data, async_write_metrics=True)
+    trainer.register_hooks([Save()])
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 9)
+
+
+def test_metrics_go_to_the_trainers_storage_whatever_storage_is_open_around() -> None:
+    class Nested(HookBase):
+        def after_backward(self) -> None:
+            self.inner = EventStorage()
+            self.inner.__enter__()
+
+        def after_step(self) -> None:
+            self.inner.__exit__(None, None, None)
+
+    trainer = make()
+    trainer.register_hooks([Nested()])
+    trainer.train(0, 2)
+    assert len(trainer.storage.history("total_loss").values()) == 2
+
+
+def test_hooks_see_the_gradients_between_backward_and_update() -> None:
+    class Zero(HookBase):
+        def after_backward(self) -> None:
+            for parameter in self.trainer.model.parameters():
+                parameter.grad.zero_()
+
+    trainer = make()
+    before = trainer.model.fc.weight.clone()
+    trainer.register_hooks([Zero()])
+    trainer.train(0, 2)
+    assert torch.equal(trainer.model.fc.weight, before)
+
+
+def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None:
+    model, reference = Net().eval(), Net().eval()
+    model.dropout.p = reference.dropout.p = 0.0
+    trainer = SimpleTrainer(model, batches(6), OptimWrapper(sgd(model), accumulative_counts=3))
+    trainer.train(0, 2)
+    optimizer, losses = sgd(reference), []
+    for first in (0, 3):
+        for batch in batches(6)[first : first + 3]:
+            loss = reference(batch) / 3
+            loss.backward()  # type: ignore[union-attr]
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.fc.weight, reference.fc.weight)
+    means = [sum(losses[:3]), sum(losses[3:])]
+    got = [v for v, _ in trainer.storage.history("total_loss").values()]
+    assert got == pytest.approx(means, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
+    dtype: torch.dtype,
+) -> None:
+    model, reference = Net(), Net()
+    trainer = AMPTrainer(model, batches(3), sgd(model), precision=dtype, log_grad_scaler=True)
+    torch.manual_seed(3)
+    trainer.train(0, 3)
+    optimizer = sgd(reference)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+    scales = []
+    torch.manual_seed(3)
+    for batch in batches(3):
+        with torch.autocast("cpu", dtype):
+            loss = reference(batch)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scales.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(model.fc.weight, reference.fc.weight)
+    assert trainer.grad_scaler.is_enabled() == (dtype == torch.float16)
+    logged = trainer.storage.history("[metric]grad_scaler").values()
+    assert [scale for scale, _ in logged] == scales
+
+
+def test_amp_trainer_passes_all_its_arguments_on() -> None:
+    model = Net()
+    data = batches(2)
+    data[0][0, 0] = math.nan
+    trainer = AMPTrainer(
+        model,
+        data,
+        sgd(model),
+        gather_metric_period=2,
+        zero_grad_before_forward=True,
+        precision=torch.bfloat16,
+        async_write_metrics=True,
+    )
+    with pytest.raises(FloatingPointError, match="iteration=0"):
+        trainer.train(0, 2)
+    assert trainer.iter == 1  # asynchronous: noticed at the end of the period
+    assert trainer.zero_grad_before_forward
+
+
+def test_the_learned_state_resumes_bit_for_bit_with_momentum_and_dropout() -> None:
+    whole = make(batches(6))
+    torch.manual_seed(3)
+    whole.train(0, 6)
+    first = make(batches(6))
+    torch.manual_seed(3)
+    first.train(0, 2)
+    state = first.state_dict()
+    second = make(batches(6)[2:])
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(state)
+    second.train(max_iter=6)
+    assert torch.equal(second.model.fc.weight, whole.model.fc.weight)
+    histories = [t.storage.history("total_loss").values() for t in (second, whole)]
+    assert histories[0] == histories[1]
+
+
+def test_a_loader_that_cannot_be_positioned_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    saved, loaded = make(), make()
+    saved.train(0, 1)
+    loaded.load_state_dict(saved.state_dict())
+    assert "position in the data could not be restored" in caplog.text
+
+
+class Countdown:
+    """A loader with a position of its own."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield torch.full((1, 4), float(self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position = state_dict["position"]
+
+
+def test_a_loader_with_state_continues_where_it_was() -> None:
+    saved, loaded = make(Countdown()), make(Countdown())
+    saved.train(0, 3)
+    loaded.load_state_dict(saved.state_dict())
+    loaded.train(max_iter=5)
+    assert loaded.data_loader.position == 5  # type: ignore[attr-defined]
+
+
+def test_the_optimizer_alone_can_be_loaded() -> None:
+    saved, loaded = make(), make()
+    saved.train(0, 2)
+    loaded.load_state_dict(saved.state_dict(), only={"optimizer"})
+    assert loaded.state_dict()["iteration"] == -1
+    state = loaded.optimizer.state_dict()["state"][0]["momentum_buffer"]
+    assert torch.equal(state, saved.optimizer.state_dict()["state"][0]["momentum_buffer"])
+
+
+def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
+    trainer = make()
+    state = {"iteration": 4}
+    with pytest.raises(ValueError, match="no optimizer"):
+        trainer.load_state_dict(state)
+    trainer.load_state_dict(state, only={"iteration"})
+    assert trainer.iter == 4
+
+
+def test_the_layouts_of_detectron2s_trainers_load() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    model(batches(1)[0]).backward()
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))  # makes it create its state
+    amp = {"iteration": 9, "optimizer": optimizer.state_dict(), "grad_scaler": scaler.state_dict()}
+    nested = {"iteration": 9, "hooks": {}, "_trainer": amp}
+    for state in (amp, nested):
+        other = Net()
+        trainer = AMPTrainer(other, batches(1), sgd(other))
+        trainer.load_state_dict(state)
+        assert trainer.iter == 9
+        assert trainer.grad_scaler.get_scale() == 8.0
+        buffer = trainer.optimizer.state_dict()["state"][0]["momentum_buffer"]
+        assert torch.equal(buffer, optimizer.state_dict()["state"][0]["momentum_buffer"])
+
+
+def test_a_wrapper_of_your_own_is_used_as_it_is() -> None:
+    model = Net()
+    wrapper = AmpOptimWrapper(sgd(model), "bfloat16", clip_grad={"max_norm": 0.1})
+    trainer = SimpleTrainer(model, batches(2), wrapper)
+    assert trainer.optim_wrapper is wrapper
+    assert trainer.optimizer is wrapper.optimizer
+    trainer.train(0, 2)
+    assert trainer.storage.latest()["grad_norm"][1] == 1
+
+
+def gathered_metrics() -> tuple[Any, ...]:
+    class OneMore(Net):
+        """Rank 1 has a loss that rank 0 has not."""
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            loss = self.fc(x).mean() * 0 + comm.get_rank() + 1
+            return {"loss": loss, "extra_loss": loss} if comm.get_rank() else {"loss": loss}
+
+    model = OneMore()
+    trainer = SimpleTrainer(model, batches(5), sgd(model), gather_metric_period=2)
+    read: list[list[int]] = []
+
+    class Read(HookBase):
+        def after_step(self) -> None:
+            histories = self.trainer.storage.histories()
+            read.append([i for _, i in histories["loss"].values()] if "loss" in histories else [])
+
+    trainer.register_hooks([Read()])
+    trainer.train(0, 5)
+    values = {n: h.values() for n, h in trainer.storage.histories().items() if "loss" in n}
+    return read, values
+
+
+def test_metrics_of_a_period_become_the_means_over_the_ranks_that_have_them() -> None:
+    for read, values in run_ranks(gathered_metrics, 2):
+        assert read == [[], [0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+        assert values["loss"] == [(1.5, i) for i in range(5)]
+        assert values["extra_loss"] == [(2.0, i) for i in range(5)]
+        assert values["total_loss"] == [(2.5, i) for i in range(5)]
+
+
+def poisoned_rank() -> str:
+    data = batches(6)
+    if comm.get_rank() == 1:
+        data[2][0, 0] = math.nan
+    model = Net()
+    trainer = SimpleTrainer(model, data, sgd(model), gather_metric_period=4)
+    try:
+        trainer.train(0, 6)
+    except FloatingPointError as error:
+        return f"{trainer.iter}: {error}"
+    return "trained to the end"
+
+
+def test_all_ranks_reach_the_same_verdict_on_a_loss_that_is_not_finite_on_one() -> None:
+    first, second = run_ranks(poisoned_rank, 2)
+    assert first == second
+    assert first.startswith("3: Loss became infinite or NaN at iteration=2!")
+
+
+def test_training_logs_from_where_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        make().train(0, 1)
+    assert "Starting training from iteration 0" in caplog.text
