@@ -1,0 +1,264 @@
+"""Loaders of batches. The training stream continues exactly where a run stopped."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from hooktrain.data.dataset import MapDataset
+from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
+from hooktrain.utils import comm
+
+__all__ = ["TrainLoader", "build_test_loader", "build_train_loader"]
+
+# A place in the stream of all ranks, and the sample that is there.
+Key = tuple[int, int]
+
+
+class TrainLoader:
+    """An endless stream of batches that knows its position.
+
+    Iterating continues at the current position, which counts the batches handed out, not those
+    that workers have prepared. All that is random inside a sample (torch's, numpy's and Python's
+    global generators) is seeded by the seed and the sample's place in the stream. So batches do
+    not depend on the number of ranks and workers, nor on interruptions; nothing is read to skip.
+
+    Made by :func:`build_train_loader`.
+
+    Attributes:
+        dataset: the data set.
+        sampler: gives the indices.
+        total_batch_size: samples in a batch of all ranks together.
+        seed: of the stream.
+        batches: how many batches were handed out so far.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: Sampler[int],
+        total_batch_size: int,
+        seed: int,
+        adopt_seed: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.total_batch_size = total_batch_size
+        self.seed = seed
+        self.batches = 0
+        self._adopt_seed = adopt_seed
+        self._options = dict(options)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = DataLoader(
+            SeededDataset(self.dataset, self.seed),
+            batch_sampler=StreamBatches(self.sampler, self.total_batch_size, self.batches),
+            # A generator of its own: starting to iterate draws nothing from the trainer's.
+            generator=torch.Generator().manual_seed(self.seed),
+            **self._options,
+        )
+        # The workers start now, not at the first batch.
+        return self._count(iter(loader))
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in."""
+        return {"batches": self.batches, **self._identity()}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Continue at a saved position, with any number of ranks and workers.
+
+        A seed that was drawn, not given, is replaced by the saved one.
+
+        Raises:
+            ValueError: if the seed, the size of the data set or the batch differ from the saved
+                ones, so that the position would be one in another stream.
+        """
+        if self._adopt_seed and state_dict["seed"] != self.seed:
+            self.seed = state_dict["seed"]
+            if isinstance(self.sampler, StreamSampler):
+                self.sampler.seed = self.seed
+        for name, value in self._identity().items():
+            if state_dict[name] != value:
+                raise ValueError(
+                    f"the position in the data is one of a stream with {name}={state_dict[name]!r}"
+                    f", but now {name}={value!r}; use the saved value, or resume without the data"
+                )
+        self.batches = state_dict["batches"]
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "seed": self.seed,
+            "dataset_size": len(self.dataset),  # type: ignore[arg-type]
+            "total_batch_size": self.total_batch_size,
+        }
+
+
+class StreamBatches(Sampler[list[Key]]):
+    """This rank's part of each global batch, from a batch on: lists of keys.
+
+    Global batch ``i`` holds the places ``i * total_batch_size`` and following of the stream; the
+    ranks take turns in it.
+    """
+
+    def __init__(self, sampler: Sampler[int], total_batch_size: int, start: int) -> None:
+        self.sampler = sampler
+        self.total_batch_size = total_batch_size
+        self.start = start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        rank, world = comm.get_rank(), comm.get_world_size()
+        first = self.start * self.total_batch_size
+        if isinstance(self.sampler, StreamSampler):
+            stream = zip(count(first), self.sampler.stream(first), strict=False)
+            mine: Iterator[Key] = islice(stream, rank, None, world)
+        else:
+            # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
+            indices = islice(_endless(self.sampler), first // world, None)
+            mine = zip(count(first + rank, world), indices, strict=False)
+        while True:
+            yield list(islice(mine, self.total_batch_size // world))
+
+
+def _endless(sampler: Sampler[int]) -> Iterator[int]:
+    """One epoch after the other, each announced by ``set_epoch`` if the sampler has that."""
+    for epoch in count():
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        index = None
+        for index in sampler:
+            yield index
+        if index is None:
+            raise ValueError(f"the sampler is empty: {sampler!r}")
+
+
+class SeededDataset(Dataset[Any]):
+    """Reads samples by key, with the global generators seeded by the key's place."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, key: Key) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        if get_worker_info() is not None:
+            return [self._read(key) for key in keys]
+        # In the trainer's own process, its random numbers go on as if nothing had been drawn.
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            return [self._read(key) for key in keys]
+        finally:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+    def _read(self, key: Key) -> Any:
+        position, index = key
+        seed = mix(self.seed, position)
+        # The CPU's generator alone: torch.manual_seed visits every device.
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+        return self.dataset[index]
+
+
+def build_train_loader(
+    dataset: Dataset[Any],
+    *,
+    total_batch_size: int,
+    mapper: Callable[[Any], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+    seed: int | None = None,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+) -> TrainLoader:
+    """An endless, resumable stream of training batches.
+
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``.
+        total_batch_size: samples in a batch of all ranks together; a multiple of their number.
+        mapper: applied to each sample, see :class:`~hooktrain.data.MapDataset`.
+        sampler: gives the indices; None shuffles with ``seed``. One of torch's kind must divide
+            the data among the ranks by itself.
+        seed: of the order and of what is random in a sample. Any non-negative integer; None draws
+            one that all ranks share (a collective).
+        num_workers: processes that read ahead; 0 reads in this one.
+        collate_fn: makes a batch of a list of samples; None is torch's default.
+        pin_memory: see :class:`torch.utils.data.DataLoader`.
+        prefetch_factor: see :class:`torch.utils.data.DataLoader`.
+
+    Raises:
+        TypeError: for an ``IterableDataset``: nothing can be skipped in it without reading.
+        ValueError: for an empty data set, or a batch size that the ranks cannot share.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"an IterableDataset has no positions to continue at: {dataset!r}. Give the trainer a "
+            f"torch DataLoader of it, or one with a state_dict of its own"
+        )
+    world = comm.get_world_size()
+    if total_batch_size < 1 or total_batch_size % world:
+        raise ValueError(
+            f"total_batch_size must be a positive multiple of the world size {world}, "
+            f"but got {total_batch_size!r}"
+        )
+    adopt_seed = seed is None
+    if seed is None:
+        seed = getattr(sampler, "seed", None)
+        seed = comm.shared_random_seed() if seed is None else seed
+    if mapper is not None:
+        dataset = MapDataset(dataset, mapper)
+    if sampler is None:
+        sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
+    options = {
+        "num_workers": num_workers,
+        "collate_fn": collate_fn,
+        "pin_memory": pin_memory,
+        "prefetch_factor": prefetch_factor,
+    }
+    return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
+
+
+def build_test_loader(
+    dataset: Dataset[Any],
+    *,
+    mapper: Callable[[Any], Any] | None = None,
+    batch_size: int = 1,
+    sampler: Iterable[int] | None = None,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """Batches of each sample once, divided among the ranks.
+
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``.
+        mapper: applied to each sample.
+        batch_size: samples in a batch of this rank. The last batch may be smaller.
+        sampler: gives this rank's indices; None is :class:`~hooktrain.data.InferenceSampler`.
+        num_workers: processes that read ahead; 0 reads in this one.
+        collate_fn: makes a batch of a list of samples; None is torch's default.
+    """
+    if mapper is not None:
+        dataset = MapDataset(dataset, mapper)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=InferenceSampler(len(dataset)) if sampler is None else sampler,  # type: ignore[arg-type]
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        # Evaluating draws nothing from the trainer's random numbers.
+        generator=torch.Generator(),
+    )
