@@ -1,0 +1,40 @@
+# `make train` and `make test` need Python 3.10 or later and a package index, and nothing by hand.
+
+PYTHON ?= python3
+# The release that hooktrain is tested with. For a GPU build from another index set for example
+# TORCH="torch --index-url https://download.pytorch.org/whl/cu126".
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: train test lint format benchmark clean
+
+train: .venv/installed
+	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmark: .venv/installed
+	$(BIN)/python tools/benchmark.py step
+
+clean:
+	rm -rf .venv output
+
+.venv/installed: setup.py pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,6 @@
+"""A small convolutional network."""
+
+from hooktrain.config import LazyCall as L
+from hooktrain.model import DigitsCNN
+
+model = L(DigitsCNN)(channels=32, dropout=0.2, num_classes=10)

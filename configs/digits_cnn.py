@@ -1,0 +1,18 @@
+"""A convolutional network learns handwritten digits: about half a minute on two CPU cores."""
+
+from .common.data.digits import dataloader
+from .common.models.digits_cnn import model
+from .common.optim import SGD as optimizer
+from .common.schedule import warmup_cosine as lr_multiplier
+from .common.train import train
+
+optimizer.lr = 0.05
+optimizer.weight_decay = 5e-4
+
+train.output_dir = "./output/digits_cnn"
+train.device = "cpu"
+train.max_iter = 1500
+train.checkpointer.period = 250
+train.checkpointer.max_to_keep = 3
+train.eval_period = 250
+train.best_metric = "classification/accuracy"

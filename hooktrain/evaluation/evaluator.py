@@ -1,0 +1,253 @@
+"""Runs a model over a data set and hands what it says to evaluators."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from difflib import get_close_matches
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hooktrain.utils import comm
+
+logger = logging.getLogger(__name__)
+
+_CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
+_SECONDS_BETWEEN_LINES = 5.0
+_WARMUP_BATCHES = 5
+
+
+class DatasetEvaluator:
+    """Gathers what it needs of each batch, and sums it up at the end.
+
+    Subclass it for a metric. :func:`inference_on_dataset` calls :meth:`reset` once,
+    :meth:`process` with each batch, and :meth:`evaluate` at the end.
+    """
+
+    def reset(self) -> None:
+        """Forget everything: a new evaluation begins."""
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Take in one batch.
+
+        Args:
+            inputs: what the data loader gave.
+            outputs: what the model made of it.
+        """
+
+    def evaluate(self) -> Mapping[str, Any] | None:
+        """Sum up all batches, of all ranks: every rank calls it.
+
+        Returns:
+            Metrics by task, such as ``{"classification": {"accuracy": 99.0}}``. Give the same on
+            every rank if ranks decide by it, for example when to stop.
+        """
+        return None
+
+
+class DatasetEvaluators(DatasetEvaluator):
+    """Several evaluators as one.
+
+    Args:
+        evaluators: each one gets every batch, in this order.
+    """
+
+    def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
+        self._evaluators = tuple(evaluators)
+
+    def reset(self) -> None:
+        """Reset each evaluator."""
+        for evaluator in self._evaluators:
+            evaluator.reset()
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Give the batch to each evaluator."""
+        for evaluator in self._evaluators:
+            evaluator.process(inputs, outputs)
+
+    def evaluate(self) -> dict[str, Any]:
+        """The results of all evaluators in one dictionary, on each rank those returned there.
+
+        Raises:
+            ValueError: two evaluators give results under one name.
+        """
+        merged: dict[str, Any] = {}
+        for evaluator in self._evaluators:
+            results = evaluator.evaluate() or {}
+            twice = sorted(merged.keys() & results.keys())
+            if twice:
+                raise ValueError(f"several evaluators give results under the names {twice!r}")
+            merged.update(results)
+        return merged
+
+
+def inference_on_dataset(
+    model: Callable[[Any], Any],
+    data_loader: Iterable[Any],
+    evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None,
+    callbacks: Mapping[str, Callable[[], None]] | None = None,
+) -> dict[str, Any]:
+    """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
+
+    A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
+    submodules is back in the mode it was in. At most every five seconds a line tells how far it is.
+
+    With several ranks each one calls this with its own share of the data, which may be empty.
+
+    Times are those of the host. An accelerator is waited for only before a line is logged and after
+    the warm-up, so totals are right, and work that was queued counts where the host waited for it.
+
+    Args:
+        model: a module, or any function of a batch.
+        data_loader: gives the batches once; without a length there is no ETA.
+        evaluator: one or several; None only measures the speed.
+        callbacks: functions without arguments: ``on_start`` and ``on_end`` are called once,
+            ``before_inference`` and ``after_inference`` around each call of the model.
+
+    Returns:
+        What the evaluator returned, or ``{}`` for nothing.
+
+    Raises:
+        ValueError: the only rank there is got no batch, or a callback's name is unknown.
+    """
+    callbacks = _checked_callbacks(callbacks)
+    if evaluator is None or isinstance(evaluator, Sequence):
+        evaluator = DatasetEvaluators(evaluator or ())
+    evaluator.reset()
+    progress = _Progress(_length(data_loader), _accelerator(model))
+    # DDP's own forward may exchange buffers, and wait in vain for ranks that have fewer batches.
+    forward = model.module if isinstance(model, DistributedDataParallel) else model
+    mode = inference_context(model) if isinstance(model, nn.Module) else nullcontext()
+    with mode, torch.no_grad():
+        callbacks["on_start"]()
+        for inputs in progress.over(data_loader):
+            callbacks["before_inference"]()
+            outputs = forward(inputs)
+            callbacks["after_inference"]()
+            progress.lap("Inference")
+            evaluator.process(inputs, outputs)
+            progress.lap("Eval")
+        callbacks["on_end"]()
+    if progress.batches == 0 and comm.get_world_size() == 1:
+        raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
+    progress.log_summary()
+    return dict(evaluator.evaluate() or {})
+
+
+@contextmanager
+def inference_context(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards each submodule is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        # For modules whose train() does more than set the flag, such as unmerging weights.
+        model.train(modes[0][1])
+        for module, mode in modes:
+            module.training = mode
+
+
+class _Progress:
+    """Measures where the time goes, and tells from time to time."""
+
+    def __init__(self, total: int | None, accelerator: torch.device | None) -> None:
+        self._total = total
+        self._accelerator = accelerator
+        self._warmup = 0 if total is None else min(_WARMUP_BATCHES, total - 1)
+        self.batches = 0
+        logger.info("Start inference on %s batches", "?" if total is None else total)
+        self._restart()
+        self._last_line = self._start
+
+    def _restart(self) -> None:
+        self._measured = 0
+        self._seconds = {"Dataloading": 0.0, "Inference": 0.0, "Eval": 0.0}
+        self._start = self._lap_end = perf_counter()
+
+    def over(self, data_loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches; the time between two of them is up to :meth:`lap`."""
+        for batch in data_loader:
+            self.lap("Dataloading")
+            yield batch
+            self.batches += 1
+            self._measured += 1
+            if perf_counter() - self._last_line >= _SECONDS_BETWEEN_LINES:
+                self._log_line()
+            if self.batches == self._warmup:
+                self._synchronize("Inference")
+                self._restart()
+
+    def lap(self, name: str) -> None:
+        """Count the time since the last lap under a name."""
+        now = perf_counter()
+        self._seconds[name] += now - self._lap_end
+        self._lap_end = now
+
+    def log_summary(self) -> None:
+        """Tell the whole time, and that of the model alone, without the first few batches."""
+        self._synchronize("Inference")
+        whole = self._lap_end - self._start
+        for name, seconds in (("", whole), ("pure compute ", self._seconds["Inference"])):
+            logger.info(
+                "Total inference %stime: %s (%.6f s / iter per device, on %d devices)",
+                name,
+                timedelta(seconds=int(seconds)),
+                seconds / max(1, self._measured),
+                comm.get_world_size(),
+            )
+
+    def _synchronize(self, name: str) -> None:
+        """Wait for the accelerator, and count the wait under a name."""
+        if self._accelerator is not None:
+            torch.accelerator.synchronize(self._accelerator)  # a host-device synchronisation
+        self.lap(name)
+
+    def _log_line(self) -> None:
+        self._synchronize("Inference")
+        self._last_line = self._lap_end
+        seconds = (self._lap_end - self._start) / self._measured
+        parts = [f"{n}: {s / self._measured:.4f} s/iter." for n, s in self._seconds.items()]
+        line = f"{' '.join(parts)} Total: {seconds:.4f} s/iter."
+        if self._total is None:
+            logger.info("Inference done %d. %s", self.batches, line)
+        else:
+            eta = timedelta(seconds=int(seconds * max(0, self._total - self.batches)))
+            logger.info("Inference done %d/%d. %s ETA=%s", self.batches, self._total, line, eta)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _checked_callbacks(
+    callbacks: Mapping[str, Callable[[], None]] | None,
+) -> dict[str, Callable[[], None]]:
+    for name in callbacks or {}:
+        if name not in _CALLBACKS:
+            close = get_close_matches(name, _CALLBACKS, n=1)
+            raise ValueError(
+                f"callbacks must have names among {', '.join(_CALLBACKS)}, but got {name!r}"
+                + (f"; did you mean {close[0]!r}?" if close else "")
+            )
+    return {**dict.fromkeys(_CALLBACKS, _nothing), **(callbacks or {})}
+
+
+def _length(data_loader: Iterable[Any]) -> int | None:
+    try:
+        return len(data_loader)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a DataLoader over an IterableDataset
+        return None
+
+
+def _accelerator(model: Callable[[Any], Any]) -> torch.device | None:
+    """Where the model computes, unless that is the CPU, which needs no waiting for."""
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            if parameter.device.type != "cpu":
+                return parameter.device
+    return None

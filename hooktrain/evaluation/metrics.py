@@ -1,0 +1,145 @@
+"""The built-in metrics."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from hooktrain.evaluation.evaluator import DatasetEvaluator
+from hooktrain.utils import comm
+
+logger = logging.getLogger(__name__)
+
+
+class ClassificationEvaluator(DatasetEvaluator):
+    """Accuracy and loss of a classifier.
+
+    Counts and the sum of losses stay on the device of the outputs until the end, so a batch costs
+    no host-device synchronisation. Losses are computed and summed in float64 (float32 on Apple's
+    devices, which have no other): how the data is cut into batches makes no difference but for
+    rounding.
+
+    Args:
+        class_names: one for each class, in the order of the logits.
+        label_key: where the labels stand in a batch.
+    """
+
+    def __init__(self, class_names: Sequence[str], label_key: str = "label") -> None:
+        if isinstance(class_names, str) or len(class_names) == 0:
+            raise ValueError(f"class_names must be a list of names, but got {class_names!r}")
+        self._class_names = tuple(class_names)
+        self._label_key = label_key
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a new evaluation begins."""
+        # counts[label * C + prediction], and in the last place the labels that are out of range.
+        self._counts = torch.zeros(len(self._class_names) ** 2 + 1, dtype=torch.int64)
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def process(self, inputs: Mapping[str, Any], outputs: Tensor) -> None:
+        """Take in one batch.
+
+        Args:
+            inputs: the batch, with integer labels of shape (N,) in [0, C).
+            outputs: logits, shape (N, C).
+
+        Raises:
+            KeyError: the batch has no labels.
+            ValueError: wrong shapes or types, or labels out of range. Labels that lie on an
+                accelerator are checked in :meth:`evaluate`, to save a synchronisation.
+        """
+        classes = len(self._class_names)
+        labels = self._checked_labels(inputs, outputs)
+        labels = labels.to(outputs.device, torch.int64, non_blocking=True)
+        in_range = (labels >= 0) & (labels < classes)
+        labels = labels.clamp(0, classes - 1)
+
+        cells = torch.where(in_range, labels * classes + outputs.argmax(1), classes**2)
+        self._counts = self._counts.to(outputs.device)
+        self._counts.scatter_add_(0, cells, torch.ones_like(cells))
+
+        dtype = torch.float32 if outputs.device.type == "mps" else torch.float64
+        log_probs = outputs.to(dtype).log_softmax(1).gather(1, labels[:, None])
+        self._loss_sum = self._loss_sum.to(outputs.device, dtype) - log_probs.sum()
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Sum up the batches of all ranks, and log a table of the classes. Collective.
+
+        Returns:
+            ``{"classification": {"accuracy": ..., "val_loss": ..., "mean_class_accuracy": ...}}``,
+            the same on every rank to the last bit, so that all of them can decide by it.
+            Accuracies are in percent; that of classes is averaged over those that occur.
+            ``val_loss`` is the mean cross entropy.
+
+        Raises:
+            ValueError: on every rank, if there was no sample at all, or a label out of range.
+        """
+        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
+        ranks = comm.all_gather((self._counts.tolist(), self._loss_sum.item()))
+        counts = torch.tensor([rank_counts for rank_counts, _ in ranks]).sum(0)
+        loss_sum = math.fsum(rank_loss for _, rank_loss in ranks)
+        classes = len(self._class_names)
+        if counts[-1] > 0:
+            raise ValueError(f"{int(counts[-1])} labels are out of range: not in [0, {classes})")
+        confusion = counts[:-1].view(classes, classes)
+        images, correct = confusion.sum(1), confusion.diagonal()
+        total = int(images.sum())
+        if total == 0:
+            raise ValueError("there is no sample to evaluate, on any rank")
+
+        accuracies = (100 * correct.double() / images).tolist()  # nan for a class without samples
+        if comm.is_main_process():
+            logger.info("Accuracy by class:\n%s", self._table(images, correct, accuracies))
+        present = [accuracy for accuracy in accuracies if not math.isnan(accuracy)]
+        return {
+            "classification": {
+                "accuracy": 100 * int(correct.sum()) / total,
+                "val_loss": loss_sum / total,
+                "mean_class_accuracy": math.fsum(present) / len(present),
+            }
+        }
+
+    def _checked_labels(self, inputs: Mapping[str, Any], outputs: Tensor) -> Tensor:
+        key, classes = self._label_key, len(self._class_names)
+        if key not in inputs:
+            close = get_close_matches(key, map(str, inputs), n=1)
+            raise KeyError(
+                f"label_key {key!r} is not in the batch, which has {list(inputs)}"
+                + (f"; did you mean {close[0]!r}?" if close else "")
+            )
+        labels = torch.as_tensor(inputs[key])
+        if outputs.dim() != 2 or outputs.shape[1] != classes:
+            raise ValueError(
+                f"outputs must be logits of shape (N, {classes}), as there are {classes} "
+                f"class_names, but got {tuple(outputs.shape)}"
+            )
+        if labels.shape != outputs.shape[:1] or labels.is_floating_point():
+            raise ValueError(
+                f"{key!r} must hold integers of shape ({outputs.shape[0]},), one for each of the "
+                f"outputs, but got {labels.dtype} of shape {tuple(labels.shape)}"
+            )
+        if labels.device.type == "cpu":
+            wrong = labels[(labels < 0) | (labels >= classes)]
+            if len(wrong):
+                raise ValueError(
+                    f"{key!r} must be in [0, {classes}), as there are {classes} class_names, "
+                    f"but got {wrong.tolist()!r}"
+                )
+        return labels
+
+    def _table(self, images: Tensor, correct: Tensor, accuracies: list[float]) -> str:
+        shown = ["n/a" if math.isnan(a) else f"{a:.2f}" for a in accuracies]
+        rows = zip(self._class_names, images.tolist(), correct.tolist(), shown, strict=True)
+        return tabulate(
+            list(rows),
+            headers=["class", "images", "correct", "accuracy"],
+            colalign=("left", "right", "right", "right"),
+            disable_numparse=True,  # names stay as they are: "007" is not 7
+        )

@@ -1,0 +1,91 @@
+import logging
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from hooktrain.data import DatasetFromList, MapDataset, ToIterableDataset
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def drop_odd(x: int) -> int | None:
+    return None if x % 2 else x
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_map_dataset_applies_its_function() -> None:
+    dataset = MapDataset([1, 2, 3], double)
+    assert [dataset[i] for i in range(len(dataset))] == [2, 4, 6]
+
+
+def test_a_filtered_sample_is_replaced_by_the_same_other_one_each_time() -> None:
+    dataset = MapDataset(list(range(10)), drop_odd)
+    samples = [dataset[i] for i in range(10)]
+    assert samples[::2] == [0, 2, 4, 6, 8]
+    assert all(sample % 2 == 0 for sample in samples)
+    assert [dataset[i] for i in range(10)] == samples
+
+
+def test_a_function_that_filters_everything_out_is_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="1000 samples in a row"):
+        MapDataset([1, 3], drop_odd)[0]
+    assert "3 samples in place of number 0" in caplog.text
+
+
+def test_a_stream_is_mapped_lazily_and_filtered() -> None:
+    dataset = MapDataset(Stream(), drop_odd)
+    assert isinstance(dataset, IterableDataset)
+    assert list(dataset) == [0, 2, 4]
+    assert list(pickle.loads(pickle.dumps(dataset))) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("serialize", [True, False])
+def test_dataset_from_list_gives_copies(serialize: bool) -> None:
+    items: list[Any] = [{"a": [1]}, "b", None]
+    dataset = DatasetFromList(items, serialize=serialize)
+    dataset[0]["a"].append(2)
+    assert [dataset[i] for i in range(3)] == [{"a": [1]}, "b", None]
+    assert dataset[-1] is None
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+def test_dataset_from_list_without_copies_gives_the_items_themselves() -> None:
+    items = [{"a": 1}]
+    assert DatasetFromList(items, copy=False, serialize=False)[0] is items[0]
+
+
+def test_an_empty_list_is_an_empty_data_set() -> None:
+    assert len(DatasetFromList([])) == 0
+
+
+@pytest.mark.parametrize(("workers", "chunk"), [(0, 1), (2, 2)])
+def test_workers_read_each_sample_once_in_the_order_of_the_sampler(
+    workers: int, chunk: int
+) -> None:
+    dataset = ToIterableDataset(list(range(10)), SequentialSampler(range(10)), True, chunk)
+    loader = DataLoader(dataset, batch_size=2, num_workers=workers)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_without_sharding_every_worker_reads_all() -> None:
+    dataset = ToIterableDataset([0, 1], SequentialSampler(range(2)), shard_sampler=False)
+    assert sorted(int(x) for x in DataLoader(dataset, batch_size=None, num_workers=2)) == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    with pytest.raises(ValueError, match="shard_chunk_size.*0"):
+        ToIterableDataset([0], SequentialSampler(range(1)), shard_chunk_size=0)

@@ -1,0 +1,217 @@
+import os
+import random
+import signal
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, SequentialSampler
+
+from gloo import run_ranks
+from hooktrain.data import TrainingSampler, TrainLoader, build_test_loader, build_train_loader
+from test_dataset import Stream
+
+
+class Noise(Dataset[Tensor]):
+    """Each sample: its index, and a number of each global generator."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        numbers = [index, torch.rand(1).item(), np.random.rand(), random.random()]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+class Counting(Dataset[int]):
+    """Notes which samples are read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Fragile(Dataset[int]):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if self.how == "raise":
+            raise OSError(f"sample {index} cannot be read")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def make(**kwargs: Any) -> TrainLoader:
+    return build_train_loader(Noise(), **{"total_batch_size": 4, "seed": 5, **kwargs})
+
+
+def take(loader: Any, count: int) -> Tensor:
+    return torch.stack(list(islice(loader, count)))
+
+
+def test_the_stream_is_the_samplers_in_batches() -> None:
+    expected = list(islice(TrainingSampler(10, seed=5), 24))
+    assert take(make(), 6)[:, :, 0].flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_and_their_random_numbers_are_the_same_for_any_number_of_workers(
+    workers: int,
+) -> None:
+    assert torch.equal(take(make(num_workers=workers), 6), take(make(), 6))
+
+
+def test_a_sample_is_augmented_differently_each_time_it_comes() -> None:
+    samples = take(make(), 5).flatten(0, 1)
+    numbers = samples[samples[:, 0] == samples[0, 0]][:, 1:]
+    assert len(numbers) == 2
+    assert (numbers[0] != numbers[1]).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loaded_position_continues_bit_for_bit_with_another_number_of_workers(
+    workers: int,
+) -> None:
+    whole = take(make(), 9)
+    saved = make(num_workers=2 - workers)
+    take(saved, 4)
+    assert saved.state_dict()["batches"] == 4  # handed out, not prefetched
+    loaded = make(num_workers=workers)
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(take(loaded, 5), whole[4:])
+
+
+def test_iterating_again_continues_at_the_position() -> None:
+    loader, whole = make(), take(make(), 4)
+    assert torch.equal(torch.cat([take(loader, 1), take(loader, 3)]), whole)
+
+
+def test_skipping_reads_no_sample() -> None:
+    dataset = Counting()
+    loader = build_train_loader(dataset, total_batch_size=2, seed=0)
+    loader.load_state_dict({**loader.state_dict(), "batches": 1_000_000})
+    next(iter(loader))
+    assert dataset.read == list(islice(TrainingSampler(10, seed=0).stream(2_000_000), 2))
+
+
+def test_the_trainers_own_random_numbers_are_not_disturbed() -> None:
+    states = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    take(make(), 3)
+    list(build_test_loader(Counting(), batch_size=5))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert random.getstate() == states[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 6}, "seed=5, but now seed=6"),
+        ({"total_batch_size": 2}, "total_batch_size=4, but now total_batch_size=2"),
+    ],
+)
+def test_a_position_in_another_stream_is_refused_with_both_values(
+    change: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**change).load_state_dict(make().state_dict())
+
+
+def test_a_position_in_another_data_set_is_refused() -> None:
+    state = {**make().state_dict(), "dataset_size": 11}
+    with pytest.raises(ValueError, match="dataset_size=11, but now dataset_size=10"):
+        make().load_state_dict(state)
+
+
+def test_a_seed_that_was_drawn_is_replaced_by_the_saved_one() -> None:
+    saved = make(seed=None)
+    whole = take(make(seed=saved.seed), 5)
+    take(saved, 2)
+    np.random.seed(77)
+    loaded = make(seed=None)
+    assert loaded.seed != saved.seed
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(take(loaded, 3), whole[2:])
+
+
+def test_a_torch_sampler_is_advanced_and_repeated() -> None:
+    loader = make(sampler=SequentialSampler(range(10)))
+    assert take(loader, 3)[:, :, 0].flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    loaded = make(sampler=SequentialSampler(range(10)))
+    loaded.load_state_dict(loader.state_dict())
+    assert take(loaded, 1)[0, :, 0].tolist() == [2, 3, 4, 5]
+
+
+def test_an_empty_sampler_is_an_error() -> None:
+    with pytest.raises(ValueError, match="sampler is empty"):
+        next(iter(make(sampler=SequentialSampler([]))))
+
+
+def test_a_mapper_and_a_collate_function_are_applied() -> None:
+    loader = build_train_loader(
+        Counting(), total_batch_size=2, seed=0, mapper=lambda i: i + 100, collate_fn=list
+    )
+    first = list(islice(TrainingSampler(10, seed=0), 2))
+    assert next(iter(loader)) == [i + 100 for i in first]
+
+
+def test_an_error_in_a_worker_reaches_the_trainer() -> None:
+    loader = build_train_loader(Fragile("raise"), total_batch_size=2, seed=0, num_workers=1)
+    with pytest.raises(OSError, match="cannot be read"):
+        next(iter(loader))
+
+
+def test_a_killed_worker_is_a_prompt_error() -> None:
+    loader = build_train_loader(Fragile("kill"), total_batch_size=2, seed=0, num_workers=1)
+    with pytest.raises(RuntimeError, match="worker"):
+        next(iter(loader))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="positive multiple of the world size 1, but got 0"):
+        make(total_batch_size=0)
+    with pytest.raises(TypeError, match="IterableDataset has no positions"):
+        build_train_loader(Stream(), total_batch_size=1, seed=0)
+
+
+def test_the_test_loader_reads_each_sample_once() -> None:
+    batches = [b.tolist() for b in build_test_loader(Counting(), batch_size=4)]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    mapped = build_test_loader(Counting(), mapper=lambda i: 2 * i, num_workers=0)
+    assert [int(b) for b in mapped] == list(range(0, 20, 2))
+
+
+def two_ranks() -> tuple[Tensor, Tensor, str]:
+    loader = make(num_workers=1)
+    first = take(loader, 2)
+    loaded = make()
+    loaded.load_state_dict({**loader.state_dict(), "batches": 5})
+    try:
+        make(total_batch_size=3)
+    except ValueError as error:
+        return first, take(loaded, 1), str(error)
+    return first, take(loaded, 1), "no error"
+
+
+def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> None:
+    whole = take(make(), 6)
+    results = run_ranks(two_ranks, 2)
+    for batch in range(2):
+        merged = torch.stack([results[0][0][batch], results[1][0][batch]], 1).flatten(0, 1)
+        assert torch.equal(merged, whole[batch])
+    resumed = torch.stack([results[0][1][0], results[1][1][0]], 1).flatten(0, 1)
+    assert torch.equal(resumed, whole[5])
+    assert "multiple of the world size 2, but got 3" in results[0][2]

@@ -1,0 +1,297 @@
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from hooktrain.evaluation import (
+    DatasetEvaluator,
+    DatasetEvaluators,
+    inference_context,
+    inference_on_dataset,
+)
+
+LOGGER = "hooktrain.evaluation.evaluator"
+
+
+class Recorder(DatasetEvaluator):
+    """Writes down what it is called with."""
+
+    def __init__(self, results: dict[str, Any] | None = None) -> None:
+        self.results = results
+        self.calls: list[Any] = []
+
+    def reset(self) -> None:
+        self.calls = ["reset"]
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.calls.append((inputs, outputs))
+
+    def evaluate(self) -> dict[str, Any] | None:
+        self.calls.append("evaluate")
+        return self.results
+
+
+class Clock:
+    """Stands still but for what tests add."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(f"{LOGGER}.perf_counter", clock)
+    return clock
+
+
+class Slow:
+    """A loader, model and evaluator in one, which take the seconds they are told."""
+
+    def __init__(self, clock: Clock, batches: int, seconds: tuple[float, float, float]) -> None:
+        self.clock, self.batches, self.seconds = clock, batches, seconds
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(self.batches):
+            self.clock.now += self.seconds[0]
+            yield batch
+
+    def __call__(self, batch: int) -> int:
+        self.clock.now += self.seconds[1]
+        return batch
+
+    def reset(self) -> None: ...
+
+    def process(self, inputs: int, outputs: int) -> None:
+        self.clock.now += self.seconds[2]
+
+    def evaluate(self) -> dict[str, float]:
+        return {"speed": 1.0}
+
+
+class SlowWithLength(Slow):
+    def __len__(self) -> int:
+        return self.batches
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def frozen_model() -> nn.Sequential:
+    """In training mode, but for a BatchNorm layer."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(0.5)))
+    model[1].eval()
+    return model
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_an_evaluator_sees_each_batch_and_gives_the_results() -> None:
+    recorder = Recorder({"task": {"x": 1.0}})
+    assert inference_on_dataset(double, [1, 2], recorder) == {"task": {"x": 1.0}}
+    assert recorder.calls == ["reset", (1, 2), (2, 4), "evaluate"]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_evaluators_come_as_a_list_or_a_tuple(kind: Any) -> None:
+    evaluators = kind([Recorder({"a": 1}), Recorder(None), Recorder({"b": 2})])
+    assert inference_on_dataset(double, [1], evaluators) == {"a": 1, "b": 2}
+    assert [e.calls for e in evaluators] == [["reset", (1, 2), "evaluate"]] * 3
+
+
+def test_without_an_evaluator_the_results_are_empty() -> None:
+    assert inference_on_dataset(double, [1, 2], None) == {}
+    assert inference_on_dataset(double, [1, 2], Recorder(None)) == {}
+    assert DatasetEvaluator().evaluate() is None
+
+
+def test_evaluators_with_results_under_one_name_are_refused() -> None:
+    both = DatasetEvaluators([Recorder({"a": 1, "b": 2}), Recorder({"b": 3})])
+    with pytest.raises(ValueError, match=r"\['b'\]"):
+        both.evaluate()
+
+
+def test_no_gradients_are_computed_and_the_model_is_in_evaluation_mode() -> None:
+    model, seen = frozen_model(), []
+
+    class Look(DatasetEvaluator):
+        def process(self, inputs: Any, outputs: Tensor) -> None:
+            seen.append((outputs.requires_grad, any(modes(model))))
+
+    inference_on_dataset(model, [torch.ones(3, 2)], Look())
+    assert seen == [(False, False)]
+    assert torch.is_grad_enabled()
+
+
+def test_each_submodule_comes_back_to_its_own_mode() -> None:
+    model = frozen_model()
+    before = modes(model)
+    assert before == [True, True, False, True, True]
+    inference_on_dataset(model, [torch.ones(3, 2)], None)
+    assert modes(model) == before
+    model.eval()
+    model[2].train()
+    inference_on_dataset(model, [torch.ones(3, 2)], None)
+    assert modes(model) == [False, False, False, True, True]
+
+
+def test_each_submodule_comes_back_to_its_own_mode_after_an_error() -> None:
+    model = frozen_model()
+    before = modes(model)
+    with pytest.raises(RuntimeError, match="shapes"):
+        inference_on_dataset(model, [torch.ones(3, 5)], None)
+    assert modes(model) == before
+
+
+def test_modules_whose_train_does_more_than_set_the_flag_are_told_of_both_changes() -> None:
+    class Merging(nn.Linear):
+        merged = False
+
+        def train(self, mode: bool = True) -> "Merging":
+            self.merged = not mode
+            super().train(mode)
+            return self
+
+    model = nn.Sequential(Merging(2, 2))
+    with inference_context(model):
+        assert model[0].merged
+    assert not model[0].merged
+
+
+def test_callbacks_are_called_around_the_loop_and_around_the_model() -> None:
+    calls: list[str] = []
+
+    def model(batch: str) -> str:
+        calls.append(batch)
+        return batch
+
+    names = ["on_start", "before_inference", "after_inference", "on_end"]
+    callbacks = {name: (lambda name=name: calls.append(name)) for name in names}
+    inference_on_dataset(model, ["one", "two"], None, callbacks)  # type: ignore[arg-type]
+    around = ["before_inference", "one", "after_inference"]
+    assert calls == ["on_start", *around, around[0], "two", around[2], "on_end"]
+    inference_on_dataset(model, ["three"], None, {"on_end": lambda: calls.append("alone")})
+    assert calls[-2:] == ["three", "alone"]
+
+
+def test_a_misspelt_callback_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="'on_stat'; did you mean 'on_start'"):
+        inference_on_dataset(double, [1], None, {"on_stat": list})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("loader", [[], iter(())])
+def test_a_loader_without_batches_is_an_error(loader: Any) -> None:
+    recorder = Recorder({"a": 1})
+    with pytest.raises(ValueError, match="gave no batch"):
+        inference_on_dataset(double, loader, recorder)
+    assert recorder.calls == ["reset"]
+
+
+def test_a_loader_over_a_stream_needs_no_length() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2, 3])
+
+    recorder = Recorder()
+    loader: DataLoader[int] = DataLoader(Stream(), batch_size=None)
+    inference_on_dataset(double, loader, recorder)
+    assert recorder.calls == ["reset", (1, 2), (2, 4), (3, 6), "evaluate"]
+
+
+def test_progress_lines_come_every_five_seconds_with_an_eta(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = SlowWithLength(clock, 7, (0.5, 1.0, 0.25))
+    with caplog.at_level(logging.INFO, LOGGER):
+        assert inference_on_dataset(slow, slow, slow) == {"speed": 1.0}  # type: ignore[arg-type]
+    # The first five are the warm-up, and not in the averages after it.
+    parts = "Dataloading: 0.5000 s/iter. Inference: 1.0000 s/iter. Eval: 0.2500 s/iter."
+    assert caplog.messages == [
+        "Start inference on 7 batches",
+        f"Inference done 3/7. {parts} Total: 1.7500 s/iter. ETA=0:00:07",
+        f"Inference done 6/7. {parts} Total: 1.7500 s/iter. ETA=0:00:01",
+        "Total inference time: 0:00:03 (1.750000 s / iter per device, on 1 devices)",
+        "Total inference pure compute time: 0:00:02 (1.000000 s / iter per device, on 1 devices)",
+    ]
+
+
+def test_progress_lines_of_a_loader_without_length_have_no_eta(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(clock, 3, (1.0, 2.0, 0.0))
+    with caplog.at_level(logging.INFO, LOGGER):
+        inference_on_dataset(slow, slow, None)
+    assert caplog.messages == [
+        "Start inference on ? batches",
+        "Inference done 2. Dataloading: 1.0000 s/iter. Inference: 2.0000 s/iter. "
+        "Eval: 0.0000 s/iter. Total: 3.0000 s/iter.",
+        "Total inference time: 0:00:09 (3.000000 s / iter per device, on 1 devices)",
+        "Total inference pure compute time: 0:00:06 (2.000000 s / iter per device, on 1 devices)",
+    ]
+
+
+def test_the_first_batches_are_left_out_of_the_times(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(batch: int) -> None:
+        clock.now += 1000.0 if batch < 5 else 2.0
+
+    with caplog.at_level(logging.INFO, LOGGER):
+        inference_on_dataset(model, range(8), None)
+    assert caplog.messages[-1].endswith("0:00:06 (2.000000 s / iter per device, on 1 devices)")
+
+
+def test_one_call_does_not_keep_the_next_from_showing_its_progress(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        caplog.clear()
+        slow = SlowWithLength(clock, 2, (0.0, 4.9, 0.0))
+        with caplog.at_level(logging.INFO, LOGGER):
+            inference_on_dataset(slow, slow, None)
+        assert [m[:18] for m in caplog.messages if "done" in m] == ["Inference done 2/2"]
+        clock.now -= 1.0  # were the time of the last line shared, the second call had none
+
+
+def test_fast_evaluations_show_no_progress_lines(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = SlowWithLength(clock, 1000, (0.0, 0.001, 0.0))
+    with caplog.at_level(logging.INFO, LOGGER):
+        inference_on_dataset(slow, slow, None)
+    assert len(caplog.messages) == 3
+
+
+def test_a_length_that_is_wrong_is_survived(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    for batches in (3, 30):
+        slow = SlowWithLength(clock, batches, (0.0, 6.0, 0.0))
+        slow.__class__ = type("Wrong", (SlowWithLength,), {"__len__": lambda self: 10})
+        with caplog.at_level(logging.INFO, LOGGER):
+            inference_on_dataset(slow, slow, None)
+    assert "Inference done 30/10." in caplog.messages[-3]
+    assert caplog.messages[-3].endswith("ETA=0:00:00")
+
+
+def _evaluate_own_share() -> list[Any]:
+    """Rank 0 has three batches and rank 1 none; the model would exchange buffers in DDP."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    recorder = Recorder({"a": 1})
+    share = [torch.ones(4, 2)] * (0 if torch.distributed.get_rank() else 3)
+    results = inference_on_dataset(model, share, recorder)
+    torch.distributed.barrier()
+    return [results, len(recorder.calls), all(modes(model))]
+
+
+def test_ranks_with_fewer_batches_do_not_keep_others_waiting() -> None:
+    assert run_ranks(_evaluate_own_share, 2) == [[{"a": 1}, 5, True], [{"a": 1}, 2, True]]

@@ -1,0 +1,49 @@
+"""Train or evaluate what a configuration describes.
+
+One process:        python tools/train_net.py --config-file configs/digits_cnn.py
+Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
+Go on after a stop: add --resume; with nothing to resume it starts anew, so that one and the same
+                    command can be submitted again and again.
+"""
+
+import argparse
+import logging
+from typing import Any
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.config import LazyConfig
+from hooktrain.engine import DefaultTrainer, default_argument_parser, default_setup, launch
+
+logger = logging.getLogger("hooktrain.train_net")
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one process of a training or an evaluation; return its last results."""
+    cfg = LazyConfig.load(args.config_file)
+    cfg = LazyConfig.apply_overrides(cfg, args.opts)
+    default_setup(cfg, args)
+
+    if args.eval_only:
+        model = DefaultTrainer.build_model(cfg)
+        checkpointer = Checkpointer(model, cfg.train.output_dir)
+        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
+        return DefaultTrainer.test(cfg, model)
+
+    trainer = DefaultTrainer(cfg)
+    logger.info("Hooks:\n%s", trainer.describe_hooks())
+    trainer.resume_or_load(resume=args.resume)
+    return trainer.train()
+
+
+if __name__ == "__main__":
+    args = default_argument_parser().parse_args()
+    if not args.config_file:
+        raise SystemExit("train_net.py: --config-file is missing, such as configs/digits_cnn.py")
+    launch(
+        main,
+        args.num_gpus,
+        num_machines=args.num_machines,
+        machine_rank=args.machine_rank,
+        dist_url=args.dist_url,
+        args=(args,),
+    )
