@@ -39,8 +39,7 @@ def read_pointer(save_dir: str) -> str:
     except OSError as error:
         logger.warning("Cannot read %s: %s", os.path.join(save_dir, POINTER), error)
         return ""
-    is_bare_name = "\0" not in text and text == os.path.basename(text)
-    if text and is_bare_name and os.path.isfile(os.path.join(save_dir, text)):
+    if text and text == os.path.basename(text) and os.path.isfile(os.path.join(save_dir, text)):
         return text
     logger.warning("%s names %r, which is no file there", os.path.join(save_dir, POINTER), text)
     return ""

@@ -60,7 +60,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> Incompatible
         del loadable[name]
     result = model.load_state_dict(loadable, strict=False)
     dropped = {name for name, _, _ in incorrect}
-    shared = _loaded_under_another_name(model, in_model, {*result.missing_keys, *dropped})
+    shared = _loaded_under_another_name(model, in_model, set(result.missing_keys))
     missing = [name for name in result.missing_keys if name not in dropped | shared]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
     _report(found, shapes, in_model)

@@ -119,6 +119,13 @@ def test_a_shared_tensor_whose_other_name_has_the_wrong_shape_is_missing() -> No
     assert result.incorrect_shapes == [("embedding.weight", (5, 3), (4, 3))]
 
 
+def test_a_name_that_is_in_no_file_does_not_count_as_loaded() -> None:
+    model = nn.Module()
+    model.register_buffer("saved", torch.zeros(2))
+    model.register_buffer("cache", model.saved, persistent=False)
+    assert load_model_state(model, {}).missing_keys == ["saved"]
+
+
 def test_numpy_arrays_become_tensors() -> None:
     model = nn.Linear(2, 1)
     weight = np.array([[1.5, 2.5]], dtype=np.float32)

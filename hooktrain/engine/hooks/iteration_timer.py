@@ -19,7 +19,7 @@ class IterationTimer(HookBase):
 
     Args:
         warmup_iter: the first iterations of a run are slower (allocation, autotuning,
-            compilation); so many are left out. At least 0.
+            compilation); so many are left out, of the speed also after a resume. At least 0.
     """
 
     def __init__(self, warmup_iter: int = 3) -> None:
@@ -44,11 +44,13 @@ class IterationTimer(HookBase):
         """Record the time of the step, after the warm-up."""
         now = time.perf_counter()
         trainer = self.trainer
+        seconds = now - self._step_start
+        # By the absolute number: a resumed run has a time in each line that it would have had.
+        if trainer.iter >= self._warmup_iter:
+            trainer.storage.put_scalar("time", seconds)
         if trainer.iter - trainer.start_iter < self._warmup_iter:
             self._timed_start = now
             return
-        seconds = now - self._step_start
-        trainer.storage.put_scalar("time", seconds)
         self._steps_seconds += seconds
         self._timed += 1
 

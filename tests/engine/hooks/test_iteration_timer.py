@@ -36,6 +36,17 @@ def test_times_of_the_steps_are_recorded_after_exactly_the_warm_up(
     assert "Total training time: 0:00:20 (0:00:03 on hooks)" in caplog.text
 
 
+def test_a_resumed_run_records_every_time_but_its_speed_is_without_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    trainer = Idle(IterationTimer(warmup_iter=3), CallbackHook(after_backward=clock.after(2.0)))
+    with caplog.at_level(logging.INFO):
+        trainer.train(10, 15)
+    assert trainer.storage.history("time").values() == [(2.0, i) for i in range(10, 15)]
+    assert "Overall training speed: 2 iterations in 0:00:04" in caplog.text
+
+
 def test_a_run_within_the_warm_up_has_no_speed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         Idle(IterationTimer()).train(0, 2)

@@ -186,6 +186,18 @@ def test_a_new_run_moves_the_old_file_aside(path: Path, caplog: pytest.LogCaptur
     assert lines(path.with_name("metrics.json.2")) == [{"iteration": 1, "loss": 1.0}]
 
 
+def test_one_writer_can_begin_a_new_run(path: Path) -> None:
+    writer = JSONWriter(path)
+    for _ in range(2):
+        writer.rewind(0)
+        with EventStorage() as storage:
+            storage.put_scalar("loss", 1.0)
+            writer.write()
+    writer.close()
+    for file in (path, path.with_name("metrics.json.1")):
+        assert lines(file) == [{"iteration": 0, "loss": 1.0}]
+
+
 def test_a_new_run_without_an_old_file_or_with_an_empty_one_moves_nothing(path: Path) -> None:
     for _ in range(2):
         JSONWriter(path).rewind(0)

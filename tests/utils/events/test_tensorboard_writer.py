@@ -130,10 +130,11 @@ def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
         storage.put_scalar("loss", 1.0, cur_iter=9)
         writer.write()
         writer.rewind(5)
+        storage.put_scalar("loss", 3.0, cur_iter=9)
         writer.write()
     writer.close()
     assert scalars(tmp_path, "early") == [(3, 1.0)]
-    assert scalars(tmp_path, "loss") == [(9, 1.0)]
+    assert scalars(tmp_path, "loss") == [(9, 2.0)]
 
 
 def test_further_arguments_reach_the_summary_writer(tmp_path: Path) -> None:

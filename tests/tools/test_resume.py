@@ -1,0 +1,148 @@
+"""Runs killed with SIGKILL and resumed, compared bit for bit with one that nobody disturbed."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hooktrain.engine import DefaultTrainer, default_argument_parser
+from hooktrain.engine.hooks import CallbackHook
+
+ROOT = Path(__file__).parent.parent.parent
+CONTEXT = multiprocessing.get_context("forkserver")
+TIMES = ("time", "data_time", "eta_seconds")
+
+# Checkpoints at 8, 16, ...: evaluations, log lines and epochs of 23 iterations fall between them.
+SETTINGS = [
+    "train.max_iter=60",
+    "train.checkpointer.period=8",
+    "train.eval_period=12",
+    "train.log_period=5",
+    "train.ema.enabled=true",
+    "train.clip_grad={'max_norm': 1.0}",
+    "model.channels=4",
+    "model.dropout=0.5",
+]
+
+
+def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
+    """Run tools/train_net.py --resume in this process, which kills itself at "event iteration"."""
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("train_net", ROOT / "tools" / "train_net.py")
+    assert spec is not None
+    assert spec.loader is not None
+    train_net = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train_net)
+
+    def kill_if(event: str) -> Any:
+        def kill(trainer: Any) -> None:
+            if f"{event} {trainer.iter}" == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return kill
+
+    class Killed(DefaultTrainer):
+        def build_hooks(self) -> Any:
+            first = CallbackHook(
+                before_step=kill_if("before_step"), after_backward=kill_if("after_backward")
+            )
+            last = CallbackHook(
+                after_step=kill_if("after_step"), after_train=kill_if("after_train")
+            )
+            return [first, *super().build_hooks(), last]
+
+    train_net.DefaultTrainer = Killed
+    config = str(ROOT / "configs" / "digits_cnn.py")
+    own = [f"train.output_dir={folder}", f"dataloader.train.num_workers={workers}"]
+    train_net.main(
+        default_argument_parser().parse_args(
+            ["--resume", "--config-file", config, *SETTINGS, *own, *extra]
+        )
+    )
+
+
+def run(folder: Path, workers: int = 0, kill_at: str = "", extra: list[str] | None = None) -> None:
+    process = CONTEXT.Process(target=train, args=(folder, workers, kill_at, extra or []))
+    process.start()
+    process.join(120)
+    assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
+
+
+def outcome(folder: Path) -> tuple[Any, list[Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    metrics = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+    return torch.load(folder / "model_final.pth", weights_only=True), metrics
+
+
+def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
+    assert type(ours) is type(theirs), path
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), path
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs), path
+        for key in ours:
+            assert_equal(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), path
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_equal(a, b, f"{path}[{i}]")
+    else:
+        assert ours == theirs, path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(folder)
+    return outcome(folder)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kills"),
+    [
+        (0, ["after_backward 5", "after_step 23"]),  # before any checkpoint; at one
+        (2, ["before_step 17", "after_backward 45"]),  # in the first and in the second epoch
+        (2, ["after_step 31", "after_train 60"]),  # at one; after the final evaluation
+    ],
+)
+def test_a_run_that_is_killed_twice_ends_bit_for_bit_like_an_undisturbed_one(
+    tmp_path: Path, undisturbed: tuple[Any, list[Any]], workers: int, kills: list[str]
+) -> None:
+    for kill in kills:
+        run(tmp_path, workers, kill)
+    run(tmp_path, workers)
+    checkpoint, metrics = outcome(tmp_path)
+    expected, expected_metrics = undisturbed
+    assert_equal(checkpoint["model"], expected["model"], "model")
+    for part in ("iteration", "optimizer", "hooks", "data", "rng"):
+        assert_equal(checkpoint["trainer"][part], expected["trainer"][part], part)
+    assert metrics == expected_metrics
+    assert [line["iteration"] for line in metrics][-2:] == [59, 60]
+
+
+def test_augmentation_dropout_clipping_and_evaluation_really_take_part(
+    undisturbed: tuple[Any, list[Any]],
+) -> None:
+    expected, metrics = undisturbed
+    assert expected["trainer"]["data"]["loader"]["batches"] == 60
+    assert "grad_norm" in metrics[-2]
+    assert "classification/accuracy" in metrics[-1]
+    assert "ema/classification/accuracy" in metrics[-1]
+
+
+def test_submitting_the_command_of_a_complete_run_again_changes_nothing_but_the_logs(
+    tmp_path: Path,
+) -> None:
+    short = ["train.max_iter=10"]
+    run(tmp_path, extra=short)
+    before = outcome(tmp_path)
+    file = (tmp_path / "model_final.pth").read_bytes()
+    run(tmp_path, extra=short)
+    assert (tmp_path / "model_final.pth").read_bytes() == file
+    assert outcome(tmp_path)[1] == before[1]
