@@ -6,7 +6,7 @@ from .common.optim import SGD as optimizer
 from .common.schedule import warmup_cosine as lr_multiplier
 from .common.train import train
 
-optimizer.lr = 0.05
+optimizer.lr = 0.1
 optimizer.weight_decay = 5e-4
 
 train.output_dir = "./output/digits_cnn"

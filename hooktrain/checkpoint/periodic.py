@@ -55,7 +55,7 @@ class PeriodicCheckpointer:
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep must be at least 1 or None, got {max_to_keep!r}")
         self.checkpointer = checkpointer
-        self.period = int(period)
+        self.period = period
         self.max_iter = max_iter
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
@@ -104,7 +104,7 @@ class PeriodicCheckpointer:
             self.file_prefix,
             max_to_keep,
             newest=iteration,
-            protected={newest, read_pointer(folder)},
+            protected={read_pointer(folder)},
         )
         try:
             if old:

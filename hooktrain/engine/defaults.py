@@ -184,9 +184,9 @@ class DefaultTrainer(SimpleTrainer):
             checkpointables=self.cfg.train.resume_parts,
         )
 
-    def train(
+    def train(  # type: ignore[override]
         self, start_iter: int | None = None, max_iter: int | None = None
-    ) -> dict[str, Any]:  # type: ignore[override]
+    ) -> dict[str, Any]:
         """Train up to ``train.max_iter``, unless told otherwise.
 
         Returns:

@@ -136,7 +136,7 @@ class HookList:
 
     def describe(self) -> str:
         """A table of the hooks and the events that each overrides."""
-        rows = []
+        rows: list[list[Any]] = []
         for key, hook in self.by_key().items():
             own = [getattr(type(hook), e) is not getattr(HookBase, e) for e in EVENTS]
             rows.append([len(rows), key, *("x" if defined else "" for defined in own)])

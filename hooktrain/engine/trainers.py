@@ -122,7 +122,7 @@ class SimpleTrainer(TrainerBase):
         except StopIteration:
             self._epoch += 1
         sampler = getattr(self.data_loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self._epoch)
         self._data_loader_iter_obj = iter(self.data_loader)
         try:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_ranks
 from torch import nn
 
+from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, load_file
 
 

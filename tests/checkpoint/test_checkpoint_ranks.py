@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, PeriodicCheckpointer
 from hooktrain.utils import comm
 

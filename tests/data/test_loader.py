@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_dataset import Stream
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 
 from gloo import run_ranks
 from hooktrain.data import TrainingSampler, TrainLoader, build_test_loader, build_train_loader
-from test_dataset import Stream
 
 
 class Noise(Dataset[Tensor]):

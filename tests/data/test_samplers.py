@@ -126,7 +126,7 @@ def test_grouped_batches_hold_one_group_each_and_leftovers_carry_over() -> None:
     assert list(sampler) == [[6, 1], [0, 2], [4, 5], [3, 6]]
     with pytest.raises(TypeError, match=r"\[1\]"):
         GroupedBatchSampler([1], [0], 2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_size.*0"):
+    with pytest.raises(ValueError, match=r"batch_size.*0"):
         GroupedBatchSampler(SequentialSampler(range(7)), [0], 0)
 
 

@@ -35,9 +35,12 @@ def place_and_sum(value: int) -> tuple[Any, ...]:
 
 
 def fail_in_rank_1_alone() -> None:
+    """Rank 0 hangs and does not heed a polite request; rank 2 fails because rank 1 has left."""
+    if comm.get_rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(10 * LIMIT_SECONDS)
     if comm.get_rank() == 1:
         raise KeyError("the cause")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # does not heed a polite request
     dist.barrier()
 
 
@@ -190,7 +193,7 @@ def test_the_rank_that_fails_is_named_with_its_traceback_and_the_others_are_ende
 ) -> None:
     monkeypatch.setattr("hooktrain.engine.processes._GRACE_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="rank 1 failed") as caught:
-        launch(fail_in_rank_1_alone, 2)
+        launch(fail_in_rank_1_alone, 3)
     assert "in fail_in_rank_1_alone" in str(caught.value)
     assert "KeyError: 'the cause'" in str(caught.value)
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from gloo import run_ranks
 from hooktrain.evaluation import (
     DatasetEvaluator,
     DatasetEvaluators,

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gloo import run_ranks
 from torch import Tensor
 
+from gloo import run_ranks
 from hooktrain.evaluation import ClassificationEvaluator
 
 NAMES = ["cat", "dog", "007"]

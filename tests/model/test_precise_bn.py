@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
 from torch import nn
 
+from gloo import run_ranks
 from hooktrain.model import get_bn_modules, update_bn_stats
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
 from torch import Tensor
 
+from gloo import run_ranks
 from hooktrain.utils import comm
 
 WORLD_SIZE = 4

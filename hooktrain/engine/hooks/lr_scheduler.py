@@ -39,7 +39,7 @@ class LRScheduler(HookBase):
         if scheduler is not None:
             _check(scheduler, metric)
         self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._scheduler: Any = scheduler
         self._metric = metric
         self._seen_iter = -1
         self._group: dict[str, Any] = {}

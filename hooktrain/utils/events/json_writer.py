@@ -31,8 +31,9 @@ class JSONWriter(EventWriter):
     strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. :func:`load_json_metrics` reads it all
     back.
 
-    What ``write()`` has written is on the disk when it returns. The file is opened by the first
-    ``write()`` that has something to write, also after ``close()``.
+    What ``write()`` has written survives the process, however that ends; ``close()`` brings it to
+    the disk, which takes too long to do each time. The file is opened by the first ``write()``
+    that has something to write, also after ``close()``.
 
     Args:
         json_file: the file; its folder is made if there is none.
@@ -67,7 +68,6 @@ class JSONWriter(EventWriter):
         for line in lines.values():
             self._file.write(json.dumps(line, sort_keys=True, allow_nan=False) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
         for iteration, line in lines.items():
             self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)
 
@@ -94,10 +94,12 @@ class JSONWriter(EventWriter):
             self._unwritten.mark_written(line.keys() - {"iteration"}, line["iteration"])
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Bring the file to the disk and close it."""
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def test_an_empty_loader_and_wrong_arguments_are_refused() -> None:
     trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
     with pytest.raises(ValueError, match="data loader is empty"):
         next(PreciseBN(0, trainer.model, [], 2)._endless_batches())
-    with pytest.raises(ValueError, match="num_iter.*0"):
+    with pytest.raises(ValueError, match=r"num_iter.*0"):
         PreciseBN(0, trainer.model, [], 0)
-    with pytest.raises(ValueError, match="period.*-1"):
+    with pytest.raises(ValueError, match=r"period.*-1"):
         PreciseBN(-1, trainer.model, [], 1)

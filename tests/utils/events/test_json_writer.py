@@ -1,3 +1,4 @@
+import io
 import json
 import logging
 import math
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage, JSONWriter, load_json_metrics
+from hooktrain.utils.events import EventStorage, JSONWriter, json_writer, load_json_metrics
 
 
 @pytest.fixture
@@ -116,7 +117,9 @@ def test_a_write_after_close_goes_on(path: Path) -> None:
     assert lines(path) == [{"iteration": 0, "loss": 0.0}, {"iteration": 1, "loss": 1.0}]
 
 
-def test_a_write_with_news_ends_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_can_be_read_at_once_and_closing_brings_it_to_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     real = os.fsync
 
@@ -129,27 +132,37 @@ def test_a_write_with_news_ends_on_the_disk(path: Path, monkeypatch: pytest.Monk
     with EventStorage() as storage:
         storage.put_scalar("loss", 1.0)
         writer.write()
-        writer.write()
+    assert path.read_text() == '{"iteration": 0, "loss": 1.0}\n'
+    assert synced == []
     writer.close()
     assert synced == ['{"iteration": 0, "loss": 1.0}\n']
+
+
+class FullOnce(io.StringIO):
+    """A file whose first flush finds the disk full."""
+
+    full = True
+
+    def flush(self) -> None:
+        if self.full:
+            self.full = False
+            raise OSError(28, "No space left on device")
 
 
 def test_what_could_not_be_written_is_still_news(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    file = FullOnce()
+    monkeypatch.setattr(json_writer, "_open_to_append", lambda _: file)
     writer = JSONWriter(path)
     with EventStorage() as storage:
         storage.put_scalar("loss", 1.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fail)
-            with pytest.raises(OSError, match="No space left"):
-                writer.write()
+        with pytest.raises(OSError, match="No space left"):
+            writer.write()
+        file.truncate(0)
+        file.seek(0)
         writer.write()
-    writer.close()
-    assert {"iteration": 0, "loss": 1.0} in lines(path)
+    assert json.loads(file.getvalue()) == {"iteration": 0, "loss": 1.0}
 
 
 def test_only_the_main_process_touches_the_file(

@@ -1,0 +1,62 @@
+"""Metrics read from a device once a period; the device is played by a predicate."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hooktrain.engine import metrics
+from hooktrain.engine.metrics import LossRecorder, merge_periods, read_period
+from hooktrain.utils.events import EventStorage
+
+
+def test_all_tensors_of_a_period_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = []
+    stack = torch.stack
+    monkeypatch.setattr(
+        torch, "stack", lambda tensors: stacks.append(len(tensors)) or stack(tensors)
+    )
+    period = [(i, {"a": torch.tensor(float(i)), "b": 2.0}) for i in range(3)]
+    assert read_period(period) == [(i, {"a": float(i), "b": 2.0}) for i in range(3)]
+    assert stacks == [3]
+
+
+def test_ranks_with_different_metrics_are_merged() -> None:
+    reports: list[Any] = [
+        [(0, {"loss": 1.0, "data_time": 0.1})],
+        [(0, {"loss": 3.0, "data_time": 0.3, "extra": 7.0}), (1, {"loss": 5.0})],
+    ]
+    assert merge_periods(reports) == [
+        (0, {"loss": 2.0, "data_time": 0.3, "extra": 7.0}),
+        (1, {"loss": 5.0}),
+    ]
+
+
+def test_losses_on_a_device_are_not_read_until_they_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics, "_is_on_host", lambda value: False)
+    recorder, storage = LossRecorder(), EventStorage()
+    for i, value in enumerate([1.0, math.nan, 2.0]):
+        recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0)
+    with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"):
+        recorder.check(storage, 2)
+
+
+def test_a_finite_period_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_is_on_host", lambda value: False)
+    recorder, storage = LossRecorder(), EventStorage()
+    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
+    recorder.check(storage, 0)
+    monkeypatch.setattr(storage, "histories", lambda: pytest.fail("read again"))
+    recorder.check(storage, 0)
+
+
+def test_a_metric_that_is_no_loss_may_be_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_is_on_host", lambda value: False)
+    recorder, storage = LossRecorder(), EventStorage()
+    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
+    storage.put_scalar("ratio", math.inf)
+    recorder.check(storage, 0)
+    assert storage.latest()["ratio"] == (math.inf, 0)

@@ -1,0 +1,139 @@
+"""The scripts as a user runs them: real commands in real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = str(ROOT / "configs" / "digits_cnn.py")
+SMALL = ["train.max_iter=12", "train.checkpointer.period=5", "train.log_period=4"]
+
+
+def run(
+    folder: Path, *args: str, script: str = "train_net.py", ranks: int = 0, fails: bool = False
+) -> str:
+    """Run a script of tools/ in a folder of its own; return what it printed."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = torchrun if ranks else []
+    command = [sys.executable, *launcher, str(ROOT / "tools" / script), "--config-file", CONFIG]
+    own = [f"train.output_dir={folder}", *SMALL, "model.channels=4"]
+    flags, overrides = [a for a in args if a[:2] == "--"], [a for a in args if a[:2] != "--"]
+    result = subprocess.run(
+        [*command, *flags, *own, *overrides],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (result.returncode != 0) == fails, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "model_final.pth", weights_only=True)
+    return state
+
+
+def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(tmp_path: Path) -> None:
+    printed = run(tmp_path)
+    assert "eta: " in printed
+    assert "total_loss: " in printed
+    assert "copypaste: accuracy,val_loss,mean_class_accuracy" in printed
+    assert {path.name for path in tmp_path.iterdir() if "tfevents" not in path.name} == {
+        ".lock",
+        "config.py",
+        "last_checkpoint",
+        "log.txt",
+        "metrics.json",
+        "model_0000004.pth",
+        "model_0000009.pth",
+        "model_best.pth",
+        "model_final.pth",
+    }
+    assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11, 12]
+    assert {"total_loss", "lr", "time", "data_time"} <= set(lines(tmp_path)[1])
+
+    evaluated = run(tmp_path, "--eval-only", "--resume")
+    final = [line for line in printed.splitlines() if "copypaste: " in line][-1].split()[-1]
+    assert final in evaluated
+
+    resumed = run(tmp_path, "--resume", "train.max_iter=16")
+    assert "Starting training from iteration 12" in resumed
+    assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11, 15, 16]
+
+
+def test_the_saved_configuration_trains_the_same_network(tmp_path: Path) -> None:
+    run(tmp_path / "first")
+    command = [sys.executable, str(ROOT / "tools" / "train_net.py")]
+    saved = ["--config-file", str(tmp_path / "first" / "config.py")]
+    override = [f"train.output_dir={tmp_path / 'second'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, *saved, *override], check=True, capture_output=True, env=env)
+    first, second = (checkpoint(tmp_path / name)["model"] for name in ("first", "second"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_bfloat16_on_the_cpu_trains_the_same_network(tmp_path: Path) -> None:
+    run(tmp_path, "train.amp.enabled=true", "train.amp.dtype=bfloat16")
+    losses = [line["total_loss"] for line in lines(tmp_path) if "total_loss" in line]
+    assert losses[-1] < losses[0]
+    assert checkpoint(tmp_path)["model"]["head.weight"].dtype == torch.float32
+
+
+def test_two_ranks_see_the_batches_of_one_and_a_run_goes_on_with_another_number(
+    tmp_path: Path,
+) -> None:
+    # Without batch norm's and dropout's own ways, two halves of a batch would be the whole one;
+    # with them the first loss is still close.
+    run(tmp_path / "one")
+    run(tmp_path / "two", ranks=2)
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert [line["iteration"] for line in two] == [line["iteration"] for line in one]
+    assert two[0]["total_loss"] == pytest.approx(one[0]["total_loss"], rel=0.1)
+    assert sorted(checkpoint(tmp_path / "two")["trainer"]["rng"]) == [0, 1]
+    resumed = run(tmp_path / "two", "--resume", "train.max_iter=16")
+    assert "Starting training from iteration 12" in resumed
+    assert checkpoint(tmp_path / "two")["trainer"]["data"]["loader"]["batches"] == 16
+
+
+def test_num_gpus_starts_as_many_processes(tmp_path: Path) -> None:
+    run(tmp_path, "--num-gpus=2")
+    assert (tmp_path / "log.txt.rank1").exists()
+    assert sorted(checkpoint(tmp_path)["trainer"]["rng"]) == [0, 1]
+
+
+def test_a_misspelt_key_names_the_nearest_before_anything_starts(tmp_path: Path) -> None:
+    printed = run(tmp_path / "out", "train.max_itr=5", fails=True)
+    assert "max_iter" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lower_max_iter_than_what_is_finished_is_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    printed = run(tmp_path, "--resume", "train.max_iter=5", fails=True)
+    assert "start_iter=12 and max_iter=5" in printed
+
+
+def test_the_plain_script_trains_and_resumes(tmp_path: Path) -> None:
+    printed = run(tmp_path, script="plain_train_net.py")
+    assert "copypaste: accuracy" in printed
+    assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11]
+    run(tmp_path, "--resume", "train.max_iter=16", script="plain_train_net.py")
+    assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11, 15]
+
+
+def test_the_benchmark_measures_a_pair(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), "step"]
+    result = subprocess.run(
+        [*command, "--pairs", "1", "--iterations", "50"], capture_output=True, text=True, check=True
+    )
+    assert "added (median of pairs)" in result.stdout
