@@ -2,9 +2,9 @@
 
 from hooktrain.data.dataset import DatasetFromList, MapDataset, ToIterableDataset
 from hooktrain.data.digits import CLASS_NAMES, DigitsDataset, RandomShift, load_digits
+from hooktrain.data.grouped_batch_sampler import GroupedBatchSampler
 from hooktrain.data.loader import TrainLoader, build_test_loader, build_train_loader
 from hooktrain.data.samplers import (
-    GroupedBatchSampler,
     InferenceSampler,
     RandomSubsetTrainingSampler,
     RepeatFactorTrainingSampler,

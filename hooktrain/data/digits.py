@@ -43,8 +43,13 @@ def load_digits(file: Path = DIGITS_FILE) -> tuple[Tensor, Tensor]:
     except Exception as error:
         # numpy and zipfile raise many kinds of errors for a broken file.
         raise ValueError(f"the file of the digits is damaged: {file}: {error}") from error
-    if images.shape != (1797, 8, 8) or labels.shape != (1797,) or images.dtype != np.uint8:
-        raise ValueError(f"the file of the digits holds something else: {file}: {images.shape}")
+    expected = {"images": ((1797, 8, 8), 16), "labels": ((1797,), 9)}
+    for (name, (shape, most)), array in zip(expected.items(), (images, labels), strict=True):
+        if array.shape != shape or array.dtype != np.uint8 or array.max() > most:
+            raise ValueError(
+                f"the file of the digits holds something else: {file}: {name} must be uint8 of "
+                f"shape {shape} up to {most}, but is {array.dtype} of shape {array.shape}"
+            )
     return torch.from_numpy(images)[:, None].float() / 16, torch.from_numpy(labels).long()
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
@@ -17,6 +18,9 @@ __all__ = ["TrainLoader", "build_test_loader", "build_train_loader"]
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
+
+# Keep what is drawn in a sample apart from what orders the samples.
+_SAMPLE, _SAMPLER = 1, 2
 
 
 class TrainLoader:
@@ -57,7 +61,9 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Any]:
         loader = DataLoader(
             SeededDataset(self.dataset, self.seed),
-            batch_sampler=StreamBatches(self.sampler, self.total_batch_size, self.batches),
+            batch_sampler=StreamBatches(
+                self.sampler, self.total_batch_size, self.batches, self.seed
+            ),
             # A generator of its own: starting to iterate draws nothing from the trainer's.
             generator=torch.Generator().manual_seed(self.seed),
             **self._options,
@@ -83,23 +89,31 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        if self._adopt_seed and state_dict["seed"] != self.seed:
-            self.seed = state_dict["seed"]
-            if isinstance(self.sampler, StreamSampler):
-                self.sampler.seed = self.seed
-        for name, value in self._identity().items():
-            if state_dict[name] != value:
+        own = self._identity()
+        missing = [name for name in ("batches", *own) if name not in state_dict]
+        if missing:
+            raise ValueError(
+                f"this is not the position of such a loader: {missing!r} not among "
+                f"{list(state_dict)!r}"
+            )
+        seeds = ("seed", "sampler_seed") if self._adopt_seed else ()
+        for name, value in own.items():
+            if name not in seeds and state_dict[name] != value:
                 raise ValueError(
                     f"the position in the data is one of a stream with {name}={state_dict[name]!r}"
                     f", but now {name}={value!r}; use the saved value, or resume without the data"
                 )
+        if self._adopt_seed:
+            self.seed = self.sampler.seed = state_dict["seed"]  # type: ignore[attr-defined]
         self.batches = state_dict["batches"]
 
     def _identity(self) -> dict[str, int]:
+        sampler = self.sampler
         return {
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
             "total_batch_size": self.total_batch_size,
+            **(sampler.identity() if isinstance(sampler, StreamSampler) else {}),
         }
 
 
@@ -110,8 +124,9 @@ class StreamBatches(Sampler[list[Key]]):
     ranks take turns in it.
     """
 
-    def __init__(self, sampler: Sampler[int], total_batch_size: int, start: int) -> None:
+    def __init__(self, sampler: Sampler[int], total_batch_size: int, start: int, seed: int) -> None:
         self.sampler = sampler
+        self.seed = seed
         self.total_batch_size = total_batch_size
         self.start = start
 
@@ -123,22 +138,29 @@ class StreamBatches(Sampler[list[Key]]):
             mine: Iterator[Key] = islice(stream, rank, None, world)
         else:
             # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
-            indices = islice(_endless(self.sampler), first // world, None)
+            indices = islice(_endless(self.sampler, self.seed), first // world, None)
             mine = zip(count(first + rank, world), indices, strict=False)
         while True:
             yield list(islice(mine, self.total_batch_size // world))
 
 
-def _endless(sampler: Sampler[int]) -> Iterator[int]:
-    """One epoch after the other, each announced by ``set_epoch`` if the sampler has that."""
+def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
+    """One epoch after the other, each announced by ``set_epoch`` if the sampler has that.
+
+    torch's samplers draw their order, or a seed for it, from the global generator when the first
+    index is asked for. They find it seeded by the epoch, and the trainer finds it undisturbed.
+    """
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        index = None
-        for index in sampler:
-            yield index
-        if index is None:
+        with _own_generators_kept():
+            _seed_generators(mix(seed, _SAMPLER, epoch))
+            indices = iter(sampler)
+            first = next(indices, None)
+        if first is None:
             raise ValueError(f"the sampler is empty: {sampler!r}")
+        yield first
+        yield from indices
 
 
 class SeededDataset(Dataset[Any]):
@@ -154,23 +176,32 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, keys: list[Key]) -> list[Any]:
         if get_worker_info() is not None:
             return [self._read(key) for key in keys]
-        # In the trainer's own process, its random numbers go on as if nothing had been drawn.
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        try:
+        with _own_generators_kept():
             return [self._read(key) for key in keys]
-        finally:
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
 
     def _read(self, key: Key) -> Any:
         position, index = key
-        seed = mix(self.seed, position)
-        # The CPU's generator alone: torch.manual_seed visits every device.
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
+        _seed_generators(mix(self.seed, _SAMPLE, position))
         return self.dataset[index]
+
+
+@contextmanager
+def _own_generators_kept() -> Iterator[None]:
+    """Let the trainer's random numbers go on as if nothing had been drawn meanwhile."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    # The CPU's generator alone: torch.manual_seed visits every device.
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 def build_train_loader(
@@ -215,7 +246,7 @@ def build_train_loader(
             f"total_batch_size must be a positive multiple of the world size {world}, "
             f"but got {total_batch_size!r}"
         )
-    adopt_seed = seed is None
+    adopt_seed = seed is None and sampler is None
     if seed is None:
         seed = getattr(sampler, "seed", None)
         seed = comm.shared_random_seed() if seed is None else seed

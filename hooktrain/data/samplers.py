@@ -19,7 +19,6 @@ from torch.utils.data import Sampler
 from hooktrain.utils import comm
 
 __all__ = [
-    "GroupedBatchSampler",
     "InferenceSampler",
     "RandomSubsetTrainingSampler",
     "RepeatFactorTrainingSampler",
@@ -44,10 +43,16 @@ class StreamSampler(Sampler[int]):
 
     def __init__(self, seed: int | None) -> None:
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
+        # Kept, since a worker process that is spawned does not know its rank.
+        self._rank, self._world_size = comm.get_rank(), comm.get_world_size()
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The indices of one epoch, in order: an int64 vector."""
         raise NotImplementedError
+
+    def identity(self) -> dict[str, int]:
+        """What makes the stream the one it is; a saved position is refused in another."""
+        return {"sampler_seed": self.seed}
 
     def epoch_length(self, epoch: int) -> int:
         """The number of indices in one epoch."""
@@ -71,7 +76,7 @@ class StreamSampler(Sampler[int]):
             epoch += 1
 
     def __iter__(self) -> Iterator[int]:
-        return islice(self.stream(), comm.get_rank(), None, comm.get_world_size())
+        return islice(self.stream(), self._rank, None, self._world_size)
 
     def generator(self, epoch: int) -> torch.Generator:
         """A generator for one epoch; neighbouring seeds and epochs have nothing in common."""
@@ -151,9 +156,13 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         if chosen == 0:
             raise ValueError(f"subset_ratio={subset_ratio!r} leaves nothing of {size} samples")
         super().__init__(chosen, shuffle, seed_shuffle)
-        seed_subset = comm.shared_random_seed() if seed_subset is None else seed_subset
-        generator = torch.Generator().manual_seed(seed_subset)
+        self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
+        generator = torch.Generator().manual_seed(self.seed_subset)
         self.indices = torch.randperm(size, generator=generator)[:chosen]
+
+    def identity(self) -> dict[str, int]:
+        """The seeds, and the size of the part."""
+        return {**super().identity(), "seed_subset": self.seed_subset, "subset_size": self.size}
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The chosen part in this epoch's order."""
@@ -256,40 +265,6 @@ class InferenceSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._local)
-
-
-class GroupedBatchSampler(Sampler[list[int]]):
-    """Batches whose samples belong to one group each, such as one aspect ratio.
-
-    Batches come in the order in which they fill up. What is left in a group at the end of a finite
-    sampler stays for the next iteration over this object.
-
-    Args:
-        sampler: gives the indices.
-        group_ids: a group for each index.
-        batch_size: samples in a batch, at least 1.
-
-    Raises:
-        TypeError: if ``sampler`` is not a sampler.
-        ValueError: for a batch size below 1.
-    """
-
-    def __init__(self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int) -> None:
-        if not isinstance(sampler, Sampler):
-            raise TypeError(f"sampler must be a torch Sampler, but got {sampler!r}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, but got {batch_size!r}")
-        self.sampler = sampler
-        self.group_ids = [int(group) for group in group_ids]
-        self.batch_size = batch_size
-        self._open: defaultdict[int, list[int]] = defaultdict(list)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for index in self.sampler:
-            batch = self._open[self.group_ids[index]]
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                yield self._open.pop(self.group_ids[index])
 
 
 def _check_size(size: int) -> None:

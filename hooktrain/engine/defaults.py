@@ -87,10 +87,10 @@ class DefaultTrainer(SimpleTrainer):
     @staticmethod
     def device(cfg: Any) -> torch.device:
         """``train.device``, with this process's number where several GPUs are in use."""
-        device = torch.device(cfg.train.device)
-        if device.type != "cpu" and device.index is None and comm.get_world_size() > 1:
-            return torch.device(device.type, comm.get_local_rank())
-        return device
+        name: str = cfg.train.device
+        if name != "cpu" and ":" not in name and comm.get_world_size() > 1:
+            name = f"{name}:{comm.get_local_rank()}"
+        return torch.device(name)
 
     @classmethod
     def build_optimizer(cls, cfg: Any, model: nn.Module) -> OptimWrapper:

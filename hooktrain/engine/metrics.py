@@ -13,7 +13,7 @@ from hooktrain.utils.events import EventStorage
 # The metrics of one iteration, by name.
 Metrics = Mapping[str, Any]
 
-RESERVED = ("data_time", "rank_data_time")
+RESERVED = frozenset({"data_time", "rank_data_time"})
 
 
 class LossRecorder:
@@ -52,27 +52,33 @@ class LossRecorder:
             FloatingPointError: if the sum is not finite, where it costs nothing to know.
             ValueError: for a name that is written here.
         """
-        if taken := [name for name in RESERVED if name in loss_dict]:
-            raise ValueError(f"no loss may be named {taken[0]!r}: the trainer writes that itself")
-        self._total_names.add(prefix + "total_loss")
+        if not RESERVED.isdisjoint(loss_dict):
+            raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
         alone = comm.get_world_size() == 1
-        now = alone and self.check_at_once and all(map(_is_on_host, loss_dict.values()))
-        if now:
-            # These tensors are on the CPU: no synchronisation.
-            loss_dict = {name: float(value) for name, value in loss_dict.items()}
-        losses = {"total_loss": sum_losses(loss_dict), **loss_dict}
-        if now and not math.isfinite(losses["total_loss"]):
-            raise non_finite_loss(iteration, losses)
-        named = {prefix + name: value for name, value in losses.items()}
+        check_now = alone and self.check_at_once
+        losses: dict[str, Any] = {}
+        for name, value in loss_dict.items():
+            if isinstance(value, Tensor):
+                # On the CPU reading is free: no synchronisation.
+                check_now = check_now and value.is_cpu
+                value = value.item() if check_now else value.detach()
+            losses[prefix + name] = value
+        total_name = prefix + "total_loss"
+        total = losses[total_name] = sum_losses(losses)
         if not alone:
-            storage.put_scalar("rank_data_time", data_time, cur_iter=iteration)
-            self._period.append((iteration, {**named, "data_time": data_time}))
+            self._total_names.add(total_name)
+            storage.put_scalar("rank_data_time", data_time, True, iteration)
+            self._period.append((iteration, {**losses, "data_time": data_time}))
             return
-        for name, value in named.items():
-            storage.put_scalar(name, value, cur_iter=iteration)
-        storage.put_scalar("data_time", data_time, cur_iter=iteration)
-        if now:
+        if not check_now:
+            self._total_names.add(total_name)
+        elif math.isfinite(total):
             self._checked = iteration
+        else:
+            raise non_finite_loss(iteration, losses)
+        for name, value in losses.items():
+            storage.put_scalar(name, value, True, iteration)
+        storage.put_scalar("data_time", data_time, True, iteration)
 
     def take_period(self) -> list[tuple[int, dict[str, float]]]:
         """What this rank has recorded since the last call, for the other ranks."""
@@ -117,10 +123,6 @@ def non_finite_loss(iteration: int, losses: Mapping[str, float]) -> FloatingPoin
     )
 
 
-def _is_on_host(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
-
-
 def as_loss_dict(output: Any) -> dict[str, Tensor]:
     """What a model returned in training, as losses by name.
 
@@ -147,10 +149,11 @@ def as_loss_dict(output: Any) -> dict[str, Tensor]:
 
 def sum_losses(losses: Mapping[str, Any]) -> Any:
     """The sum in the dict's order, without the addition to zero that ``sum`` starts with."""
-    first, *others = losses.values()
-    for loss in others:
-        first = first + loss
-    return first
+    values = iter(losses.values())
+    total = next(values)
+    for value in values:
+        total = total + value
+    return total
 
 
 def read_period(period: Sequence[tuple[int, Metrics]]) -> list[tuple[int, dict[str, float]]]:

@@ -113,12 +113,12 @@ def _receive(
 ) -> list[tuple[str, Any]]:
     """What each process has to tell; raises for the first that failed, at once."""
     outcomes: dict[int, tuple[str, Any]] = {}
-    waiting: dict[object, int] = {receiver: i for i, receiver in enumerate(receivers)}
+    waiting = list(range(len(receivers)))
     while waiting:
         failures: list[tuple[float, str]] = []
-        for i in [
-            waiting.pop(receiver) for receiver in wait(receivers[i] for i in waiting.values())
-        ]:
+        ready = wait([receivers[i] for i in waiting])
+        for i in [i for i in waiting if receivers[i] in ready]:
+            waiting.remove(i)
             try:
                 kind, value = pickle.loads(receivers[i].recv_bytes())
             except EOFError:

@@ -167,7 +167,7 @@ class TrainerBase:
     def before_step(self) -> None:
         """Call the hooks; the metrics of this iteration are stamped with its number."""
         self.storage.iter = self.iter
-        for hook in self._hooks:
+        for hook in self._hooks.acting_at("before_step"):
             hook.before_step()
 
     def run_step(self) -> None:
@@ -176,14 +176,14 @@ class TrainerBase:
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
-        for hook in self._hooks:
+        for hook in self._hooks.acting_at("after_backward"):
             hook.after_backward()
 
     def after_step(self) -> None:
         """Bring the ranks together where the period ends, then call the hooks."""
         if self.at_period_end():
             self.synchronize()
-        for hook in self._hooks:
+        for hook in self._hooks.acting_at("after_step"):
             hook.after_step()
 
     def request_stop(self, reason: str) -> None:

@@ -109,16 +109,18 @@ class SimpleTrainer(TrainerBase):
                 if batch == 0 and not self.zero_grad_before_forward:
                     wrapper.zero_grad()
                 wrapper.backward(wrapper.scale_loss(loss))
+            if wrapper.accumulative_counts == 1:
+                return losses, data_time
             for name, value in losses.items():
-                part = value.detach()
-                if wrapper.accumulative_counts > 1:
-                    part = part / wrapper.accumulative_counts
+                part = value.detach() / wrapper.accumulative_counts
                 means[name] = means[name] + part if name in means else part
         return means, data_time
 
     def _next_batch(self) -> Any:
+        if self._data_loader_iter_obj is None:
+            self._data_loader_iter_obj = iter(self.data_loader)
         try:
-            return next(self._data_loader_iter)
+            return next(self._data_loader_iter_obj)
         except StopIteration:
             self._epoch += 1
         sampler = getattr(self.data_loader, "sampler", None)

@@ -59,12 +59,17 @@ class LRMultiplier(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
-        factor = self._multiplier(min(self.last_epoch, self._max_iter) / self._max_iter)
+        factor = self._factor()
         return [base * factor for base in self.base_lrs]
+
+    def _factor(self) -> float:
+        if self.last_epoch >= self._max_iter:
+            return self._multiplier(1.0)
+        return self._multiplier(self.last_epoch / self._max_iter)
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The rates set last, one float a group."""
-        return list(self._last_lr)
+        return self.get_lr()
 
     def step(self, epoch: int | None = None) -> None:
         """Go on by one step, or to step ``epoch``, and set the rates.
@@ -73,18 +78,20 @@ class LRMultiplier(LRScheduler):
             ValueError: a group was added to the optimizer, for which there is no base rate.
         """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        self._last_lr = self.get_lr()
         groups = self.optimizer.param_groups
-        if len(groups) != len(self._last_lr):
+        if len(groups) != len(self.base_lrs):
             raise ValueError(
                 f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
-                f"for {len(self._last_lr)}: make a new one after adding groups"
+                f"for {len(self.base_lrs)}: make a new one after adding groups"
             )
-        for group, lr in zip(groups, self._last_lr, strict=True):
+        factor = self._factor()
+        for i, base_lr in enumerate(self.base_lrs):
+            group = groups[i]
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # in place, for captured graphs; no synchronisation
+                # In place, for captured graphs; no synchronisation.
+                group["lr"].fill_(base_lr * factor)
             else:
-                group["lr"] = lr
+                group["lr"] = base_lr * factor
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""

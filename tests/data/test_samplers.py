@@ -131,7 +131,7 @@ def test_grouped_batches_hold_one_group_each_and_leftovers_carry_over() -> None:
 
 
 def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(TypeError, match="10.0"):
+    with pytest.raises(TypeError, match=r"10\.0"):
         TrainingSampler(10.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1, but got 0"):
         TrainingSampler(0)

@@ -4,7 +4,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -240,38 +241,47 @@ if __name__ == "__main__":
 """
 
 
-def started(tmp_path: Path, heeds: str) -> tuple["subprocess.Popen[bytes]", list[int]]:
+@contextmanager
+def started(tmp_path: Path, heeds: str) -> Iterator[tuple["subprocess.Popen[bytes]", list[int]]]:
+    """The program and the ids of its two ranks, once they run; none of them stays behind."""
     script = tmp_path / "train_net.py"
     script.write_text(LAUNCHED)
     parent = subprocess.Popen([sys.executable, script, tmp_path, heeds], env=WITH_PACKAGE)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    wait_until(
-        lambda: all(f.exists() for f in files) or parent.poll() is not None, "both ranks run"
-    )
-    return parent, [int(f.read_text()) for f in files]
+    try:
+        wait_until(
+            lambda: all(f.exists() for f in files) or parent.poll() is not None, "both ranks run"
+        )
+        yield parent, [int(f.read_text()) for f in files]
+    finally:
+        parent.kill()
+        parent.wait()
+        for child in [int(f.read_text()) for f in files if f.exists()]:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
-    parent, children = started(tmp_path, "heeds")
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not any(map(alive, children)), "the children are gone")
+    with started(tmp_path, "heeds") as (parent, children):
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: not any(map(alive, children)), "the children are gone")
 
 
 def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path) -> None:
-    parent, children = started(tmp_path, "heeds")
-    parent.terminate()
-    assert parent.wait(LIMIT_SECONDS) == 75
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
-    assert not any(map(alive, children))
+    with started(tmp_path, "heeds") as (parent, children):
+        parent.terminate()
+        assert parent.wait(LIMIT_SECONDS) == 75
+        assert (tmp_path / "saved0").exists()
+        assert (tmp_path / "saved1").exists()
+        assert not any(map(alive, children))
 
 
 def test_a_signal_that_ends_the_ranks_ends_the_parent_too(tmp_path: Path) -> None:
-    parent, children = started(tmp_path, "does not heed")
-    parent.terminate()
-    assert parent.wait(LIMIT_SECONDS) == -signal.SIGTERM
-    assert not any(map(alive, children))
+    with started(tmp_path, "does not heed") as (parent, children):
+        parent.terminate()
+        assert parent.wait(LIMIT_SECONDS) == -signal.SIGTERM
+        assert not any(map(alive, children))
 
 
 UNDER_TORCHRUN = """

@@ -1,4 +1,4 @@
-"""Metrics read from a device once a period; the device is played by a predicate."""
+"""Losses that are checked at the end of a period, as on an accelerator."""
 
 import math
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from hooktrain.engine import metrics
 from hooktrain.engine.metrics import LossRecorder, merge_periods, read_period
 from hooktrain.utils.events import EventStorage
 
@@ -33,11 +32,8 @@ def test_ranks_with_different_metrics_are_merged() -> None:
     ]
 
 
-def test_losses_on_a_device_are_not_read_until_they_are_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metrics, "_is_on_host", lambda value: False)
-    recorder, storage = LossRecorder(), EventStorage()
+def test_a_loss_that_is_not_finite_is_found_when_the_period_is_checked() -> None:
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     for i, value in enumerate([1.0, math.nan, 2.0]):
         recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0)
     with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"):
@@ -45,17 +41,15 @@ def test_losses_on_a_device_are_not_read_until_they_are_checked(
 
 
 def test_a_finite_period_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_is_on_host", lambda value: False)
-    recorder, storage = LossRecorder(), EventStorage()
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
     recorder.check(storage, 0)
     monkeypatch.setattr(storage, "histories", lambda: pytest.fail("read again"))
     recorder.check(storage, 0)
 
 
-def test_a_metric_that_is_no_loss_may_be_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_is_on_host", lambda value: False)
-    recorder, storage = LossRecorder(), EventStorage()
+def test_a_metric_that_is_no_loss_may_be_infinite() -> None:
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
     storage.put_scalar("ratio", math.inf)
     recorder.check(storage, 0)

@@ -5,7 +5,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -151,7 +151,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_an_exhausted_loader_starts_again_with_the_next_epoch() -> None:
     class Sampler:
-        epochs: list[int] = []
+        epochs: ClassVar[list[int]] = []
 
         def set_epoch(self, epoch: int) -> None:
             self.epochs.append(epoch)

@@ -29,12 +29,15 @@ class IterationTimer(HookBase):
         self._run_start = self._step_start = self._timed_start = 0.0
         self._steps_seconds = 0.0
         self._timed = 0
+        self._warmup_left = warmup_iter
 
     def before_train(self) -> None:
         """Start the clock of the run."""
+        self._storage = self.trainer.storage
         self._run_start = self._timed_start = time.perf_counter()
         self._steps_seconds = 0.0
         self._timed = 0
+        self._warmup_left = self._warmup_iter
 
     def before_step(self) -> None:
         """Start the clock of the step."""
@@ -43,12 +46,13 @@ class IterationTimer(HookBase):
     def after_step(self) -> None:
         """Record the time of the step, after the warm-up."""
         now = time.perf_counter()
-        trainer = self.trainer
+        storage = self._storage
         seconds = now - self._step_start
         # By the absolute number: a resumed run has a time in each line that it would have had.
-        if trainer.iter >= self._warmup_iter:
-            trainer.storage.put_scalar("time", seconds)
-        if trainer.iter - trainer.start_iter < self._warmup_iter:
+        if storage.iter >= self._warmup_iter:
+            storage.put_scalar("time", seconds)
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
             self._timed_start = now
             return
         self._steps_seconds += seconds

@@ -53,6 +53,7 @@ class LRScheduler(HookBase):
     def before_train(self) -> None:
         """Find what was not given, and put a multiplier to work where training starts."""
         trainer = self.trainer
+        self._storage = trainer.storage
         self._optimizer = self._optimizer or trainer.optimizer
         if self._scheduler is None:
             self._scheduler = trainer.scheduler
@@ -68,7 +69,7 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
-        storage = self.trainer.storage
+        storage = self._storage
         storage.put_scalar("lr", self._group["lr"], smoothing_hint=False)
         if self._metric is None:
             self._scheduler.step()

@@ -1,7 +1,6 @@
 """The values of one metric: the recent ones, and the mean of all."""
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice, takewhile
@@ -57,12 +56,17 @@ class HistoryBuffer:
         Raises:
             ValueError: if there is none, as in all that reads values.
         """
-        return self._window(1)[0]
+        return self.latest_entry()[0]
+
+    def latest_entry(self) -> tuple[float, int]:
+        """The pair (value, iteration) that was added last."""
+        if not self._entries:
+            raise ValueError("this history has no values yet")
+        return self._entries[-1]
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values (or of all, if fewer); NaN if one is."""
-        values = self._window(window_size)
-        return math.nan if any(map(math.isnan, values)) else statistics.median(values)
+        return _median(self._window(window_size))
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values, or of all, if there are fewer."""
@@ -96,8 +100,10 @@ class HistoryBuffer:
         """
         return list(takewhile(lambda pair: pair[1] >= iteration, reversed(self._entries)))[::-1]
 
-    def count_recent(self, window_size: int) -> int:
-        """How many of the last values belong to the ``window_size`` iterations up to the latest.
+    def recent(self, window_size: int) -> list[float]:
+        """The last values that belong to the ``window_size`` iterations up to the latest.
+
+        The newest comes first. Empty if there are no values.
 
         Raises:
             ValueError: for a ``window_size`` below 1.
@@ -105,12 +111,17 @@ class HistoryBuffer:
         if window_size < 1:
             raise ValueError(f"window_size must be at least 1, but got {window_size!r}")
         last = self._entries[-1][1] if self._entries else 0
-        count = 0
-        for _, iteration in reversed(self._entries):
-            if not last - window_size < iteration <= last:
+        first = last - window_size
+        values = []
+        for value, iteration in reversed(self._entries):
+            if not first < iteration <= last:
                 break
-            count += 1
-        return count
+            values.append(value)
+        return values
+
+    def recent_median(self, window_size: int) -> float:
+        """The median of :meth:`recent`; NaN if one of the values is."""
+        return _median(self.recent(window_size))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -145,3 +156,12 @@ class HistoryBuffer:
         if not values:
             raise ValueError("this history has no values yet")
         return values
+
+
+def _median(values: list[float]) -> float:
+    # The sum of values with a NaN is one; that of infinities may be, hence the second look.
+    if math.isnan(sum(values)) and any(map(math.isnan, values)):
+        return math.nan
+    values.sort()
+    middle = len(values) // 2
+    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2

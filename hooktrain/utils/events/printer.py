@@ -27,7 +27,7 @@ class CommonMetricPrinter(EventWriter):
     or contain ``[metric]``, and those called ``time``, ``data_time`` and ``lr``. For others, write
     a printer of your own. The main process logs, the others do not.
 
-    The time that is left is estimated from the median of the last 1000 ``time``, and put into the
+    The time that is left is estimated from the median of the last 100 ``time``, and put into the
     storage as ``eta_seconds``. Without ``time`` it comes from the clock, between two writes.
 
     Args:
@@ -73,8 +73,7 @@ class CommonMetricPrinter(EventWriter):
     def _medians(self, histories: Mapping[str, HistoryBuffer], names: list[str]) -> str:
         values = [(name, histories[name]) for name in names]
         return "  ".join(
-            f"{name}: {history.median(history.count_recent(self._window_size)):.4g}"
-            for name, history in values
+            f"{name}: {history.recent_median(self._window_size):.4g}" for name, history in values
         )
 
     def _times(self, histories: Mapping[str, HistoryBuffer]) -> str:
@@ -82,7 +81,8 @@ class CommonMetricPrinter(EventWriter):
         if (history := histories.get("time")) is not None:
             text += f"time: {history.global_avg():.4f}  last_time: {history.latest():.4f}  "
         if (history := histories.get("data_time")) is not None:
-            mean = history.avg(history.count_recent(self._window_size))
+            values = history.recent(self._window_size)
+            mean = sum(values) / len(values)
             text += f"data_time: {mean:.4f}  last_data_time: {history.latest():.4f}  "
         return text
 
@@ -91,7 +91,7 @@ class CommonMetricPrinter(EventWriter):
             return ""
         left = self._max_iter - storage.iter - 1
         if "time" in histories:
-            seconds = histories["time"].median(1000) * left
+            seconds = histories["time"].median(100) * left
             storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
         else:
             now = time.perf_counter()

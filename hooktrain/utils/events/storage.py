@@ -158,7 +158,7 @@ class EventStorage:
 
     def latest(self) -> dict[str, tuple[float, int]]:
         """The last value of each metric and its iteration, by name."""
-        return {name: history.tail(1)[0] for name, history in self.histories().items()}
+        return {name: history.latest_entry() for name, history in self.histories().items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """What writers show: as :meth:`latest`, but smoothed where the metric's hint says so.
@@ -168,8 +168,7 @@ class EventStorage:
         latest = self.latest()
         for name, (_, iteration) in latest.items():
             if self._smoothing_hints[name]:
-                count = self.count_samples(name, window_size)
-                latest[name] = (self._histories[name].median(count), iteration)
+                latest[name] = (self._histories[name].recent_median(window_size), iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -179,7 +178,7 @@ class EventStorage:
             KeyError: if there is no such metric.
             ValueError: for a ``window_size`` below 1.
         """
-        return self.history(name).count_recent(window_size)
+        return len(self.history(name).recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
         """The hint that each metric was put with, by name."""

@@ -89,7 +89,7 @@ def test_reduce_on_plateau_without_a_metric_is_refused_and_a_metric_without_it_t
         LRScheduler(scheduler=ReduceLROnPlateau(optimizer))
     with pytest.raises(ValueError, match="'val'"):
         LRScheduler(scheduler=StepLR(optimizer, 1), metric="val")
-    with pytest.raises(TypeError, match="0.5"):
+    with pytest.raises(TypeError, match=r"0\.5"):
         LRScheduler(scheduler=0.5)  # type: ignore[arg-type]
 
 

@@ -51,7 +51,7 @@ def test_reading_a_window_does_not_copy_the_rest() -> None:
     assert history.median(3) == 199_998.0
     assert history.avg(3) == 199_998.0
     assert history.since(199_999) == [(199_999.0, 199_999)]
-    assert history.count_recent(20) == 20
+    assert len(history.recent(20)) == 20
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50_000  # a list of all would take 1.6 MB
@@ -79,11 +79,11 @@ def test_since_gives_the_values_from_an_iteration_on() -> None:
     assert history.since(-1) == history.values()
 
 
-def test_count_recent_counts_iterations_not_values() -> None:
+def test_recent_values_are_those_of_the_last_iterations() -> None:
     history = HistoryBuffer()
     for iteration in (0, 10, 10, 29):
         history.update(0.0, iteration)
-    assert [history.count_recent(w) for w in (1, 19, 20, 29, 30)] == [1, 1, 3, 3, 4]
+    assert [len(history.recent(w)) for w in (1, 19, 20, 29, 30)] == [1, 1, 3, 3, 4]
 
 
 def test_a_late_value_of_an_old_iteration_is_a_window_of_its_own() -> None:
@@ -91,7 +91,7 @@ def test_a_late_value_of_an_old_iteration_is_a_window_of_its_own() -> None:
     for iteration in range(40):
         history.update(0.0, iteration)
     history.update(7.0, 10)
-    assert history.count_recent(20) == 1
+    assert len(history.recent(20)) == 1
 
 
 def test_an_empty_history_says_that_it_is() -> None:
@@ -105,14 +105,14 @@ def test_an_empty_history_says_that_it_is() -> None:
         with pytest.raises(ValueError, match="no values yet"):
             read()
     assert history.values() == history.tail(2) == history.since(0) == []
-    assert history.count_recent(20) == 0
+    assert len(history.recent(20)) == 0
 
 
 def test_windows_and_lengths_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="max_length must be at least 1, but got 0"):
         HistoryBuffer(0)
     history = filled(1.0)
-    for read in (history.median, history.avg, history.tail, history.count_recent):
+    for read in (history.median, history.avg, history.tail, history.recent):
         with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
             read(0)
 
