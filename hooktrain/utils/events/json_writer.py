@@ -17,6 +17,8 @@ __all__ = ["JSONWriter", "load_json_metrics"]
 
 logger = logging.getLogger(__name__)
 
+_ENCODER = json.JSONEncoder(sort_keys=True, allow_nan=False)
+
 # JSON has no such numbers.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -66,7 +68,7 @@ class JSONWriter(EventWriter):
         if self._file is None:
             self._file = _open_to_append(self._path)
         for line in lines.values():
-            self._file.write(json.dumps(line, sort_keys=True, allow_nan=False) + "\n")
+            self._file.write(_ENCODER.encode(line) + "\n")
         self._file.flush()
         for iteration, line in lines.items():
             self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)

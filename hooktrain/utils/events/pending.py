@@ -1,4 +1,4 @@
-"""Scalars that are still on their devices: gathered without waiting, fetched all at once."""
+"""Scalars that were put and not read yet: queued without waiting, fetched all at once."""
 
 from typing import Any
 
@@ -7,51 +7,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["PendingScalars", "Scalar", "read_scalar"]
+__all__ = ["Pending", "Scalar", "fetch", "read_scalar"]
 
 # What a metric's value may be; arrays and tensors must have one element.
 Scalar = float | np.integer[Any] | np.floating[Any] | np.bool_ | NDArray[Any] | Tensor
 
 
-class PendingScalars:
-    """A queue of scalars, some of them on a device, in the order in which they were put.
+# A metric's name, its value (a number, or a tensor that read_scalar returned), and the iteration.
+Pending = tuple[str, float | Tensor, int]
 
-    Attributes:
-        names: the metrics that have something in the queue.
-    """
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._queue: list[tuple[str, float | Tensor, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def append(self, name: str, value: float | Tensor, iteration: int) -> None:
-        """Add a number, or a tensor that :func:`read_scalar` returned."""
-        self._queue.append((name, value, iteration))
-        self.names.add(name)
-
-    def take(self) -> list[tuple[str, float, int]]:
-        """Empty the queue: (name, value, iteration) of each, fetched from their devices."""
-        by_device: dict[torch.device, dict[int, Tensor]] = {}
-        for index, (_, value, _) in enumerate(self._queue):
-            if isinstance(value, Tensor):
-                by_device.setdefault(value.device, {})[index] = value
-        fetched: dict[int, float] = {}
-        for tensors in by_device.values():
-            fetched.update(zip(tensors, _fetch(list(tensors.values())), strict=True))
-        scalars = [
-            (name, fetched[index] if isinstance(value, Tensor) else value, iteration)
-            for index, (name, value, iteration) in enumerate(self._queue)
-        ]
-        self.clear()
-        return scalars
-
-    def clear(self) -> None:
-        """Forget what is in the queue."""
-        self._queue.clear()
-        self.names.clear()
+def fetch(queue: list[Pending]) -> list[tuple[str, float, int]]:
+    """The queue with each tensor replaced by its value: one transfer for each device."""
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for index, (_, value, _) in enumerate(queue):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, {})[index] = value
+    if not by_device:
+        return queue  # type: ignore[return-value]
+    fetched: dict[int, float] = {}
+    for tensors in by_device.values():
+        fetched.update(zip(tensors, _fetch(list(tensors.values())), strict=True))
+    return [
+        (name, fetched[index] if isinstance(value, Tensor) else value, iteration)
+        for index, (name, value, iteration) in enumerate(queue)
+    ]
 
 
 def read_scalar(name: str, value: Scalar) -> float | Tensor:

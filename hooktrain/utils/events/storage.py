@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.media import Array, MediaQueues
-from hooktrain.utils.events.pending import PendingScalars, Scalar, read_scalar
+from hooktrain.utils.events.pending import Pending, Scalar, fetch, read_scalar
 from hooktrain.utils.registry import did_you_mean
 
 __all__ = ["EventStorage", "get_event_storage", "has_event_storage"]
@@ -67,7 +67,7 @@ class EventStorage:
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
-        self._pending = PendingScalars()
+        self._pending: list[Pending] = []
         self._media = MediaQueues()
 
     def put_scalar(
@@ -97,12 +97,9 @@ class EventStorage:
             value = read_scalar(name, value)
         if self._smoothing_hints.get(name) is not smoothing_hint:
             self._settle_smoothing_hint(name, smoothing_hint)
-        iteration = self._iter if cur_iter is None else int(cur_iter)
-        if type(value) is float and name not in self._pending.names:
-            self._histories[name].update(value, iteration)
-            return
-        # A number waits too while a tensor of its metric does, for the order to stay.
-        self._pending.append(name, value, iteration)
+        # Numbers wait as well, though they need not: sorting them in all at once takes less time,
+        # and less from the step, than one by one.
+        self._pending.append((name, value, self._iter if cur_iter is None else cur_iter))
         if len(self._pending) >= _MAX_PENDING:
             self._fetch_pending()
 
@@ -283,7 +280,8 @@ class EventStorage:
             self._histories[name] = HistoryBuffer()
 
     def _fetch_pending(self) -> None:
-        """Bring the values that are still on their devices into the histories."""
-        if len(self._pending):
-            for name, value, iteration in self._pending.take():
+        """Sort what is waiting into the histories."""
+        if self._pending:
+            queue, self._pending = self._pending, []
+            for name, value, iteration in fetch(queue):
                 self._histories[name].update(value, iteration)

@@ -189,11 +189,6 @@ def test_a_number_does_not_overtake_a_pending_tensor(transfers: list[int]) -> No
     storage.put_scalar("loss", 3.0, cur_iter=2)
     storage.put_scalar("loss", torch.tensor(4.0), cur_iter=3)
     assert storage.history("loss").values() == [(1.0, 0), (2.0, 1), (3.0, 2), (4.0, 3)]
-    # Nothing is pending any more: a number is there at once, also for who holds the history.
-    history = storage.history("loss")
-    storage.put_scalar("loss", 5.0, cur_iter=4)
-    assert history.latest() == 5.0
-    assert transfers == [2]
 
 
 def test_the_queue_of_pending_tensors_is_bounded(transfers: list[int]) -> None:
