@@ -1,0 +1,268 @@
+"""The parts that most scripts share, and the trainer that builds itself."""
+
+import logging
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gloo import run_ranks
+from hooktrain.config import LazyConfig
+from hooktrain.engine import (
+    DefaultTrainer,
+    create_ddp_model,
+    default_argument_parser,
+    default_hooks,
+    default_setup,
+    default_writers,
+    hooks,
+)
+from hooktrain.solver import AmpOptimWrapper, ConstantParamScheduler
+from hooktrain.utils import comm
+from hooktrain.utils.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
+from hooktrain.utils.folder_lock import unlock_folder
+from hooktrain.utils.logger import close_logger
+
+CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
+
+
+def config(folder: Path, *overrides: str) -> Any:
+    small = ["train.max_iter=4", "train.log_period=2", "model.channels=2", "train.eval_period=2"]
+    cfg = LazyConfig.load(str(CONFIG))
+    return LazyConfig.apply_overrides(cfg, [f"train.output_dir={folder}", *small, *overrides])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "out"
+    unlock_folder(tmp_path / "out")
+    close_logger()
+
+
+def test_the_arguments_are_those_that_scripts_expect() -> None:
+    args = default_argument_parser().parse_args(["--config-file", "c.py", "--resume", "a=1", "b=2"])
+    assert vars(args) == {
+        "config_file": "c.py",
+        "resume": True,
+        "eval_only": False,
+        "num_gpus": 1,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "dist_url": "auto",
+        "opts": ["a=1", "b=2"],
+    }
+
+
+def test_setup_saves_the_configuration_and_logs_into_the_folder(folder: Path) -> None:
+    cfg = config(folder)
+    default_setup(cfg, Namespace(config_file=str(CONFIG), eval_only=False))
+    log = (folder / "log.txt").read_text()
+    assert "Rank of current process: 0. World size: 1" in log
+    assert "train.max_iter = 1500" in log  # the file's own text
+    assert LazyConfig.load(str(folder / "config.py")) == cfg
+
+
+def test_setup_seeds_every_generator_from_the_configuration(folder: Path) -> None:
+    default_setup(config(folder, "train.seed=7"), Namespace())
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("seed", ["null", "-1"])
+def test_a_seed_that_is_not_given_is_drawn_and_saved(folder: Path, seed: str) -> None:
+    cfg = config(folder, f"train.seed={seed}")
+    default_setup(cfg, Namespace())
+    saved = LazyConfig.load(str(folder / "config.py"))
+    assert saved.train.seed == cfg.train.seed >= 0
+    assert saved.dataloader.train.seed == cfg.train.seed
+
+
+def test_setup_works_with_any_object_as_arguments_and_without_a_folder() -> None:
+    try:
+        default_setup({"train": {"seed": 3}}, {})
+        assert torch.initial_seed() == 3
+    finally:
+        close_logger()
+
+
+def test_setup_leaves_cudnns_benchmark_flag_alone_unless_told(folder: Path) -> None:
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = True
+        default_setup({"train": {"seed": 0}}, Namespace())
+        assert torch.backends.cudnn.benchmark
+        default_setup({"train": {"seed": 0, "cudnn_benchmark": False}}, Namespace())
+        assert not torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = before
+        close_logger()
+
+
+def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    hold = "import sys; from hooktrain.utils.folder_lock import lock_folder as lock; "
+    hold += "lock(sys.argv[1]); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(RuntimeError, match="in use by another run"):
+            default_setup(config(folder), Namespace())
+        # Looking at its checkpoints is no harm.
+        default_setup(config(folder), Namespace(eval_only=True))
+        other.kill()
+
+
+def test_the_default_writers_go_to_console_json_and_tensorboard(tmp_path: Path) -> None:
+    kinds = [type(writer) for writer in default_writers(str(tmp_path / "new"), 10)]
+    assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
+    assert (tmp_path / "new").is_dir()
+
+
+def test_without_tensorboard_the_other_writers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hooktrain.engine.default_parts.find_spec", lambda name: None)
+    kinds = [type(writer) for writer in default_writers(str(tmp_path))]
+    assert kinds == [CommonMetricPrinter, JSONWriter]
+
+
+def test_the_default_hooks_evaluate_then_write_then_save() -> None:
+    made = default_hooks(
+        scheduler=ConstantParamScheduler(1.0),
+        checkpointer=None,  # type: ignore[arg-type]
+        checkpoint_period=5,
+        eval_function=dict,
+        best_metric="accuracy",
+    )
+    assert [type(hook) for hook in made] == [
+        hooks.IterationTimer,
+        hooks.LRScheduler,
+        hooks.EvalHook,
+        hooks.BestCheckpointer,
+        hooks.PeriodicWriter,
+        hooks.PeriodicCheckpointer,
+    ]
+
+
+def test_a_single_process_gets_its_model_back_unwrapped() -> None:
+    model = nn.Linear(1, 1)
+    assert create_ddp_model(model) is model
+
+
+def ddp_model() -> tuple[bool, bool]:
+    model = create_ddp_model(nn.Linear(2, 2), broadcast_buffers=False, fp16_compression=True)
+    assert isinstance(model, DistributedDataParallel)
+    model(torch.ones(1, 2) * comm.get_rank()).sum().backward()
+    same = comm.all_gather(model.module.weight.grad)
+    return torch.equal(same[0], same[1]), model.broadcast_buffers
+
+
+def test_several_ranks_get_ddp_with_its_options_on_the_cpu_too() -> None:
+    assert run_ranks(ddp_model, 2) == [(True, False)] * 2
+
+
+def test_the_default_trainer_trains_evaluates_and_returns_the_results(folder: Path) -> None:
+    trainer = DefaultTrainer(config(folder, "train.ema.enabled=true"))
+    results = trainer.train()
+    assert set(results) == {"classification", "ema"}
+    assert trainer.iter == trainer.max_iter == 4
+    assert trainer.storage.latest()["ema/classification/accuracy"][1] == 4
+    assert (folder / "model_final.pth").exists()
+
+
+def test_hooks_of_the_default_trainer_see_every_event(folder: Path) -> None:
+    events: list[str] = []
+    trainer = DefaultTrainer(config(folder))
+    trainer.register_hooks(
+        [
+            hooks.CallbackHook(
+                before_step=lambda t: events.append("before_step"),
+                after_backward=lambda t: events.append("after_backward"),
+                after_step=lambda t: events.append("after_step"),
+            )
+        ]
+    )
+    trainer.train(max_iter=1)
+    assert events == ["before_step", "after_backward", "after_step"]
+
+
+def test_the_state_is_there_once_and_the_configuration_stays_plain_data(folder: Path) -> None:
+    cfg = config(folder)
+    trainer = DefaultTrainer(cfg)
+    trainer.train(max_iter=1)
+    file = torch.load(folder / "model_final.pth", weights_only=True)
+    assert set(file) == {"model", "trainer", "iteration"}
+    assert set(file["trainer"]) >= {"iteration", "optimizer", "hooks", "data", "rng", "meta"}
+    assert "DigitsCNN" in file["trainer"]["meta"]["config"]
+    assert "model" not in cfg.optimizer.params
+
+
+def test_one_part_is_changed_by_overriding_the_method_that_builds_it(folder: Path) -> None:
+    class OnModel(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg: Any) -> nn.Module:
+            model = super().build_model(cfg)
+            model.extra = nn.Linear(1, 1)
+            return model
+
+    assert hasattr(OnModel(config(folder)).model, "extra")
+
+
+def test_precision_accumulation_and_clipping_come_from_the_configuration(folder: Path) -> None:
+    more = ["train.amp.enabled=true", "train.amp.dtype=bfloat16", "train.accumulative_counts=2"]
+    trainer = DefaultTrainer(config(folder, *more, "train.clip_grad={'max_norm': 1.0}"))
+    assert isinstance(trainer.optim_wrapper, AmpOptimWrapper)
+    assert trainer.optim_wrapper.dtype == torch.bfloat16
+    trainer.train(max_iter=2)
+    assert trainer.data_loader.batches == 4  # type: ignore[attr-defined]
+    assert "grad_norm" in trainer.storage.latest()
+
+
+def test_expected_results_that_are_not_reached_are_an_error(folder: Path) -> None:
+    expected = "train.expected_results=[('classification', 'accuracy', 100.0, 1.0)]"
+    with pytest.raises(ValueError, match="accuracy"):
+        DefaultTrainer(config(folder, expected)).train()
+
+
+def test_parts_of_a_checkpoint_can_be_resumed(folder: Path) -> None:
+    DefaultTrainer(config(folder)).train()
+    parts = "train.resume_parts=['model', 'trainer.optimizer']"
+    trainer = DefaultTrainer(config(folder, parts, "optimizer.lr=0.5"))
+    trainer.resume_or_load(resume=True)
+    assert trainer.state_dict()["iteration"] == -1
+    assert len(trainer.optimizer.state_dict()["state"]) > 0
+
+
+def test_another_seed_on_a_resume_is_refused_with_both(folder: Path) -> None:
+    DefaultTrainer(config(folder)).train()
+    trainer = DefaultTrainer(config(folder, "train.seed=2"))
+    with pytest.raises(ValueError, match=r"seed=1.*seed=2"):
+        trainer.resume_or_load(resume=True)
+
+
+def test_settings_that_the_checkpoint_overrules_are_shown(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    DefaultTrainer(config(folder)).train()
+    trainer = DefaultTrainer(config(folder, "optimizer.momentum=0.5"))
+    with caplog.at_level(logging.WARNING):
+        trainer.resume_or_load(resume=True)
+    assert "overrules settings of the optimizer" in caplog.text
+    assert "momentum" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        default_setup(config(tmp_path / "file" / "out"), Namespace())
+    assert os.listdir(tmp_path) == ["file"]
