@@ -1,4 +1,4 @@
-"""A convolutional network learns handwritten digits: about half a minute on two CPU cores."""
+"""A convolutional network learns handwritten digits, in well under a minute on two CPU cores."""
 
 from .common.data.digits import dataloader
 from .common.models.digits_cnn import model
@@ -7,11 +7,11 @@ from .common.schedule import warmup_cosine as lr_multiplier
 from .common.train import train
 
 optimizer.lr = 0.1
-optimizer.weight_decay = 5e-4
+optimizer.weight_decay = 2e-3
 
 train.output_dir = "./output/digits_cnn"
 train.device = "cpu"
-train.max_iter = 1500
+train.max_iter = 2000
 train.checkpointer.period = 250
 train.checkpointer.max_to_keep = 3
 train.eval_period = 250

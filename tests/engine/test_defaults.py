@@ -66,7 +66,7 @@ def test_setup_saves_the_configuration_and_logs_into_the_folder(folder: Path) ->
     default_setup(cfg, Namespace(config_file=str(CONFIG), eval_only=False))
     log = (folder / "log.txt").read_text()
     assert "Rank of current process: 0. World size: 1" in log
-    assert "train.max_iter = 1500" in log  # the file's own text
+    assert "train.max_iter = 2000" in log  # the file's own text
     assert LazyConfig.load(str(folder / "config.py")) == cfg
 
 

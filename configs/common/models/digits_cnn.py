@@ -3,4 +3,4 @@
 from hooktrain.config import LazyCall as L
 from hooktrain.model import DigitsCNN
 
-model = L(DigitsCNN)(channels=32, dropout=0.2, num_classes=10)
+model = L(DigitsCNN)(channels=32, dropout=0.5, num_classes=10)
