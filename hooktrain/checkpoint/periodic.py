@@ -1,6 +1,5 @@
 """Save every so often, keep the newest few, and outlive a full disk."""
 
-import errno
 import logging
 import os
 from typing import Any
@@ -9,12 +8,11 @@ from hooktrain.checkpoint.checkpointer import Checkpointer
 from hooktrain.checkpoint.discovery import read_pointer
 from hooktrain.checkpoint.retention import files_to_delete
 from hooktrain.checkpoint.storage import CorruptCheckpointError, verify_file
+from hooktrain.utils.file_io import is_disk_full
 
 __all__ = ["PeriodicCheckpointer"]
 
 logger = logging.getLogger(__name__)
-
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class PeriodicCheckpointer:
@@ -88,7 +86,7 @@ class PeriodicCheckpointer:
         try:
             self.save(name, iteration=iteration, **extra)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if not is_disk_full(error):
                 raise
             # The error names the path and the free space.
             message = "NOT SAVED: %s. Training goes on; the next attempt is in %d iterations"

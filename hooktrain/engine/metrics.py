@@ -56,15 +56,17 @@ class LossRecorder:
             raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
         alone = comm.get_world_size() == 1
         check_now = alone and self.check_at_once
-        losses: dict[str, Any] = {}
+        total_name = prefix + "total_loss"
+        losses: dict[str, Any] = {total_name: 0.0}  # it comes first where metrics are shown
+        total: Any = None
         for name, value in loss_dict.items():
             if isinstance(value, Tensor):
                 # On the CPU reading is free: no synchronisation.
                 check_now = check_now and value.is_cpu
                 value = value.item() if check_now else value.detach()
             losses[prefix + name] = value
-        total_name = prefix + "total_loss"
-        total = losses[total_name] = sum_losses(losses)
+            total = value if total is None else total + value
+        losses[total_name] = total
         if not alone:
             self._total_names.add(total_name)
             storage.put_scalar("rank_data_time", data_time, True, iteration)

@@ -77,6 +77,10 @@ class SimpleTrainer(TrainerBase):
         """The torch optimizer."""
         return self.optim_wrapper.optimizer
 
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim_wrapper.optimizer = optimizer
+
     def run_step(self) -> None:
         """Batches, losses, gradients, hooks, metrics, update."""
         if not self.model.training:
@@ -252,16 +256,12 @@ class AMPTrainer(SimpleTrainer):
     that to ``SimpleTrainer`` for accumulation or clipping.
 
     Args:
-        model: see :class:`SimpleTrainer`.
-        data_loader: see :class:`SimpleTrainer`.
-        optimizer: a torch optimizer.
-        gather_metric_period: see :class:`SimpleTrainer`.
-        zero_grad_before_forward: see :class:`SimpleTrainer`.
         grad_scaler: the scaler; None makes one where ``precision`` is float16.
         precision: ``torch.float16`` or ``torch.bfloat16``.
         log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``. It costs
             a host-device synchronisation.
-        async_write_metrics: see :class:`SimpleTrainer`.
+
+    The other arguments are those of :class:`SimpleTrainer`.
     """
 
     def __init__(

@@ -68,6 +68,11 @@ def atomic_write(
         _in_progress.discard(temporary)
 
 
+def is_disk_full(error: OSError) -> bool:
+    """Whether an error says that the disk, a quota or the largest allowed file is full."""
+    return error.errno in _DISK_FULL
+
+
 def sweep_temporary_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Remove what `atomic_write` left in a folder when its process was killed.
 

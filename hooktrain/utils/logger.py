@@ -70,7 +70,8 @@ def setup_logger(
             name, and not to the terminal.
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR are heeded).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: stands for `name` in coloured lines; None keeps the name.
+        abbrev_name: stands for `name` in coloured lines; None is "ht" for "hooktrain", and the name
+            itself for others.
         enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.
 
@@ -84,7 +85,8 @@ def setup_logger(
     plain = logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", _DATE_FORMAT)
     if configure_stdout and distributed_rank == 0:
         stdout = _StdoutHandler(sys.stdout)
-        abbreviated = name if abbrev_name is None else abbrev_name
+        usual = "ht" if name == "hooktrain" else name
+        abbreviated = usual if abbrev_name is None else abbrev_name
         stdout.setFormatter(_ColorFormatter(name, abbreviated) if color else plain)
         logger.addHandler(stdout)
     if output is not None:

@@ -407,6 +407,14 @@ def test_the_layouts_of_detectron2s_trainers_load() -> None:
         assert torch.equal(buffer, optimizer.state_dict()["state"][0]["momentum_buffer"])
 
 
+def test_another_optimizer_can_be_put_in() -> None:
+    trainer = make()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    before = trainer.model.fc.weight.clone()
+    trainer.train(0, 2)
+    assert torch.equal(trainer.model.fc.weight, before)
+
+
 def test_a_wrapper_of_your_own_is_used_as_it_is() -> None:
     model = Net()
     wrapper = AmpOptimWrapper(sgd(model), "bfloat16", clip_grad={"max_norm": 0.1})

@@ -8,6 +8,7 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.utils import comm
+from hooktrain.utils.file_io import is_disk_full
 
 __all__ = ["BestCheckpointer"]
 
@@ -88,10 +89,18 @@ class BestCheckpointer(HookBase):
                 "still to come" if best is None else f"{best:.5f} at iteration {self.best_iter}",
             )
             return
+        before = self.state_dict()
         self.best_metric, self.best_iter = float(value), int(measured_at)
         if every_rank:
             self.trainer.prepare_checkpoint()
-        self._checkpointer.save(self._file_prefix, tag=False, iteration=iteration)
+        try:
+            self._checkpointer.save(self._file_prefix, tag=False, iteration=iteration)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            self.load_state_dict(before)
+            logger.error("NOT SAVED: %s. Training goes on; the next best tries again", error)
+            return
         logger.info(
             "Saved the best model: %s is %.5f at iteration %d, before %s",
             self._val_metric,

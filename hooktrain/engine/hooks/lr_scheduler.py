@@ -40,6 +40,7 @@ class LRScheduler(HookBase):
             _check(scheduler, metric)
         self._optimizer = optimizer
         self._scheduler: Any = scheduler
+        self._multiplier: ParamScheduler | None = None
         self._metric = metric
         self._seen_iter = -1
         self._group: dict[str, Any] = {}
@@ -59,8 +60,11 @@ class LRScheduler(HookBase):
             self._scheduler = trainer.scheduler
             _check(self._scheduler, self._metric)
         if isinstance(self._scheduler, ParamScheduler):
+            self._multiplier = self._scheduler
+        if self._multiplier is not None:
+            # Anew in each run, since it is laid over the whole length, which may have changed.
             self._scheduler = LRMultiplier(
-                self._optimizer, self._scheduler, trainer.max_iter, last_iter=trainer.iter - 1
+                self._optimizer, self._multiplier, trainer.max_iter, last_iter=trainer.iter - 1
             )
         if self._loaded is not None:
             self._scheduler.load_state_dict(dict(self._loaded))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.utils.events import EventWriter
+from hooktrain.utils.file_io import is_disk_full
 
 __all__ = ["PeriodicWriter"]
 
@@ -16,6 +17,8 @@ class PeriodicWriter(HookBase):
 
     Register it after the hooks whose metrics it shall write, and before the checkpointer: then
     the files are complete up to each checkpoint, and a resumed run continues them seamlessly.
+
+    A full disk is logged and does not end the run, unless it is still full at the end.
 
     Args:
         writers: the writers, called in order.
@@ -45,7 +48,16 @@ class PeriodicWriter(HookBase):
         done = self.trainer.iter + 1
         if done % self._period == 0 or done == self.trainer.max_iter:
             for writer in self._writers:
-                writer.write()
+                self._write(writer)
+
+    def _write(self, writer: EventWriter) -> None:
+        try:
+            writer.write()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            name = type(writer).__name__
+            logger.error("%s: NOT WRITTEN: %s. Training goes on and tries again", name, error)
 
     def after_train(self) -> None:
         """Write what came last, such as the final evaluation, and close every writer."""

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,9 +68,15 @@ class JSONWriter(EventWriter):
             line[name] = value if math.isfinite(value) else _spell(value)
         if self._file is None:
             self._file = _open_to_append(self._path)
-        for line in lines.values():
-            self._file.write(_ENCODER.encode(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write("".join(_ENCODER.encode(line) + "\n" for line in lines.values()))
+            self._file.flush()
+        except OSError:
+            # What is left in the file's buffer would be written once more by the next attempt.
+            file, self._file = self._file, None
+            with suppress(OSError):
+                file.close()
+            raise
         for iteration, line in lines.items():
             self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)
 

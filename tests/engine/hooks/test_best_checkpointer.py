@@ -1,3 +1,4 @@
+import errno
 import logging
 import math
 from pathlib import Path
@@ -79,6 +80,24 @@ def test_a_metric_that_is_not_there_is_told(
     with caplog.at_level(logging.WARNING):
         run(tmp_path, [])
     assert "no metric 'acc'" in caplog.text
+
+
+def test_a_full_disk_does_not_end_the_run_and_the_next_best_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, calls = Checkpointer.save, []
+
+    def full_at_first(self: Checkpointer, name: str, **kwargs: Any) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, name, **kwargs)
+
+    monkeypatch.setattr(Checkpointer, "save", full_at_first)
+    hook, _ = run(tmp_path, [0.5, 0.25])
+    assert "NOT SAVED" in caplog.text
+    assert saved_iteration(tmp_path) == 1
+    assert hook.best_metric == 0.25
 
 
 def test_another_mode_is_refused(tmp_path: Path) -> None:

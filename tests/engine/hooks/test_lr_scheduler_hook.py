@@ -26,6 +26,13 @@ def test_the_rate_that_is_logged_is_the_one_used_in_the_iteration() -> None:
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0
 
 
+def test_a_second_longer_run_lays_the_schedule_over_its_whole_length() -> None:
+    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0)
+    trainer.train(0, 2)
+    trainer.train(max_iter=4)
+    assert rates(trainer) == [8.0, 4.0, 4.0, 2.0]
+
+
 def test_a_torch_scheduler_is_stepped_once_an_iteration() -> None:
     trainer = linear_trainer(lr=1.0)
     trainer.register_hooks([LRScheduler(scheduler=StepLR(trainer.optimizer, 2, gamma=0.5))])

@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -49,6 +50,27 @@ def test_every_writer_is_closed_even_if_one_fails_and_the_error_comes_back() -> 
         trainer.train(0, 3)
     assert first.log == ["rewind 0", "write 0", "close"]
     assert second.log == ["rewind 0", "write 0", "close"]
+
+
+class Full(Recorder):
+    """Finds the disk full in iterations 2 and 3."""
+
+    def write(self) -> None:
+        super().write()
+        if get_event_storage().iter in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    writer = Full()
+    Idle(PeriodicWriter([writer], period=1)).train(0, 5)
+    assert writer.log[-3:] == ["write 4", "write 5", "close"]
+    assert caplog.text.count("Full: NOT WRITTEN") == 2
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        Idle(PeriodicWriter([Full()], period=9)).train(0, 3)
 
 
 @pytest.mark.parametrize("period", [0, -5])
