@@ -1,0 +1,287 @@
+"""Configurations saved as a file that loads again."""
+
+import math
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, to_container
+from hooktrain.config.source import config_source
+
+
+class Precision(Enum):
+    HALF = "half"
+
+
+class Backbone(torch.nn.Module):
+    class Block:
+        pass
+
+    def __init__(self, width: int, norm: Any = torch.nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.norm = norm(width)
+
+    @classmethod
+    def small(cls) -> "Backbone":
+        return cls(2)
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Write config files; two underscores in a name are a folder. Gives the folder."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def round_trip(cfg: ConfigDict, file: Path) -> ConfigDict:
+    LazyConfig.save(cfg, file)
+    loaded = LazyConfig.load(file)
+    assert isinstance(loaded, ConfigDict)
+    return loaded
+
+
+def training_config() -> ConfigDict:
+    return ConfigDict(
+        model=LazyCall(Backbone)(width="${..dataloader.width}", norm=torch.nn.BatchNorm2d),
+        optimizer=LazyCall(torch.optim.AdamW)(
+            params=LazyCall("hooktrain.solver.get_default_optimizer_params")(
+                model=None, overrides={"bias": {"weight_decay": 0.0}}
+            ),
+            lr="${train.base_lr}",
+            betas=(0.9, 0.999),
+        ),
+        lr_multiplier=LazyCall(torch.optim.lr_scheduler.LambdaLR)(
+            lr_lambda=math.cos, step=[60, 80]
+        ),
+        dataloader={"width": 4, "train": LazyCall(range)(0, "${train.max_iter}")},
+        train={
+            "output_dir": "./output",
+            "max_iter": 90_000,
+            "base_lr": 1e-3,
+            "init_checkpoint": "",
+            "amp": {"enabled": False, "dtype": torch.bfloat16},
+            "checkpointer": {"period": 5000, "max_to_keep": 100},
+            "ddp": {"broadcast_buffers": False},
+            "message": "from ${.output_dir}",
+            "device": "cuda",
+        },
+    )
+
+
+def test_a_training_config_survives_saving(tmp_path: Path) -> None:
+    cfg = training_config()
+    loaded = round_trip(cfg, tmp_path / "config.py")
+    assert loaded == cfg
+    assert list(loaded) == list(cfg)
+    assert loaded.optimizer._target_ is torch.optim.AdamW
+    assert loaded.train.amp.dtype is torch.bfloat16
+    loaded.train.base_lr = 0.5
+    assert loaded.optimizer.lr == 0.5
+    assert instantiate(loaded.dataloader.train) == range(90_000)
+    assert isinstance(instantiate(loaded.model).norm, torch.nn.BatchNorm2d)
+    assert os.listdir(tmp_path) == ["config.py"]
+
+
+def test_a_saved_file_reads_like_one_written_by_hand(tmp_path: Path) -> None:
+    cfg = ConfigDict(
+        model=LazyCall(torch.nn.Linear)(8, out_features="${.x}"),
+        train={"max_iter": 10, "name": "a" * 60, "path": "b" * 60},
+    )
+    LazyConfig.save(cfg, tmp_path / "config.py")
+    assert (tmp_path / "config.py").read_text() == (
+        "# Written by LazyConfig.save\n"
+        "from hooktrain.config import LazyCall\n"
+        "from torch.nn import Linear\n"
+        "\n"
+        "model = LazyCall(Linear)(8, out_features='${.x}')\n"
+        "\n"
+        "train = {\n"
+        "    'max_iter': 10,\n"
+        f"    'name': '{'a' * 60}',\n"
+        f"    'path': '{'b' * 60}',\n"
+        "}\n"
+    )
+
+
+def test_classes_functions_and_members_load_as_the_same_objects(tmp_path: Path) -> None:
+    values = [Backbone, Backbone.Block, Precision.HALF, torch.tanh, torch.float16, len, math.inf]
+    loaded = round_trip(ConfigDict(found=values), tmp_path / "config.py").found
+    assert all(x is y for x, y in zip(loaded, values, strict=True))
+    bound = round_trip(ConfigDict(a={"small": Backbone.small}), tmp_path / "config.py").a.small
+    assert bound == Backbone.small
+
+
+def test_names_in_the_file_do_not_clash(tmp_path: Path) -> None:
+    cfg = ConfigDict(
+        LazyCall={"a": LazyCall(torch.nn.Linear)(1, 2)},
+        Linear=[torch.nn.Linear, torch.ao.nn.quantized.Linear, math.inf],
+        inf={"globals": 1},
+        globals=[2],
+    )
+    cfg["not a name"] = {"class": 1, "x-y": [2], 3: 4, None: 5, (1, "a"): 6}
+    cfg["class"] = []
+    loaded = round_trip(cfg, tmp_path / "config.py")
+    assert loaded == cfg
+    assert list(loaded) == list(cfg)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        ConfigDict(),
+        ConfigDict(seed=3, train={}),
+        ConfigDict(_private={"a": 1}, public=[]),
+        ConfigDict(a="${b}", b=[1]),
+        ConfigDict({"º": 1, "é": {}, "a": {"_target_": "f", "º": 1}}),
+        LazyCall(torch.nn.Linear)(3, out_features=4),
+        ConfigDict(a={"_target_": "x", "_args_": []}, b={"_target_": "x", "a b": 1}),
+        ConfigDict(a={"_target_": 3}, b={"_args_": [1]}, c={"_target_": "x", "_args_": None}),
+        ConfigDict(a=LazyCall(LazyCall("f.g")(1))(2, x=LazyCall("a.b")())),
+        ConfigDict(a=[(), (1,), (1, 2), ((3,),), [[]], {}, None, True, -0.5, 1e300, b"\x00x"]),
+        ConfigDict(a=["\\", "'\"", "\n\r\t\x00\x85\u2028", "é😀", "\ud800", r"\${x}", "{}", "#"]),
+        ConfigDict(a=["x" * 200, {"y" * 50: ("z" * 60,)}, [["w" * 90]]]),
+    ],
+)
+def test_configs_of_any_shape_survive_saving(cfg: ConfigDict, tmp_path: Path) -> None:
+    loaded = round_trip(cfg, tmp_path / "config.py")
+    assert loaded == cfg
+    assert repr(loaded) == repr(cfg)
+    assert list(loaded) == list(cfg)
+
+
+def test_not_a_number_survives_saving(tmp_path: Path) -> None:
+    assert math.isnan(round_trip(ConfigDict(a=[math.nan]), tmp_path / "config.py").a[0])
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None, max_examples=60, database=None)
+@given(st.dictionaries(st.text().filter(lambda key: not key.startswith("__")), VALUES, max_size=3))
+def test_any_plain_config_survives_saving(tmp_path_factory: Any, items: dict[str, Any]) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.py"
+    file.write_text(config_source(ConfigDict(items)), encoding="utf-8")  # save, but for the fsync
+    loaded = LazyConfig.load(file)
+    assert to_container(loaded) == items
+    assert repr(loaded) == repr(items)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda x: x, "<lambda>"),
+        (torch.zeros(2), "tensor"),
+        (torch.nn.Linear(1, 1), "Linear"),
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (Path("x").exists, "bound method"),
+    ],
+)
+def test_what_cannot_be_saved_names_its_key_and_leaves_no_file(
+    value: Any, message: str, tmp_path: Path
+) -> None:
+    cfg = ConfigDict(train={}, model=LazyCall(dict)(1, head=[0, {"x": value}]))
+    with pytest.raises(TypeError, match=r"^model\.head\.1\.x cannot be saved: ") as error:
+        LazyConfig.save(cfg, tmp_path / "config.py")
+    assert message in str(error.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_open_file_cannot_be_saved_and_the_old_config_stays(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    LazyConfig.save(ConfigDict(a={"x": 1}), path)
+    with (
+        open(path) as file,
+        pytest.raises(TypeError, match=r"a\.f cannot be saved: <_io\.TextIOWrapper"),
+    ):
+        LazyConfig.save(ConfigDict(a={"f": file}), path)
+    assert LazyConfig.load(path) == {"a": {"x": 1}}
+
+
+def test_a_target_or_argument_that_cannot_be_saved_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^a\._target_ cannot be saved"):
+        LazyConfig.save(ConfigDict(a=LazyCall(lambda: 0)()), tmp_path / "config.py")
+    with pytest.raises(TypeError, match=r"^a\._args_\.1 cannot be saved"):
+        LazyConfig.save(ConfigDict(a=LazyCall(dict)(0, object())), tmp_path / "config.py")
+
+
+def test_a_function_defined_in_a_config_file_cannot_be_saved(tmp_path: Path) -> None:
+    write(tmp_path, main="def f(): pass\na = dict(f=f)\n")
+    with pytest.raises(TypeError, match=r"^a\.f cannot be saved: <function f"):
+        LazyConfig.save(LazyConfig.load(tmp_path / "main.py"), tmp_path / "config.py")
+
+
+def test_a_failing_write_keeps_the_old_file_and_leaves_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.py"
+    LazyConfig.save(ConfigDict(a={"x": 1}), path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"no space to write .*config\.py"):
+        LazyConfig.save(ConfigDict(a={"x": 2}), path)
+    assert LazyConfig.load(path) == {"a": {"x": 1}}
+    assert os.listdir(tmp_path) == ["config.py"]
+
+
+def test_wrong_arguments_of_save_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"saved to a \.py file, got 'config\.yaml'"):
+        LazyConfig.save(ConfigDict(), "config.yaml")
+    with pytest.raises(TypeError, match="cfg must be a ConfigDict, got dict"):
+        LazyConfig.save({}, tmp_path / "x.py")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a top-level key must be a string to be saved, got 3"):
+        LazyConfig.save(ConfigDict({3: {}}), tmp_path / "x.py")
+    with pytest.raises(ValueError, match="'__builtins__' means something else to Python"):
+        LazyConfig.save(ConfigDict(__builtins__={}), tmp_path / "x.py")
+
+
+def test_a_config_is_shown_as_one_line_a_key_with_calls_as_calls() -> None:
+    cfg = ConfigDict(
+        model=LazyCall(Backbone)(
+            LazyCall("torch.nn.ReLU")(inplace=True), norm=torch.nn.BatchNorm2d
+        ),
+        train={"lr": "${base.lr}", "amp": {"dtype": torch.float16}, "empty": {}, "steps": (1, 2)},
+        odd={"a b": math.inf},
+        hooks=[{"f": min}, {1: None}],
+    )
+    assert LazyConfig.to_py(cfg) == (
+        f"cfg.model = {__name__}.Backbone(torch.nn.ReLU(inplace=True), norm=torch.nn.BatchNorm2d)\n"
+        "cfg.train.lr = '${base.lr}'\n"
+        "cfg.train.amp.dtype = torch.float16\n"
+        "cfg.train.empty = {}\n"
+        "cfg.train.steps = (1, 2)\n"
+        "cfg.odd = {'a b': inf}\n"
+        "cfg.hooks = [{'f': builtins.min}, {1: None}]\n"
+    )
+    assert LazyConfig.to_py(ConfigDict(a=1), prefix="") == "a = 1\n"
+
+
+def test_values_without_a_name_are_shown_by_their_repr() -> None:
+    cfg = ConfigDict(a=torch.nn.Linear(1, 2), b=torch.nn.Sequential(torch.nn.ReLU()), c=lambda: 0)
+    first, second, third = LazyConfig.to_py(cfg).splitlines()
+    assert first == "cfg.a = Linear(in_features=1, out_features=2, bias=True)"
+    assert second == "cfg.b = <Sequential>"
+    assert third.startswith("cfg.c = <function test_values_without_a_name")
+
+
+def test_a_long_call_takes_a_line_for_each_argument() -> None:
+    cfg = ConfigDict(a=LazyCall("f.g")("x" * 50, y="z" * 50))
+    assert LazyConfig.to_py(cfg) == f"cfg.a = f.g(\n    '{'x' * 50}',\n    y='{'z' * 50}',\n)\n"
