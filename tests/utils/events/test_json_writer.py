@@ -1,29 +1,12 @@
-import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from json_toys import lines
 
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage, JSONWriter, json_writer, load_json_metrics
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "metrics.json"
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The file as strict JSON: no NaN."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    text = path.read_text()
-    assert text.endswith("\n")
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
 def test_a_line_has_sorted_keys_and_the_smoothed_values(path: Path) -> None:

@@ -1,6 +1,5 @@
 """The metrics file of runs that start again or resume."""
 
-import json
 import logging
 import math
 import os
@@ -8,24 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_toys import lines
 
 from hooktrain.utils.events import EventStorage, JSONWriter, load_json_metrics
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "metrics.json"
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The file as strict JSON: no NaN."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    text = path.read_text()
-    assert text.endswith("\n")
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
 def test_a_new_run_moves_the_old_file_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,24 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from hooktrain.utils.events import EventStorage, pending
-
-
-@pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes every tensor count as one on a device; collects the sizes of the transfers."""
-    sizes: list[int] = []
-    fetch = pending._fetch
-
-    def counted(tensors: list[Tensor]) -> list[float]:
-        sizes.append(len(tensors))
-        return fetch(tensors)
-
-    monkeypatch.setattr(pending, "_is_on_host", lambda tensor: False)
-    monkeypatch.setattr(pending, "_fetch", counted)
-    return sizes
+from hooktrain.utils.events import EventStorage
 
 
 def test_a_scalar_is_stamped_with_the_current_iteration_or_the_one_given() -> None:

@@ -11,22 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hooktrain.utils.events import EventStorage, get_event_storage, has_event_storage, pending
-
-
-@pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes every tensor count as one on a device; collects the sizes of the transfers."""
-    sizes: list[int] = []
-    fetch = pending._fetch
-
-    def counted(tensors: list[Tensor]) -> list[float]:
-        sizes.append(len(tensors))
-        return fetch(tensors)
-
-    monkeypatch.setattr(pending, "_is_on_host", lambda tensor: False)
-    monkeypatch.setattr(pending, "_fetch", counted)
-    return sizes
+from hooktrain.utils.events import EventStorage, get_event_storage, has_event_storage
 
 
 def test_the_innermost_storage_is_the_current_one() -> None:
