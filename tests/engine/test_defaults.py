@@ -266,3 +266,34 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(tmp_path
     with pytest.raises(OSError, match="file"):
         default_setup(config(tmp_path / "file" / "out"), Namespace())
     assert os.listdir(tmp_path) == ["file"]
+
+
+def stopped_and_resumed(folder: Path) -> tuple[bool, bool]:
+    def train(name: str, *extra_hooks: Any) -> DefaultTrainer:
+        cfg = config(folder / name, "train.max_iter=8", "train.ddp.broadcast_buffers=true")
+        torch.manual_seed(0)
+        trainer = DefaultTrainer(cfg)
+        trainer.register_hooks(extra_hooks)
+        trainer.resume_or_load(resume=True)
+        torch.manual_seed(comm.get_rank() + trainer.start_iter)
+        trainer.train()
+        return trainer
+
+    stop = hooks.CallbackHook(after_step=lambda t: t.iter == 3 and t.request_stop("half way"))
+    whole = train("whole")
+    train("parts", stop)
+    resumed = train("parts")
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(
+            whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True
+        )
+    ]
+    histories = [t.storage.history("total_loss").values() for t in (whole, resumed)]
+    return all(same), histories[0] == histories[1]
+
+
+def test_two_ranks_that_stopped_go_on_bit_for_bit_with_their_own_random_numbers(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(stopped_and_resumed, 2, tmp_path) == [(True, True)] * 2
