@@ -181,7 +181,8 @@ class TrainerBase:
 
     def after_step(self) -> None:
         """Bring the ranks together where the period ends, then call the hooks."""
-        if self.at_period_end():
+        done = self.iter + 1
+        if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
         for hook in self._hooks.acting_at("after_step"):
             hook.after_step()
@@ -204,11 +205,6 @@ class TrainerBase:
     def stop_reason(self) -> str | None:
         """Why the run is ending early, once all ranks agree; None in a run that goes on."""
         return self._stop_reason
-
-    def at_period_end(self) -> bool:
-        """Whether the ranks exchange their reports after the current iteration."""
-        done = self.iter + 1
-        return done % self.sync_period == 0 or done == self.max_iter
 
     def synchronize(self) -> None:
         """Exchange the ranks' reports. A collective: every rank calls it at the same iteration."""

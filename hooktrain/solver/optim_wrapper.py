@@ -112,7 +112,8 @@ class OptimWrapper:
         Returns:
             Whether the update was made. A scaler skips it when gradients overflowed.
         """
-        self.clip_gradients()
+        if self._clip is not None:
+            self.clip_gradients()
         self.optimizer.step()
         return True
 

@@ -59,13 +59,8 @@ class LRMultiplier(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
-        factor = self._factor()
+        factor = self._multiplier(min(self.last_epoch / self._max_iter, 1.0))
         return [base * factor for base in self.base_lrs]
-
-    def _factor(self) -> float:
-        if self.last_epoch >= self._max_iter:
-            return self._multiplier(1.0)
-        return self._multiplier(self.last_epoch / self._max_iter)
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The rates set last, one float a group."""
@@ -84,7 +79,7 @@ class LRMultiplier(LRScheduler):
                 f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
                 f"for {len(self.base_lrs)}: make a new one after adding groups"
             )
-        factor = self._factor()
+        factor = self._multiplier(min(self.last_epoch / self._max_iter, 1.0))
         for i, base_lr in enumerate(self.base_lrs):
             group = groups[i]
             if isinstance(group["lr"], Tensor):

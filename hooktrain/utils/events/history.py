@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice, takewhile
 from math import isfinite
 from typing import Any
@@ -43,12 +43,19 @@ class HistoryBuffer:
             value: the value.
             iteration: when it was measured. None means the number of values before it.
         """
-        self._entries.append((value, self._count if iteration is None else iteration))
-        self._count += 1
-        if isfinite(value):
-            self._finite_sum += value
-        else:
-            self._non_finite_count += 1
+        self.extend([(value, self._count if iteration is None else iteration)])
+
+    def extend(self, entries: Iterable[tuple[float, int]]) -> None:
+        """Add pairs (value, iteration), in order."""
+        finite_sum = self._finite_sum
+        for entry in entries:
+            self._entries.append(entry)
+            self._count += 1
+            if isfinite(entry[0]):
+                finite_sum += entry[0]
+            else:
+                self._non_finite_count += 1
+        self._finite_sum = finite_sum
 
     def latest(self) -> float:
         """The value that was added last.

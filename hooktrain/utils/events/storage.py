@@ -63,7 +63,7 @@ class EventStorage:
     """
 
     def __init__(self, start_iter: int = 0) -> None:
-        self._iter = int(start_iter)
+        self.iter = int(start_iter)
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
@@ -99,7 +99,7 @@ class EventStorage:
             self._settle_smoothing_hint(name, smoothing_hint)
         # Numbers wait as well, though they need not: sorting them in all at once takes less time,
         # and less from the step, than one by one.
-        self._pending.append((name, value, self._iter if cur_iter is None else cur_iter))
+        self._pending.append((name, value, self.iter if cur_iter is None else cur_iter))
         if len(self._pending) >= _MAX_PENDING:
             self._fetch_pending()
 
@@ -122,7 +122,7 @@ class EventStorage:
             TypeError: for another type.
             ValueError: for another shape.
         """
-        self._media.add_image(self._prefix + img_name, img_tensor, self._iter)
+        self._media.add_image(self._prefix + img_name, img_tensor, self.iter)
 
     def put_histogram(self, hist_name: str, hist_tensor: Array, bins: int = 1000) -> None:
         """Queue a histogram for the writers, the oldest of 64 making room. Waits for its device.
@@ -135,7 +135,7 @@ class EventStorage:
         Raises:
             ValueError: if there is no element or one that is not finite, or for ``bins`` below 1.
         """
-        self._media.add_histogram(self._prefix + hist_name, hist_tensor, bins, self._iter)
+        self._media.add_histogram(self._prefix + hist_name, hist_tensor, bins, self.iter)
 
     def history(self, name: str) -> HistoryBuffer:
         """The values of one metric, complete at the time of the call.
@@ -199,21 +199,12 @@ class EventStorage:
 
     def step(self) -> None:
         """Go on to the next iteration."""
-        self._iter += 1
-
-    @property
-    def iter(self) -> int:
-        """The current iteration."""
-        return self._iter
-
-    @iter.setter
-    def iter(self, value: int) -> None:
-        self._iter = int(value)
+        self.iter += 1
 
     @property
     def iteration(self) -> int:
         """The current iteration; another name of ``iter``."""
-        return self._iter
+        return self.iter
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
@@ -250,7 +241,7 @@ class EventStorage:
             tail: how many of the last values of each metric to keep, at least 1.
         """
         return {
-            "iteration": self._iter,
+            "iteration": self.iter,
             "metrics": {
                 name: {**history.state_dict(tail), "smoothing_hint": self._smoothing_hints[name]}
                 for name, history in self.histories().items()
@@ -263,7 +254,7 @@ class EventStorage:
         histories = {name: HistoryBuffer() for name in metrics}
         for name, history in histories.items():
             history.load_state_dict(metrics[name])
-        self._iter = state_dict["iteration"]
+        self.iter = state_dict["iteration"]
         self._histories = histories
         self._smoothing_hints = {name: metrics[name]["smoothing_hint"] for name in metrics}
         self._pending.clear()
@@ -283,5 +274,8 @@ class EventStorage:
         """Sort what is waiting into the histories."""
         if self._pending:
             queue, self._pending = self._pending, []
+            entries: dict[str, list[tuple[float, int]]] = {}
             for name, value, iteration in fetch(queue):
-                self._histories[name].update(value, iteration)
+                entries.setdefault(name, []).append((value, iteration))
+            for name, pairs in entries.items():
+                self._histories[name].extend(pairs)
