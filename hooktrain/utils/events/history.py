@@ -47,15 +47,15 @@ class HistoryBuffer:
 
     def extend(self, entries: Iterable[tuple[float, int]]) -> None:
         """Add pairs (value, iteration), in order."""
-        finite_sum = self._finite_sum
+        append, count, finite_sum = self._entries.append, self._count, self._finite_sum
         for entry in entries:
-            self._entries.append(entry)
-            self._count += 1
+            append(entry)
+            count += 1
             if isfinite(entry[0]):
                 finite_sum += entry[0]
             else:
                 self._non_finite_count += 1
-        self._finite_sum = finite_sum
+        self._count, self._finite_sum = count, finite_sum
 
     def latest(self) -> float:
         """The value that was added last.

@@ -1,5 +1,6 @@
 """Scalars that were put and not read yet: queued without waiting, fetched all at once."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,25 +14,22 @@ __all__ = ["Pending", "Scalar", "fetch", "read_scalar"]
 Scalar = float | np.integer[Any] | np.floating[Any] | np.bool_ | NDArray[Any] | Tensor
 
 
-# A metric's name, its value (a number, or a tensor that read_scalar returned), and the iteration.
-Pending = tuple[str, float | Tensor, int]
+# A value (a number, or a tensor that read_scalar returned) and its iteration.
+Pending = tuple[float | Tensor, int]
 
 
-def fetch(queue: list[Pending]) -> list[tuple[str, float, int]]:
-    """The queue with each tensor replaced by its value: one transfer for each device."""
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for index, (_, value, _) in enumerate(queue):
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, {})[index] = value
-    if not by_device:
-        return queue  # type: ignore[return-value]
-    fetched: dict[int, float] = {}
-    for tensors in by_device.values():
-        fetched.update(zip(tensors, _fetch(list(tensors.values())), strict=True))
-    return [
-        (name, fetched[index] if isinstance(value, Tensor) else value, iteration)
-        for index, (name, value, iteration) in enumerate(queue)
-    ]
+def fetch(queues: Iterable[list[Pending]]) -> None:
+    """Replace the tensors in the queues by their values: one transfer for each device."""
+    by_device: dict[torch.device, list[tuple[list[Pending], int, Tensor]]] = {}
+    for queue in queues:
+        for index, (value, _) in enumerate(queue):
+            if type(value) is not float:
+                assert isinstance(value, Tensor)
+                by_device.setdefault(value.device, []).append((queue, index, value))
+    for places in by_device.values():
+        values = _fetch([tensor for _, _, tensor in places])
+        for (queue, index, _), number in zip(places, values, strict=True):
+            queue[index] = (number, queue[index][1])
 
 
 def read_scalar(name: str, value: Scalar) -> float | Tensor:

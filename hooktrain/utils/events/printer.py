@@ -27,7 +27,7 @@ class CommonMetricPrinter(EventWriter):
     or contain ``[metric]``, and those called ``time``, ``data_time`` and ``lr``. For others, write
     a printer of your own. The main process logs, the others do not.
 
-    The time that is left is estimated from the median of the last 100 ``time``, and put into the
+    The time that is left is estimated from the median of the last ``time``, and put into the
     storage as ``eta_seconds``. Without ``time`` it comes from the clock, between two writes.
 
     Args:
@@ -91,7 +91,7 @@ class CommonMetricPrinter(EventWriter):
             return ""
         left = self._max_iter - storage.iter - 1
         if "time" in histories:
-            seconds = histories["time"].median(100) * left
+            seconds = histories["time"].recent_median(self._window_size) * left
             storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
         else:
             now = time.perf_counter()

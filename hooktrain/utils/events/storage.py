@@ -47,7 +47,8 @@ class EventStorage:
 
     Putting costs nothing that can be measured. In particular it never waits for a device: a tensor
     that lies there is copied there, and all that have come together are fetched in one transfer
-    when somebody reads, or when 4096 are waiting. So read once in a while, not at each iteration.
+    when somebody reads, or when 4096 of one metric wait. So read once in a while, not at each
+    iteration.
 
     Example::
 
@@ -67,7 +68,8 @@ class EventStorage:
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
-        self._pending: list[Pending] = []
+        # In the order in which they were put: (value, iteration) of each metric.
+        self._pending: dict[str, list[Pending]] = {}
         self._media = MediaQueues()
 
     def put_scalar(
@@ -97,10 +99,11 @@ class EventStorage:
             value = read_scalar(name, value)
         if self._smoothing_hints.get(name) is not smoothing_hint:
             self._settle_smoothing_hint(name, smoothing_hint)
-        # Numbers wait as well, though they need not: sorting them in all at once takes less time,
+        # Numbers wait as well, though they need not: taking them in all at once takes less time,
         # and less from the step, than one by one.
-        self._pending.append((name, value, self.iter if cur_iter is None else cur_iter))
-        if len(self._pending) >= _MAX_PENDING:
+        pending = self._pending[name]
+        pending.append((value, self.iter if cur_iter is None else cur_iter))
+        if len(pending) >= _MAX_PENDING:
             self._fetch_pending()
 
     def put_scalars(
@@ -257,7 +260,7 @@ class EventStorage:
         self.iter = state_dict["iteration"]
         self._histories = histories
         self._smoothing_hints = {name: metrics[name]["smoothing_hint"] for name in metrics}
-        self._pending.clear()
+        self._pending = {name: [] for name in metrics}
 
     def _settle_smoothing_hint(self, name: str, hint: bool) -> None:
         """Make room for a new metric, or refuse another hint than the first."""
@@ -269,13 +272,11 @@ class EventStorage:
             )
         if name not in self._histories:
             self._histories[name] = HistoryBuffer()
+            self._pending[name] = []
 
     def _fetch_pending(self) -> None:
         """Sort what is waiting into the histories."""
-        if self._pending:
-            queue, self._pending = self._pending, []
-            entries: dict[str, list[tuple[float, int]]] = {}
-            for name, value, iteration in fetch(queue):
-                entries.setdefault(name, []).append((value, iteration))
-            for name, pairs in entries.items():
-                self._histories[name].extend(pairs)
+        fetch([pending for pending in self._pending.values() if pending])
+        for name, pending in self._pending.items():
+            self._histories[name].extend(pending)  # type: ignore[arg-type]
+            pending.clear()
