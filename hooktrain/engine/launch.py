@@ -184,6 +184,10 @@ def _tcp_store(port: int, **kwargs: Any) -> Any:
 
 def _child(rank: int, group: _Group, main_func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     _set_device(rank - group.first_rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Processes that take all cores each stand in each other's way: on two cores, two of two
+        # threads take four times as long as two of one.
+        torch.set_num_threads(max(1, torch.get_num_threads() // group.local_size))
     store = None
     if group.dist_url is None:
         store = _tcp_store(group.store_port, timeout=group.timeout)

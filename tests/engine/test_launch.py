@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -107,3 +109,12 @@ def test_each_process_knows_its_place_and_its_result_comes_back() -> None:
     assert [r[0] for r in results] == [(0, 2, 0, 2), (1, 2, 1, 2)]
     assert all(torch.equal(r[1], torch.tensor(21)) for r in results)
     assert all(r[2:] == ("gloo", os.getpid()) for r in results)
+
+
+def test_processes_share_the_cores_instead_of_taking_all_of_them_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    alone = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    threads = int(subprocess.run(alone, capture_output=True, check=True).stdout)
+    assert launch(torch.get_num_threads, 2) == [max(1, threads // 2)] * 2

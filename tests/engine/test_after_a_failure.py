@@ -1,0 +1,124 @@
+"""What users meet who stop, break, or repeat a run, with the hooks that a run usually has."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_toys import Net, batches, make, sgd
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    EvalHook,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
+from hooktrain.utils.events import JSONWriter
+
+
+def poisoned(count: int, at: int) -> list[torch.Tensor]:
+    data = batches(count)
+    data[at][0, 0] = math.nan
+    return data
+
+
+def test_a_bad_loss_in_a_last_period_that_is_cut_short_is_found_too() -> None:
+    trainer = make(poisoned(3, at=1), async_write_metrics=True, gather_metric_period=20)
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_trainer_can_train_again_and_every_last_metric_reaches_the_file(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    trainer = make(async_write_metrics=asynchronous)
+    file = tmp_path / "metrics.json"
+    trainer.register_hooks([PeriodicWriter([JSONWriter(file, window_size=1)])])
+    trainer.train(0, 3)
+    trainer.train(max_iter=5)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    history = {i: v for v, i in trainer.storage.history("total_loss").values()}
+    assert [(line["iteration"], line["total_loss"]) for line in lines] == [
+        (2, history[2]),
+        (4, history[4]),
+    ]
+
+
+def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
+    tmp_path: Path,
+) -> None:
+    evaluated = []
+
+    def evaluate() -> dict[str, Any]:
+        evaluated.append(trainer.iter)
+        return {"accuracy": 1.0}
+
+    trainer = make(poisoned(4, at=3))
+    checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
+    put = CallbackHook(before_step=lambda t: t.storage.put_scalar("accuracy", 0.5, False))
+    trainer.register_hooks(
+        [
+            put,
+            EvalHook(0, evaluate),
+            BestCheckpointer(0, checkpointer, "accuracy"),
+            PeriodicCheckpointer(checkpointer, period=100),
+        ]
+    )
+    with pytest.raises(FloatingPointError, match="iteration=3!"):
+        trainer.train(0, 4)
+    assert evaluated == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_that_leaves_the_model_in_evaluation_mode_is_told_at_the_next_step() -> None:
+    trainer = make()
+    trainer.register_hooks([EvalHook(2, lambda: trainer.model.eval() and None)])
+    with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
+        trainer.train(0, 4)
+    assert trainer.iter == 2
+
+
+def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
+    results: list[Any] = [{"accuracy": "high"}, {"accuracy": 0.5}, {"accuracy": 0.75}]
+    trainer = make()
+    trainer.register_hooks([EvalHook(2, lambda: results.pop(0))])
+    with pytest.raises(ValueError, match=r"'accuracy'.*'high'"):
+        trainer.train(0, 6)
+    # Iteration 1 was finished when the evaluation after it failed.
+    trainer.train(max_iter=6)
+    values = trainer.storage.history("accuracy").values()
+    assert values == [(0.5, 3), (0.75, 6)]
+
+
+class StopOnce(HookBase):
+    """What Ctrl-C in a notebook is."""
+
+    def __init__(self, at: int) -> None:
+        self.at: int | None = at
+
+    def after_backward(self) -> None:
+        if self.trainer.iter == self.at:
+            self.at = None
+            raise KeyboardInterrupt
+
+
+def test_a_run_interrupted_inside_a_step_goes_on_with_that_step() -> None:
+    def trained(*hooks: HookBase) -> SimpleTrainer:
+        model = Net()
+        model.dropout.p = 0.0
+        trainer = SimpleTrainer(model, [batches(1)[0]], sgd(model))
+        trainer.register_hooks(hooks)
+        return trainer
+
+    whole, interrupted = trained(), trained(StopOnce(at=1))
+    whole.train(0, 4)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.train(0, 4)
+    interrupted.train(max_iter=4)
+    assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
