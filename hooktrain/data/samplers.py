@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from hooktrain.data.grouped_batch_sampler import GroupedBatchSampler
 from hooktrain.utils import comm
 
 __all__ = [
+    "GroupedBatchSampler",
     "InferenceSampler",
     "RandomSubsetTrainingSampler",
     "RepeatFactorTrainingSampler",

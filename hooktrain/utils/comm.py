@@ -113,45 +113,45 @@ def synchronize() -> None:
         dist.barrier(_object_group())
 
 
-def all_gather(obj: T, group: ProcessGroup | None = None) -> list[T]:
+def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     """Bring every rank's picklable object to every rank. Collective within the group.
 
     Move tensors to the CPU first: others come back on the device of the rank that sent them.
 
     Args:
-        obj: this rank's object; sizes and types may differ between ranks.
+        data: this rank's object; sizes and types may differ between ranks.
         group: a process group with this rank in it; None is all ranks.
 
     Returns:
-        The objects in the order of ranks; `[obj]` itself, not a copy, in a single process.
+        The objects in the order of ranks; `[data]` itself, not a copy, in a single process.
     """
     if get_world_size() == 1:
-        return [obj]
+        return [data]
     group = _object_group() if group is None else group
     gathered: list[Any] = [None] * _size_with_this_rank(group)
-    dist.all_gather_object(gathered, obj, group=group)
+    dist.all_gather_object(gathered, data, group=group)
     return gathered
 
 
-def gather(obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
+def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     """Bring every rank's picklable object to one rank. Collective within the group.
 
     Args:
-        obj: as for `all_gather`.
+        data: as for `all_gather`.
         dst: the rank that receives, numbered in the whole run also when `group` is given.
         group: a process group with this rank and `dst` in it; None is all ranks.
 
     Returns:
-        On `dst` the objects in the order of ranks, an empty list elsewhere; `[obj]` itself, not a
+        On `dst` the objects in the order of ranks, an empty list elsewhere; `[data]` itself, not a
         copy, in a single process.
     """
     _check_rank("dst", dst)
     if get_world_size() == 1:
-        return [obj]
+        return [data]
     group = _object_group() if group is None else group
     gathered: list[Any] = [None] * _size_with_this_rank(group)
     receives = get_rank() == dst
-    dist.gather_object(obj, gathered if receives else None, dst=dst, group=group)
+    dist.gather_object(data, gathered if receives else None, dst=dst, group=group)
     return gathered if receives else []
 
 
