@@ -5,9 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage, TensorboardXWriter
+
+
+@pytest.fixture(autouse=True)
+def _files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count files from 0: within a second TensorBoard reads the tenth before the ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def read(folder: Path) -> EventAccumulator:
