@@ -50,7 +50,7 @@ class AmpOptimWrapper(OptimWrapper):
         self.device_type = device_type or optimizer.param_groups[0]["params"][0].device.type
         if grad_scaler is None:
             # Disabled, it passes everything through: no branch in the step.
-            enabled = dtype == torch.float16
+            enabled = chosen == torch.float16
             grad_scaler = torch.amp.GradScaler(self.device_type, enabled=enabled)
         self.grad_scaler = grad_scaler
         self._unscaled = False
@@ -68,6 +68,13 @@ class AmpOptimWrapper(OptimWrapper):
         if not self._unscaled:
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and that those of a step that was broken off were unscaled."""
+        super().zero_grad()
+        if self._unscaled:
+            self.grad_scaler.update()
+            self._unscaled = False
 
     def step(self) -> bool:
         """Unscale, clip, and update unless gradients overflowed."""
