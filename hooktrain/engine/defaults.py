@@ -139,12 +139,14 @@ class DefaultTrainer(SimpleTrainer):
     def build_hooks(self) -> list[HookBase]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
+        # A bound method in a hook of ours would be a cycle, which keeps the model's memory alive.
+        me = weakref.proxy(self)
         hooks = default_hooks(
             scheduler=self.build_lr_scheduler(self.cfg),
             checkpointer=self.checkpointer,
             checkpoint_period=train.checkpointer.period,
             max_to_keep=train.checkpointer.max_to_keep,
-            eval_function=self._evaluate,
+            eval_function=lambda: me._evaluate(),
             eval_period=train.eval_period,
             best_metric=train.best_metric,
             writers=self.build_writers(),

@@ -31,12 +31,17 @@ class LossRecorder:
         self.check_at_once = check_at_once
         self._period: list[tuple[int, Metrics]] = []
         self._total_names: set[str] = set()
-        self._checked = -1
+        self._recorded = self._checked = -1
 
     def reset(self, iteration: int) -> None:
         """Forget what is pending: ``iteration`` is the last one of a loaded state."""
         self._period.clear()
-        self._checked = iteration
+        self._recorded = self._checked = iteration
+
+    def rewind(self, iteration: int) -> None:
+        """Forget what lies after ``iteration``, since the run goes on right after it."""
+        self._period = [entry for entry in self._period if entry[0] <= iteration]
+        self._recorded = self._checked = min(self._checked, iteration)
 
     def record(
         self,
@@ -64,9 +69,12 @@ class LossRecorder:
                 # On the CPU reading is free: no synchronisation.
                 check_now = check_now and value.is_cpu
                 value = value.item() if check_now else value.detach()
+                if not alone:
+                    value = value.clone()  # it waits here, and the model may write into its own
             losses[prefix + name] = value
             total = value if total is None else total + value
         losses[total_name] = total
+        self._recorded = iteration
         if not alone:
             self._total_names.add(total_name)
             storage.put_scalar("rank_data_time", data_time, True, iteration)
@@ -97,8 +105,8 @@ class LossRecorder:
             for name, value in metrics.items():
                 storage.put_scalar(name, value, cur_iter=iteration)
 
-    def check(self, storage: EventStorage, iteration: int) -> None:
-        """Check all losses up to ``iteration`` that were not checked yet.
+    def check(self, storage: EventStorage) -> None:
+        """Check all recorded losses that were not checked yet.
 
         Raises:
             FloatingPointError: for the first one that was not finite, with its iteration.
@@ -106,7 +114,8 @@ class LossRecorder:
         for i, metrics in read_period(self._period):
             if not all(math.isfinite(metrics[n]) for n in self._total_names & set(metrics)):
                 raise non_finite_loss(i, metrics)
-        if self._checked >= iteration:
+        if self._checked >= self._recorded or self._period:
+            # What the ranks have not brought together yet is left to their common verdict.
             return
         histories = storage.histories()
         for name in self._total_names & set(histories):
@@ -115,7 +124,7 @@ class LossRecorder:
                 if not math.isfinite(value):
                     at = {n: v for n, h in histories.items() for v, j in h.since(i) if j == i}
                     raise non_finite_loss(i, {n: v for n, v in at.items() if "loss" in n})
-        self._checked = iteration
+        self._checked = self._recorded
 
 
 def non_finite_loss(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:

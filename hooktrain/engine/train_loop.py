@@ -34,7 +34,7 @@ class TrainerBase:
     sync_period: int = 20
 
     def __init__(self) -> None:
-        self._hooks = HookList()
+        self._hook_list = HookList()
         self._begun: list[HookBase] = []
         self.iter = 0
         self.start_iter = 0
@@ -66,6 +66,16 @@ class TrainerBase:
             ValueError: for a place that is not there, or two places.
         """
         self._hooks.register(self, hooks, before, after)
+
+    @property
+    def _hooks(self) -> HookList:
+        return self._hook_list
+
+    @_hooks.setter
+    def _hooks(self, hooks: Iterable[HookBase]) -> None:
+        # Scripts for detectron2 put its list into another order.
+        self._hook_list = HookList()
+        self.register_hooks(hooks)
 
     def describe_hooks(self) -> str:
         """A table of the hooks: who runs at which event, and in which order."""
@@ -111,6 +121,8 @@ class TrainerBase:
             except BaseException as error:
                 if isinstance(error, Exception):
                     logger.exception("Exception during training:")
+                # Also where nothing was left to do: iter == max_iter would claim success.
+                self.iter = min(self.iter, self.max_iter - 1)
                 try:
                     self.after_train()
                 except Exception:
@@ -120,10 +132,12 @@ class TrainerBase:
             self.after_train()
 
     def _run_iterations(self) -> None:
+        self.synchronize()  # a stop that was asked for before the first step
         self._rng.restore(self.start_iter)
         for iteration in range(self.start_iter, self.max_iter):
             if self._stop_reason is not None:
                 self.max_iter = iteration
+                self.synchronize()  # the period that the stop cuts short
                 break
             self.iter = iteration
             self.before_step()
@@ -167,7 +181,7 @@ class TrainerBase:
     def before_step(self) -> None:
         """Call the hooks; the metrics of this iteration are stamped with its number."""
         self.storage.iter = self.iter
-        for hook in self._hooks.acting_at("before_step"):
+        for hook in self._hook_list.acting_at("before_step"):
             hook.before_step()
 
     def run_step(self) -> None:
@@ -176,7 +190,7 @@ class TrainerBase:
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
-        for hook in self._hooks.acting_at("after_backward"):
+        for hook in self._hook_list.acting_at("after_backward"):
             hook.after_backward()
 
     def after_step(self) -> None:
@@ -184,7 +198,7 @@ class TrainerBase:
         done = self.iter + 1
         if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
-        for hook in self._hooks.acting_at("after_step"):
+        for hook in self._hook_list.acting_at("after_step"):
             hook.after_step()
 
     def request_stop(self, reason: str) -> None:

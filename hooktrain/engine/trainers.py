@@ -62,14 +62,14 @@ class SimpleTrainer(TrainerBase):
             )
         model.train()
         self.model = model
+        self._epoch = 0
         self.data_loader = data_loader
         self.optim_wrapper = (
             optimizer if isinstance(optimizer, OptimWrapper) else OptimWrapper(optimizer)
         )
         self.sync_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
-        self._data_loader_iter_obj: Iterator[Any] | None = None
-        self._epoch = 0
+        self.async_write_metrics = async_write_metrics
         self._losses = LossRecorder(check_at_once=not async_write_metrics)
 
     @property
@@ -80,6 +80,16 @@ class SimpleTrainer(TrainerBase):
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optim_wrapper.optimizer = optimizer
+
+    @property
+    def data_loader(self) -> Iterable[Any]:
+        """The loader; another one is used from the next batch on."""
+        return self._data_loader
+
+    @data_loader.setter
+    def data_loader(self, data_loader: Iterable[Any]) -> None:
+        self._data_loader = data_loader
+        self._data_loader_iter_obj: Iterator[Any] | None = None
 
     def run_step(self) -> None:
         """Batches, losses, gradients, hooks, metrics, update."""
@@ -98,6 +108,7 @@ class SimpleTrainer(TrainerBase):
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """The gradients of one update: mean losses of its batches, and seconds spent on data."""
         wrapper = self.optim_wrapper
+        wrapper.start_window()
         means: dict[str, Tensor] = {}
         data_time = 0.0
         for batch in range(wrapper.accumulative_counts):
@@ -121,24 +132,20 @@ class SimpleTrainer(TrainerBase):
         return means, data_time
 
     def _next_batch(self) -> Any:
-        if self._data_loader_iter_obj is None:
-            self._data_loader_iter_obj = iter(self.data_loader)
-        try:
-            return next(self._data_loader_iter_obj)
-        except StopIteration:
-            self._epoch += 1
-        sampler = getattr(self.data_loader, "sampler", None)
-        if sampler is not None and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._epoch)
-        self._data_loader_iter_obj = iter(self.data_loader)
-        try:
-            return next(self._data_loader_iter_obj)
-        except StopIteration:
-            raise ValueError(f"the data loader is empty: {self.data_loader!r}") from None
+        for _ in range(2):
+            try:
+                return next(self._data_loader_iter)
+            except StopIteration:
+                self._epoch += 1
+                self._data_loader_iter_obj = None
+        raise ValueError(f"the data loader is empty: {self.data_loader!r}")
 
     @property
     def _data_loader_iter(self) -> Iterator[Any]:
         if self._data_loader_iter_obj is None:
+            sampler = getattr(self.data_loader, "sampler", None)
+            if self._epoch > 0 and sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self._epoch)
             self._data_loader_iter_obj = iter(self.data_loader)
         return self._data_loader_iter_obj
 
@@ -149,11 +156,12 @@ class SimpleTrainer(TrainerBase):
             data_loader_builder: makes the new loader.
         """
         self._data_loader_iter_obj = None
-        del self.data_loader
+        del self._data_loader
         self.data_loader = data_loader_builder()
 
     def before_train(self) -> None:
         """Call the hooks, then start the loader before the random state is restored."""
+        self._losses.rewind(self.start_iter - 1)
         super().before_train()
         if self.start_iter < self.max_iter:
             self._data_loader_iter  # noqa: B018 - starting some loaders draws random numbers
@@ -183,7 +191,7 @@ class SimpleTrainer(TrainerBase):
     def synchronize(self) -> None:
         """Exchange the ranks' metrics and requests, and check the losses of the period."""
         super().synchronize()
-        self._losses.check(self.storage, self.iter)
+        self._losses.check(self.storage)
 
     def rank_report(self) -> dict[str, Any]:
         """The metrics of the period, beside the requests."""
@@ -200,7 +208,7 @@ class SimpleTrainer(TrainerBase):
         Raises:
             FloatingPointError: if a loss was not finite, so that no checkpoint holds its update.
         """
-        self._losses.check(self.storage, self.iter)
+        self._losses.check(self.storage)
         data = {"epoch": self._epoch}
         if hasattr(self.data_loader, "state_dict"):
             data["loader"] = self.data_loader.state_dict()
@@ -277,15 +285,9 @@ class AMPTrainer(SimpleTrainer):
         async_write_metrics: bool = False,
     ) -> None:
         wrapper = AmpOptimWrapper(optimizer, precision, grad_scaler=grad_scaler)
-        super().__init__(
-            model,
-            data_loader,
-            wrapper,
-            gather_metric_period,
-            zero_grad_before_forward,
-            async_write_metrics,
-        )
-        self.grad_scaler = wrapper.grad_scaler
+        options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
+        super().__init__(model, data_loader, wrapper, *options)
+        self.grad_scaler, self.precision = wrapper.grad_scaler, precision
         self.log_grad_scaler = log_grad_scaler
 
     def after_backward(self) -> None:

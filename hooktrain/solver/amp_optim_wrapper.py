@@ -63,18 +63,20 @@ class AmpOptimWrapper(OptimWrapper):
         """Add the gradients of the scaled loss."""
         super().backward(self.grad_scaler.scale(loss))
 
+    def start_window(self) -> None:
+        """Begin a new window; a scaler that was left after unscaling is made ready again."""
+        super().start_window()
+        if self._unscaled:
+            # Host-device synchronisation, after a step that failed only. Given a scale, update()
+            # forgets what it knew of the gradients, and changes nothing else.
+            self.grad_scaler.update(self.grad_scaler.get_scale())
+            self._unscaled = False
+
     def unscale_gradients(self) -> None:
         """Divide the gradients by the scale, once in a step."""
         if not self._unscaled:
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
-
-    def zero_grad(self) -> None:
-        """Forget the gradients, and that those of a step that was broken off were unscaled."""
-        super().zero_grad()
-        if self._unscaled:
-            self.grad_scaler.update()
-            self._unscaled = False
 
     def step(self) -> bool:
         """Unscale, clip, and update unless gradients overflowed."""

@@ -49,8 +49,6 @@ class OptimWrapper:
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
         if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
             raise ValueError(
                 f"accumulative_counts must be an integer of at least 1, "
@@ -61,6 +59,17 @@ class OptimWrapper:
         self.skipped_updates = 0
         self._clip = None if clip_grad is None else _build_clipping(clip_grad)
         self._inner_count = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
+        self._optimizer = optimizer
         self._custom_zero_grad = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
 
     @property
@@ -95,6 +104,10 @@ class OptimWrapper:
         loss.backward()  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
+    def start_window(self) -> None:
+        """Begin a new window of accumulation, whatever an error has left of the one before."""
+        self._inner_count -= self._inner_count % self.accumulative_counts
+
     def window_ended(self) -> bool:
         """Whether the last backward pass completed a window of accumulation."""
         return self._inner_count % self.accumulative_counts == 0
@@ -114,14 +127,14 @@ class OptimWrapper:
         """
         if self._clip is not None:
             self.clip_gradients()
-        self.optimizer.step()
+        self._optimizer.step()
         return True
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if asked for, and log their norm."""
         if self._clip is None:
             return
-        grads = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        grads = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
         norm = self._clip(grads)
         if norm is not None and has_event_storage():
             get_event_storage().put_scalar("grad_norm", norm)
@@ -129,11 +142,11 @@ class OptimWrapper:
     def zero_grad(self) -> None:
         """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
         if self._custom_zero_grad:
-            self.optimizer.zero_grad()
+            self._optimizer.zero_grad()
             return
         # The same without torch's preparations for its profiler and compiler, which take longer
         # (7 us a step) than all the rest for a small model.
-        for group in self.optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
@@ -159,6 +172,7 @@ class OptimWrapper:
         return {
             **self.optimizer.state_dict(),
             "inner_count": self._inner_count,
+            "accumulative_counts": self.accumulative_counts,
             "skipped_updates": self.skipped_updates,
         }
 
@@ -171,6 +185,8 @@ class OptimWrapper:
         _log_overruled(self.optimizer.param_groups, state_dict["param_groups"])
         self.optimizer.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         self._inner_count = int(state_dict.get("inner_count", 0))
+        if state_dict.get("accumulative_counts") != self.accumulative_counts:
+            self.start_window()  # the position is one in windows of another length
         self.skipped_updates = int(state_dict.get("skipped_updates", 0))
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
+from hooktrain.solver import AmpOptimWrapper
 from hooktrain.utils.events import JSONWriter
 
 
@@ -122,3 +123,53 @@ def test_a_run_interrupted_inside_a_step_goes_on_with_that_step() -> None:
         interrupted.train(0, 4)
     interrupted.train(max_iter=4)
     assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
+
+
+def test_a_scaler_goes_on_after_an_error_between_unscaling_and_update() -> None:
+    def trained(*hooks: HookBase) -> SimpleTrainer:
+        model = Net()
+        model.dropout.p = 0.0
+        wrapper = AmpOptimWrapper(sgd(model), "float16", clip_grad={"max_norm": 1.0})
+        wrapper.grad_scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # does not overflow
+        trainer = SimpleTrainer(model, [batches(1)[0]], wrapper)
+        trainer.register_hooks(hooks)
+        return trainer
+
+    whole, interrupted = trained(), trained(StopOnce(at=1))
+    whole.train(0, 4)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.train(0, 4)
+    interrupted.train(max_iter=4)
+    assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
+    scaler = whole.optim_wrapper.state_dict()["grad_scaler"]
+    assert interrupted.optim_wrapper.state_dict()["grad_scaler"] == scaler
+
+
+def test_the_losses_of_a_second_run_from_the_start_are_checked_too() -> None:
+    trainer = make(async_write_metrics=True)
+    trainer.train(0, 8)
+    trainer.data_loader = poisoned(3, at=1)
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 3)
+
+
+def test_a_bad_loss_in_a_period_that_a_stop_cuts_short_is_found_too() -> None:
+    trainer = make(poisoned(3, at=1), async_write_metrics=True)
+    stop = CallbackHook(after_step=lambda t: t.iter == 2 and t.request_stop("enough"))
+    trainer.register_hooks([stop])
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 9)
+
+
+def test_a_failure_to_begin_is_no_success_though_nothing_was_left_to_do() -> None:
+    def fail(_: Any) -> None:
+        raise OSError("no disk")
+
+    evaluated: list[int] = []
+    trainer = make()
+    trainer.train(0, 2)
+    evaluate = EvalHook(0, lambda: {"calls": len(evaluated)} if evaluated.append(1) else {})  # type: ignore[func-returns-value]
+    trainer.register_hooks([evaluate, CallbackHook(before_train=fail)])
+    with pytest.raises(OSError, match="no disk"):
+        trainer.train(max_iter=2)
+    assert evaluated == []

@@ -266,3 +266,13 @@ def test_a_rank_without_saved_random_state_is_seeded_the_same_way_each_time(
         draws.append(torch.rand(2))
     assert torch.equal(draws[0], draws[1])
     assert "no random state for rank 0" in caplog.text
+
+
+def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> None:
+    log: list[str] = []
+    trainer = Trainer(log)
+    trainer.register_hooks([Recorder(log, "a"), Recorder(log, "b")])
+    trainer._hooks = trainer._hooks[::-1]  # type: ignore[assignment, index]
+    trainer.train(0, 1)
+    assert log[:2] == ["b before_train 0", "a before_train 0"]
+    assert "b after_step 0" in log

@@ -37,20 +37,20 @@ def test_a_loss_that_is_not_finite_is_found_when_the_period_is_checked() -> None
     for i, value in enumerate([1.0, math.nan, 2.0]):
         recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0)
     with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"):
-        recorder.check(storage, 2)
+        recorder.check(storage)
 
 
 def test_a_finite_period_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
-    recorder.check(storage, 0)
+    recorder.check(storage)
     monkeypatch.setattr(storage, "histories", lambda: pytest.fail("read again"))
-    recorder.check(storage, 0)
+    recorder.check(storage)
 
 
 def test_a_metric_that_is_no_loss_may_be_infinite() -> None:
     recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
     storage.put_scalar("ratio", math.inf)
-    recorder.check(storage, 0)
+    recorder.check(storage)
     assert storage.latest()["ratio"] == (math.inf, 0)

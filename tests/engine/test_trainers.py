@@ -241,3 +241,13 @@ def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None
     means = [sum(losses[:3]), sum(losses[3:])]
     got = [v for v, _ in trainer.storage.history("total_loss").values()]
     assert got == pytest.approx(means, rel=1e-6)
+
+
+def test_another_loader_is_used_from_the_next_batch_on() -> None:
+    trainer = make()
+    trainer.train(0, 1)
+    seen: list[Tensor] = []
+    trainer.model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    trainer.data_loader = batches(3)[2:]
+    trainer.train(max_iter=2)
+    assert torch.equal(seen[0], batches(3)[2])

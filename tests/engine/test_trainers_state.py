@@ -220,3 +220,19 @@ def test_training_logs_from_where_it_starts(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO):
         make().train(0, 1)
     assert "Starting training from iteration 0" in caplog.text
+
+
+def test_the_epoch_of_a_finite_loader_resumes_with_its_order() -> None:
+    announced: list[int] = []
+
+    class Loader(list[Tensor]):
+        class sampler:  # noqa: N801
+            set_epoch = announced.append
+
+    first = make(Loader(batches(2)))
+    first.train(0, 5)
+    assert announced == [1, 2]
+    second = make(Loader(batches(2)))
+    second.load_state_dict(first.state_dict())
+    second.train(max_iter=6)
+    assert announced == [1, 2, 2]

@@ -261,3 +261,36 @@ def test_ranks_communicate_in_the_last_backward_of_a_window_only() -> None:
     for seen, close in run_ranks(reductions_of_accumulation, 2):
         assert seen == [0, 0, 1]
         assert close
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [("float16", True), ("bfloat16", False)])
+def test_the_name_of_a_type_chooses_the_scaler_as_the_type_does(dtype: str, scales: bool) -> None:
+    for given in (dtype, getattr(torch, dtype)):
+        assert AmpOptimWrapper(sgd(linear()), given).grad_scaler.is_enabled() is scales
+
+
+def test_a_run_resumed_with_another_count_begins_with_a_whole_window() -> None:
+    model = linear()
+    old = OptimWrapper(sgd(model), accumulative_counts=2)
+    for _ in range(2):
+        old.update_params(model(torch.ones(4)).sum())
+    new = OptimWrapper(sgd(model), accumulative_counts=3)
+    new.load_state_dict(old.state_dict())
+    updated = [new.update_params(model(torch.ones(4)).sum()) for _ in range(6)]
+    assert updated == [False, False, True, False, False, True]
+
+
+def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
+    calls = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append(set_to_none)
+
+    model = linear()
+    wrapper = OptimWrapper(sgd(model))
+    wrapper.optimizer = Own(model.parameters(), lr=0.1)
+    wrapper.zero_grad()
+    assert calls == [True]
+    with pytest.raises(TypeError, match="must be a torch optimizer"):
+        wrapper.optimizer = wrapper  # type: ignore[assignment]

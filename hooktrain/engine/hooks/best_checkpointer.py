@@ -2,10 +2,12 @@
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint.reading import read_checkpoint
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full
@@ -18,8 +20,9 @@ logger = logging.getLogger(__name__)
 class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
 
-    The best value is part of the trainer's state, so a resumed run never overwrites a better
-    model; and the file is never the one that a run resumes from. Register it after ``EvalHook``.
+    The best value is part of the trainer's state and of the file, so a resumed run never overwrites
+    a better model, not even one saved after the checkpoint that it resumes from; and the file is
+    never the one that a run resumes from. Register it after ``EvalHook``.
 
     Args:
         eval_period: that of the ``EvalHook``, in iterations; 0 looks at the end of training only.
@@ -54,6 +57,23 @@ class BestCheckpointer(HookBase):
         self.best_metric: float | None = None
         self.best_iter: int | None = None
 
+    def before_train(self) -> None:
+        """Learn of a better model that was saved after the checkpoint that the run goes on from."""
+        checkpointer = self._checkpointer
+        path = os.path.join(checkpointer.save_dir, self._file_prefix + ".pth")
+        resumed = self.trainer.start_iter > 0 and checkpointer.save_dir
+        if not resumed or not checkpointer.save_to_disk or not os.path.exists(path):
+            return
+        try:
+            found = read_checkpoint(path).get("best")
+        except CorruptCheckpointError as error:
+            logger.error("The next best model replaces a broken file: %s", error)
+            return
+        if found is not None and found["metric"] == self._val_metric:
+            value = found["value"]
+            if self.best_metric is None or (value - self.best_metric) * self._sign > 0:
+                self.best_metric, self.best_iter = value, found["iteration"]
+
     def after_step(self) -> None:
         """Compare after an evaluation."""
         done = self.trainer.iter + 1
@@ -69,8 +89,9 @@ class BestCheckpointer(HookBase):
         latest = self.trainer.storage.latest().get(self._val_metric)
         every_rank = self.trainer.on_every_rank(self)
         if every_rank:
-            # The main process may be the only one that knows the metric.
-            latest = comm.broadcast(latest)
+            # The main process may be the only one that knows the metric, and what is in the file.
+            latest, state = comm.broadcast((latest, self.state_dict()))
+            self.load_state_dict(state)
         if latest is None:
             logger.warning(
                 "There is no metric %r to choose the best checkpoint by", self._val_metric
@@ -91,10 +112,11 @@ class BestCheckpointer(HookBase):
             return
         before = self.state_dict()
         self.best_metric, self.best_iter = float(value), int(measured_at)
+        found = {"metric": self._val_metric, "value": float(value), "iteration": int(measured_at)}
         if every_rank:
             self.trainer.prepare_checkpoint()
         try:
-            self._checkpointer.save(self._file_prefix, tag=False, iteration=iteration)
+            self._checkpointer.save(self._file_prefix, tag=False, iteration=iteration, best=found)
         except OSError as error:
             if not is_disk_full(error):
                 raise

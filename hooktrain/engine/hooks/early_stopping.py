@@ -48,10 +48,12 @@ class EarlyStopping(HookBase):
 
     def after_step(self) -> None:
         """Look at a new value of the metric."""
-        latest = self.trainer.storage.latest().get(self._metric)
-        if latest is None or latest[1] <= self._seen_iter:
+        storage = self.trainer.storage
+        measured_at = storage.latest_iter(self._metric)
+        if measured_at is None or measured_at <= self._seen_iter:
             return
-        value, self._seen_iter = latest
+        self._seen_iter = measured_at
+        value = storage.history(self._metric).latest()
         best = self._best
         if math.isfinite(value) and (best is None or (value - best) * self._sign > self._min_delta):
             self._best = value

@@ -14,7 +14,8 @@ class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
     What it returns becomes metrics: a dict, possibly nested, of numbers. Register it on every
-    rank or on none.
+    rank or on none; what it returns on the main process counts, and every rank gets that, so that
+    hooks that act on a metric do the same everywhere.
 
     Args:
         eval_period: in iterations; 0 evaluates at the end only.
@@ -53,13 +54,14 @@ class EvalHook(HookBase):
         results = self._func() or {}
         if not isinstance(results, Mapping):
             raise TypeError(f"the evaluation must return a dict, but it returned {results!r}")
+        numbers = {}
         for name, value in flatten_results_dict(results).items():
             try:
-                number = float(value)
+                numbers[name] = float(value)
             except (TypeError, ValueError):
                 raise ValueError(
                     f"results of an evaluation must be numbers, but {name!r} is {value!r}"
                 ) from None
+        # Ranks need very different times to evaluate; all wait here, where it is visible.
+        for name, number in comm.all_gather(numbers)[0].items():
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
-        # Ranks need very different times to evaluate; wait here, where it is visible.
-        comm.synchronize()

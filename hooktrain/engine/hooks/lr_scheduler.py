@@ -55,7 +55,7 @@ class LRScheduler(HookBase):
         """Find what was not given, and put a multiplier to work where training starts."""
         trainer = self.trainer
         self._storage = trainer.storage
-        self._optimizer = self._optimizer or trainer.optimizer
+        optimizer = self._optimizer or trainer.optimizer
         if self._scheduler is None:
             self._scheduler = trainer.scheduler
             _check(self._scheduler, self._metric)
@@ -64,12 +64,12 @@ class LRScheduler(HookBase):
         if self._multiplier is not None:
             # Anew in each run, since it is laid over the whole length, which may have changed.
             self._scheduler = LRMultiplier(
-                self._optimizer, self._multiplier, trainer.max_iter, last_iter=trainer.iter - 1
+                optimizer, self._multiplier, trainer.max_iter, last_iter=trainer.iter - 1
             )
         if self._loaded is not None:
             self._scheduler.load_state_dict(dict(self._loaded))
             self._loaded = None
-        self._group = self._optimizer.param_groups[self.get_best_param_group_id(self._optimizer)]
+        self._group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
@@ -78,10 +78,10 @@ class LRScheduler(HookBase):
         if self._metric is None:
             self._scheduler.step()
             return
-        latest = storage.latest().get(self._metric)
-        if latest is not None and latest[1] > self._seen_iter:
-            value, self._seen_iter = latest
-            self._scheduler.step(value)
+        measured_at = storage.latest_iter(self._metric)
+        if measured_at is not None and measured_at > self._seen_iter:
+            self._seen_iter = measured_at
+            self._scheduler.step(storage.history(self._metric).latest())
 
     @staticmethod
     def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:

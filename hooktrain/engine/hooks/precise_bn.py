@@ -8,6 +8,7 @@ from torch import nn
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.model import get_bn_modules, update_bn_stats
+from hooktrain.utils.env import get_rng_state, set_rng_state
 from hooktrain.utils.events import EventStorage
 
 __all__ = ["PreciseBN"]
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 class PreciseBN(HookBase):
     """Replaces the running statistics of batch norm by the true ones of recent weights.
 
-    See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
+    See :func:`hooktrain.model.update_bn_stats`. The run's random numbers go on as if nothing had
+    been drawn meanwhile. Register it before ``EvalHook``.
 
     Args:
         period: in iterations; 0 does it at the last iteration only.
@@ -56,15 +58,20 @@ class PreciseBN(HookBase):
             logger.info("The model has no batch norm in training mode: no statistics to measure")
             return
         logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
-        # What the model records while measuring is not part of the run.
-        with EventStorage(self.trainer.iter):
-            update_bn_stats(self._model, self._endless_batches(), self._num_iter)
+        # Starting some loaders draws random numbers, which a resumed run does at other times.
+        random_state = get_rng_state()
+        try:
+            # What the model records while measuring is not part of the run.
+            with EventStorage(self.trainer.iter):
+                update_bn_stats(self._model, self._endless_batches(), self._num_iter)
+        finally:
+            set_rng_state(random_state)
 
     def _endless_batches(self) -> Iterator[Any]:
         while True:
+            fresh = self._batches is None
             if self._batches is None:
                 self._batches = iter(self._data_loader)
-                fresh = True
             for batch in self._batches:
                 fresh = False
                 yield batch

@@ -160,6 +160,13 @@ class EventStorage:
         """The last value of each metric and its iteration, by name."""
         return {name: history.latest_entry() for name, history in self.histories().items()}
 
+    def latest_iter(self, name: str) -> int | None:
+        """The iteration of a metric's last value, or None; in constant time, without a transfer."""
+        if pending := self._pending.get(name):
+            return pending[-1][1]
+        history = self._histories.get(name)
+        return history.latest_entry()[1] if history else None
+
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """What writers show: as :meth:`latest`, but smoothed where the metric's hint says so.
 

@@ -123,3 +123,30 @@ def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(tmp_path: Pat
         0,
         1,
     ]
+
+
+@pytest.mark.parametrize("saved_after", [True, False])
+def test_a_better_model_saved_after_the_resumed_checkpoint_is_kept(
+    tmp_path: Path, saved_after: bool
+) -> None:
+    _, first = run(tmp_path, [0.5])
+    state = first.state_dict()
+    state["hooks"] = {}  # as in a checkpoint from before the evaluation
+    if not saved_after:
+        state["iteration"] = -1  # a run from the start knows of no other
+    run(tmp_path, [0.25, 0.125], state=state)
+    assert saved_iteration(tmp_path) == 0
+    best = torch.load(tmp_path / "model_best.pth", weights_only=True)["best"]
+    assert best == {"metric": "acc", "value": 0.5 if saved_after else 0.25, "iteration": 0}
+
+
+def test_a_broken_best_file_is_told_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, first = run(tmp_path, [0.5])
+    state = first.state_dict()
+    state["hooks"] = {}
+    (tmp_path / "model_best.pth").write_bytes(b"broken")
+    run(tmp_path, [0.25], state=state)
+    assert "model_best.pth" in caplog.text
+    assert saved_iteration(tmp_path) == 2

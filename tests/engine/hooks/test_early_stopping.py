@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from hooktrain.engine.hooks import CallbackHook, EarlyStopping
+from hooktrain.utils.events import EventStorage
 from toy import Idle
 
 
@@ -67,3 +68,19 @@ def test_the_patience_survives_a_resume_and_a_stopped_run_stays_stopped() -> Non
 def test_wrong_arguments_are_refused(kwargs: Any) -> None:
     with pytest.raises(ValueError, match=str(next(iter(kwargs.values())))):
         EarlyStopping("loss", **kwargs)
+
+
+def test_no_metric_is_read_before_there_is_a_new_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    real = EventStorage._fetch_pending
+    monkeypatch.setattr(
+        EventStorage, "_fetch_pending", lambda self: reads.append(self.iter) or real(self)
+    )
+
+    def put(trainer: Any) -> None:
+        trainer.storage.put_scalar("often", 1.0)
+        if trainer.iter in (3, 6):
+            trainer.storage.put_scalar("loss", 1.0)
+
+    Idle(CallbackHook(after_step=put), EarlyStopping("loss")).train(0, 9)
+    assert reads == [3, 6]

@@ -107,3 +107,11 @@ def test_the_group_with_most_parameters_stands_for_all() -> None:
     assert best(torch.optim.SGD(groups, lr=0.1)) == 1
     single = [{"params": [p], "lr": lr} for p, lr in ((a, 1.0), (b, 2.0), (c, 2.0))]
     assert best(torch.optim.SGD(single, lr=0.1)) == 1
+
+
+def test_an_optimizer_put_in_between_two_runs_is_scheduled_in_the_second() -> None:
+    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0)
+    trainer.train(0, 4)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
+    trainer.train(0, 4)
+    assert rates(trainer) == [4.0, 3.0, 2.0, 1.0]

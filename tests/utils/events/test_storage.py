@@ -195,3 +195,14 @@ def test_putting_a_cuda_tensor_does_not_synchronise() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert storage.latest() == {"loss": (0.5, 0)}
+
+
+def test_the_iteration_of_the_latest_value_is_known_without_reading_it() -> None:
+    storage = EventStorage(3)
+    assert storage.latest_iter("loss") is None
+    storage.put_scalar("loss", 1.0)
+    assert storage.latest_iter("loss") == 3
+    storage.latest()
+    assert storage.latest_iter("loss") == 3
+    storage.put_scalar("loss", 1.0, cur_iter=5)
+    assert storage.latest_iter("loss") == 5
