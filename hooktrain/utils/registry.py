@@ -92,6 +92,10 @@ class Registry:
         self._objects[key] = obj
         return obj
 
+    def register_module(self, name: str | None = None, force: bool = False) -> Callable[[T], T]:
+        """MMEngine's name of the decorator that :meth:`register` gives."""
+        return self.register(name=name, force=force)
+
     def get(self, name: str) -> Any:
         """The object registered under ``name``.
 
