@@ -10,6 +10,7 @@ from hooktrain.engine.defaults import (
     default_writers,
 )
 from hooktrain.engine.launch import DEFAULT_TIMEOUT, launch
+from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.engine.trainers import AMPTrainer, SimpleTrainer
 
@@ -19,6 +20,7 @@ __all__ = [
     "DefaultTrainer",
     "HookBase",
     "SimpleTrainer",
+    "StepTrainer",
     "TrainerBase",
     "create_ddp_model",
     "default_argument_parser",

@@ -19,7 +19,7 @@ from hooktrain.engine.default_parts import (
 )
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks import EMA, EvalHook
-from hooktrain.engine.trainers import SimpleTrainer
+from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.evaluation import (
     DatasetEvaluator,
     inference_on_dataset,
@@ -42,8 +42,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class DefaultTrainer(SimpleTrainer):
-    """A :class:`SimpleTrainer` with the default hooks, built from a lazy configuration.
+class DefaultTrainer(StepTrainer):
+    """A :class:`StepTrainer` with the default hooks, built from a lazy configuration.
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
     ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists what

@@ -30,7 +30,7 @@ class LossRecorder:
     def __init__(self, check_at_once: bool = True) -> None:
         self.check_at_once = check_at_once
         self._period: list[tuple[int, Metrics]] = []
-        self._total_names: set[str] = set()
+        self._checked_names: set[str] = set()
         self._recorded = self._checked = -1
 
     def reset(self, iteration: int) -> None:
@@ -47,46 +47,57 @@ class LossRecorder:
         self,
         storage: EventStorage,
         iteration: int,
-        loss_dict: Metrics,
+        metrics: Metrics,
         data_time: float,
         prefix: str = "",
+        add_up: bool = True,
     ) -> None:
         """Record one step: its losses, their sum as ``total_loss``, and the wait for data.
 
+        Without ``add_up`` the metrics are what a model's own step returned: there is no sum, and
+        those with "loss" in their name must be finite.
+
         Raises:
-            FloatingPointError: if the sum is not finite, where it costs nothing to know.
+            FloatingPointError: if a loss is not finite, where it costs nothing to know.
             ValueError: for a name that is written here.
         """
-        if not RESERVED.isdisjoint(loss_dict):
+        if not RESERVED.isdisjoint(metrics):
             raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
         alone = comm.get_world_size() == 1
         check_now = alone and self.check_at_once
         total_name = prefix + "total_loss"
-        losses: dict[str, Any] = {total_name: 0.0}  # it comes first where metrics are shown
+        # The sum comes first where metrics are shown.
+        values: dict[str, Any] = {total_name: 0.0} if add_up else {}
         total: Any = None
-        for name, value in loss_dict.items():
+        for name, value in metrics.items():
             if isinstance(value, Tensor):
                 # On the CPU reading is free: no synchronisation.
                 check_now = check_now and value.is_cpu
-                value = value.item() if check_now else value.detach()
-                if not alone:
-                    value = value.clone()  # it waits here, and the model may write into its own
-            losses[prefix + name] = value
-            total = value if total is None else total + value
-        losses[total_name] = total
-        self._recorded = iteration
-        if not alone:
-            self._total_names.add(total_name)
-            storage.put_scalar("rank_data_time", data_time, True, iteration)
-            self._period.append((iteration, {**losses, "data_time": data_time}))
-            return
-        if not check_now:
-            self._total_names.add(total_name)
-        elif math.isfinite(total):
-            self._checked = iteration
+                if check_now:
+                    value = value.item()
+                else:
+                    # With several ranks it waits here, and the model may write into its own.
+                    value = value.detach() if alone else value.detach().clone()
+            values[prefix + name] = value
+            if add_up:
+                total = value if total is None else total + value
+        if add_up:
+            values[total_name] = total
+            checked = [total_name]
         else:
-            raise non_finite_loss(iteration, losses)
-        for name, value in losses.items():
+            checked = [name for name in values if "loss" in name]
+        self._recorded = iteration
+        if not check_now:
+            self._checked_names.update(checked)
+        if not alone:
+            storage.put_scalar("rank_data_time", data_time, True, iteration)
+            self._period.append((iteration, {**values, "data_time": data_time}))
+            return
+        if check_now:
+            if not all(math.isfinite(values[name]) for name in checked):
+                raise non_finite_loss(iteration, values)
+            self._checked = iteration
+        for name, value in values.items():
             storage.put_scalar(name, value, True, iteration)
         storage.put_scalar("data_time", data_time, True, iteration)
 
@@ -112,13 +123,13 @@ class LossRecorder:
             FloatingPointError: for the first one that was not finite, with its iteration.
         """
         for i, metrics in read_period(self._period):
-            if not all(math.isfinite(metrics[n]) for n in self._total_names & set(metrics)):
+            if not all(math.isfinite(metrics[n]) for n in self._checked_names & set(metrics)):
                 raise non_finite_loss(i, metrics)
         if self._checked >= self._recorded or self._period:
             # What the ranks have not brought together yet is left to their common verdict.
             return
         histories = storage.histories()
-        for name in self._total_names & set(histories):
+        for name in self._checked_names & set(histories):
             # Host-device synchronisation: reads what was recorded since the last reading.
             for value, i in histories[name].since(self._checked + 1):
                 if not math.isfinite(value):

@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hooktrain.engine.batches import Batches
 from hooktrain.engine.metrics import LossRecorder, as_loss_dict, sum_losses
 from hooktrain.engine.train_loop import TrainerBase
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
 __all__ = ["AMPTrainer", "SimpleTrainer"]
 
@@ -62,11 +63,14 @@ class SimpleTrainer(TrainerBase):
             )
         model.train()
         self.model = model
-        self._epoch = 0
-        self.data_loader = data_loader
-        self.optim_wrapper = (
-            optimizer if isinstance(optimizer, OptimWrapper) else OptimWrapper(optimizer)
-        )
+        self._batches = Batches(data_loader)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = OptimWrapper(optimizer)
+        elif not isinstance(optimizer, OptimWrapper | OptimWrapperDict):
+            raise TypeError(
+                f"optimizer must be a torch optimizer or a wrapper, but got {optimizer!r}"
+            )
+        self.optim_wrapper = optimizer
         self.sync_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
@@ -84,20 +88,19 @@ class SimpleTrainer(TrainerBase):
     @property
     def data_loader(self) -> Iterable[Any]:
         """The loader; another one is used from the next batch on."""
-        return self._data_loader
+        return self._batches.loader
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
-        self._data_loader = data_loader
-        self._data_loader_iter_obj: Iterator[Any] | None = None
+        self._batches.loader = data_loader
+
+    @property
+    def _data_loader_iter(self) -> Batches:
+        return self._batches  # detectron2's name, for steps of your own: next(...) of it
 
     def run_step(self) -> None:
         """Batches, losses, gradients, hooks, metrics, update."""
-        if not self.model.training:
-            raise RuntimeError(
-                "the model is in evaluation mode; whoever called model.eval() during training "
-                "must call model.train() afterwards"
-            )
+        self._check_mode()
         wrapper = self.optim_wrapper
         losses, data_time = self._accumulate()
         wrapper.unscale_gradients()
@@ -105,15 +108,23 @@ class SimpleTrainer(TrainerBase):
         self._write_metrics(losses, data_time)
         wrapper.step()
 
+    def _check_mode(self) -> None:
+        if not self.model.training:
+            raise RuntimeError(
+                "the model is in evaluation mode; whoever called model.eval() during training "
+                "must call model.train() afterwards"
+            )
+
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """The gradients of one update: mean losses of its batches, and seconds spent on data."""
         wrapper = self.optim_wrapper
         wrapper.start_window()
+        count = wrapper.accumulative_counts
         means: dict[str, Tensor] = {}
         data_time = 0.0
-        for batch in range(wrapper.accumulative_counts):
+        for batch in range(count):
             start = time.perf_counter()
-            data = self._next_batch()
+            data = next(self._batches)
             data_time += time.perf_counter() - start
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()
@@ -124,30 +135,12 @@ class SimpleTrainer(TrainerBase):
                 if batch == 0 and not self.zero_grad_before_forward:
                     wrapper.zero_grad()
                 wrapper.backward(wrapper.scale_loss(loss))
-            if wrapper.accumulative_counts == 1:
+            if count == 1:
                 return losses, data_time
             for name, value in losses.items():
-                part = value.detach() / wrapper.accumulative_counts
+                part = value.detach() / count
                 means[name] = means[name] + part if name in means else part
         return means, data_time
-
-    def _next_batch(self) -> Any:
-        for _ in range(2):
-            try:
-                return next(self._data_loader_iter)
-            except StopIteration:
-                self._epoch += 1
-                self._data_loader_iter_obj = None
-        raise ValueError(f"the data loader is empty: {self.data_loader!r}")
-
-    @property
-    def _data_loader_iter(self) -> Iterator[Any]:
-        if self._data_loader_iter_obj is None:
-            sampler = getattr(self.data_loader, "sampler", None)
-            if self._epoch > 0 and sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._epoch)
-            self._data_loader_iter_obj = iter(self.data_loader)
-        return self._data_loader_iter_obj
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Replace the loader during training; the old one is freed before the new one is built.
@@ -155,16 +148,14 @@ class SimpleTrainer(TrainerBase):
         Args:
             data_loader_builder: makes the new loader.
         """
-        self._data_loader_iter_obj = None
-        del self._data_loader
-        self.data_loader = data_loader_builder()
+        self._batches.replace(data_loader_builder)
 
     def before_train(self) -> None:
         """Call the hooks, then start the loader before the random state is restored."""
         self._losses.rewind(self.start_iter - 1)
         super().before_train()
         if self.start_iter < self.max_iter:
-            self._data_loader_iter  # noqa: B018 - starting some loaders draws random numbers
+            self._batches.start()  # starting some loaders draws random numbers
 
     def _write_metrics(
         self,
@@ -209,10 +200,11 @@ class SimpleTrainer(TrainerBase):
             FloatingPointError: if a loss was not finite, so that no checkpoint holds its update.
         """
         self._losses.check(self.storage)
-        data = {"epoch": self._epoch}
-        if hasattr(self.data_loader, "state_dict"):
-            data["loader"] = self.data_loader.state_dict()
-        return {**super().state_dict(), "optimizer": self.optim_wrapper.state_dict(), "data": data}
+        return {
+            **super().state_dict(),
+            "optimizer": self.optim_wrapper.state_dict(),
+            "data": self._batches.state_dict(),
+        }
 
     def state_parts(self) -> list[str]:
         """Those of :class:`TrainerBase`, ``optimizer`` and ``data``."""
@@ -241,20 +233,8 @@ class SimpleTrainer(TrainerBase):
             scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
             self.optim_wrapper.load_state_dict({**scaler, **state["optimizer"]})
         if "data" in chosen:
-            self._load_data(state.get("data", {}))
+            self._batches.load_state_dict(state.get("data", {}), begun=self.iter >= 0)
         self._losses.reset(self.iter)
-
-    def _load_data(self, state: Mapping[str, Any]) -> None:
-        self._epoch = int(state.get("epoch", 0))
-        self._data_loader_iter_obj = None
-        if "loader" in state and hasattr(self.data_loader, "load_state_dict"):
-            self.data_loader.load_state_dict(state["loader"])
-        elif self.iter >= 0:
-            logger.warning(
-                "The position in the data could not be restored (%s): the loader starts at its "
-                "first batch. Loaders of hooktrain.data.build_train_loader continue.",
-                "the loader has no load_state_dict" if "loader" in state else "it was not saved",
-            )
 
 
 class AMPTrainer(SimpleTrainer):
@@ -284,7 +264,7 @@ class AMPTrainer(SimpleTrainer):
         log_grad_scaler: bool = False,
         async_write_metrics: bool = False,
     ) -> None:
-        wrapper = AmpOptimWrapper(optimizer, precision, grad_scaler=grad_scaler)
+        wrapper = AmpOptimWrapper(optimizer, precision, loss_scale=grad_scaler or "dynamic")
         options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
         super().__init__(model, data_loader, wrapper, *options)
         self.grad_scaler, self.precision = wrapper.grad_scaler, precision

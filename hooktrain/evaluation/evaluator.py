@@ -90,8 +90,11 @@ def inference_on_dataset(
     data_loader: Iterable[Any],
     evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None,
     callbacks: Mapping[str, Callable[[], None]] | None = None,
+    step: str = "test_step",
 ) -> dict[str, Any]:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
+
+    A model that owns its steps has its ``test_step`` called, any other is called itself.
 
     A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
     submodules is back in the mode it was in. At most every five seconds a line tells how far it is.
@@ -107,6 +110,8 @@ def inference_on_dataset(
         evaluator: one or several; None only measures the speed.
         callbacks: functions without arguments: ``on_start`` and ``on_end`` are called once,
             ``before_inference`` and ``after_inference`` around each call of the model.
+        step: the method to call instead of the model, if the model has it: ``"val_step"`` during
+            training, ``"test_step"`` afterwards.
 
     Returns:
         What the evaluator returned, or ``{}`` for nothing.
@@ -120,7 +125,8 @@ def inference_on_dataset(
     evaluator.reset()
     progress = _Progress(_length(data_loader), _accelerator(model))
     # DDP's own forward may exchange buffers, and wait in vain for ranks that have fewer batches.
-    forward = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    forward = getattr(inner, step, inner)
     mode = inference_context(model) if isinstance(model, nn.Module) else nullcontext()
     with mode, torch.no_grad():
         callbacks["on_start"]()

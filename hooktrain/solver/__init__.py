@@ -8,6 +8,7 @@ from hooktrain.solver.build import (
 )
 from hooktrain.solver.composite import CompositeParamScheduler, WarmupParamScheduler
 from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.param_scheduler import LRMultiplier
 from hooktrain.solver.schedule import (
     ConstantParamScheduler,
@@ -31,6 +32,7 @@ __all__ = [
     "LinearParamScheduler",
     "MultiStepParamScheduler",
     "OptimWrapper",
+    "OptimWrapperDict",
     "ParamScheduler",
     "PolynomialDecayParamScheduler",
     "StepParamScheduler",

@@ -1,5 +1,6 @@
 """Mixed precision: autocast on the way forward, a gradient scaler on the way back."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 from hooktrain.solver.optim_wrapper import OptimWrapper
 
 __all__ = ["AmpOptimWrapper"]
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -22,37 +25,43 @@ class AmpOptimWrapper(OptimWrapper):
 
     Args:
         optimizer: the optimizer.
-        dtype: ``torch.float16``, ``torch.bfloat16`` or their names.
+        dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes what torch computes
+            in on that device by default: float16 on CUDA, bfloat16 on the CPU.
+        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict gives that
+            scaler its arguments (``init_scale``, ``growth_interval``, ...); a number keeps the
+            scale there; a scaler is used as it is.
         device_type: such as ``"cuda"`` or ``"cpu"``. None takes the parameters' device.
-        grad_scaler: the scaler to use. None makes one for float16, and a disabled one otherwise.
         accumulative_counts: see :class:`OptimWrapper`.
         clip_grad: see :class:`OptimWrapper`; gradients are unscaled before they are clipped.
 
+    Attributes:
+        grad_scaler: the scaler; a disabled one if the data type needs none.
+
     Raises:
-        ValueError: for another dtype.
+        TypeError: for another kind of ``loss_scale``.
+        ValueError: for another dtype, or a scale that is not positive.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        dtype: torch.dtype | str = torch.float16,
+        dtype: torch.dtype | str | None = None,
         *,
+        loss_scale: str | float | Mapping[str, Any] | torch.amp.GradScaler = "dynamic",
         device_type: str | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
+        self.device_type = device_type or optimizer.param_groups[0]["params"][0].device.type
+        if dtype is None:
+            dtype = torch.get_autocast_dtype(self.device_type)
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if chosen not in DTYPES.values():
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
         self.dtype = chosen
-        self.device_type = device_type or optimizer.param_groups[0]["params"][0].device.type
-        if grad_scaler is None:
-            # Disabled, it passes everything through: no branch in the step.
-            enabled = chosen == torch.float16
-            grad_scaler = torch.amp.GradScaler(self.device_type, enabled=enabled)
-        self.grad_scaler = grad_scaler
+        self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
+        self.grad_scaler = _build_scaler(loss_scale, self.device_type, chosen == torch.float16)
         self._unscaled = False
 
     def precision_context(self) -> AbstractContextManager[Any]:
@@ -81,10 +90,18 @@ class AmpOptimWrapper(OptimWrapper):
     def step(self) -> bool:
         """Unscale, clip, and update unless gradients overflowed."""
         self.unscale_gradients()
-        self.clip_gradients()
+        self._prepare_gradients()
         updated = self._scaler_step()
         self._unscaled = False
-        self.skipped_updates += not updated
+        if not updated:
+            self.skipped_updates += 1
+            self._put_scalar("skipped_updates", self.skipped_updates)
+            logger.info(
+                "%sgradients overflowed: update skipped (%d so far), the scale is now %g",
+                f"{self.name}: " if self.name else "",
+                self.skipped_updates,
+                self.grad_scaler.get_scale(),
+            )
         return updated
 
     def _scaler_step(self) -> bool:
@@ -92,18 +109,22 @@ class AmpOptimWrapper(OptimWrapper):
         if not scaler.is_enabled():
             self.optimizer.step()
             return True
-        # Fused optimizers skip inside their kernel; only the lowered scale tells.
-        # Host-device synchronisation: two reads of the scale.
+        # Fused optimizers skip inside their kernel; only the scaler knows of the overflow.
+        # Host-device synchronisation: reads the overflow flag, as scaler.step does for others.
         fused = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        before = scaler.get_scale() if fused else 0.0
         steps: list[object] = []
         handle = self.optimizer.register_step_post_hook(lambda *_: steps.append(None))
         try:
             scaler.step(self.optimizer)  # host-device synchronisation: reads the overflow flag
         finally:
             handle.remove()
-        scaler.update()
-        return scaler.get_scale() >= before if fused else bool(steps)
+        if fused:
+            found = scaler._found_inf_per_device(self.optimizer).values()
+            overflowed = any(flag.item() for flag in found)
+        else:
+            overflowed = not steps
+        scaler.update(self._fixed_scale)
+        return not overflowed
 
     def state_dict(self) -> dict[str, Any]:
         """That of :class:`OptimWrapper`, and the scaler's."""
@@ -112,5 +133,30 @@ class AmpOptimWrapper(OptimWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` gave; a state without a scaler leaves the scaler new."""
         super().load_state_dict(state_dict)
-        if state_dict.get("grad_scaler"):
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")  # MMEngine's name
+        if scaler:
+            self.grad_scaler.load_state_dict(scaler)
+
+
+def _build_scaler(
+    loss_scale: str | float | Mapping[str, Any] | torch.amp.GradScaler,
+    device_type: str,
+    enabled: bool,
+) -> torch.amp.GradScaler:
+    if isinstance(loss_scale, torch.amp.GradScaler):
+        return loss_scale
+    if isinstance(loss_scale, Mapping):
+        options = dict(loss_scale)
+    elif isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool):
+        if not 0 < loss_scale < float("inf"):
+            raise ValueError(f"loss_scale must be a positive number, but got {loss_scale!r}")
+        options = {"init_scale": float(loss_scale)}
+    elif loss_scale == "dynamic":
+        options = {}
+    else:
+        raise TypeError(
+            f"loss_scale must be 'dynamic', a number, a dict of GradScaler's arguments or a "
+            f"GradScaler, but got {loss_scale!r}"
+        )
+    # Disabled, it passes everything through: no branch in the step.
+    return torch.amp.GradScaler(device_type, **{"enabled": enabled, **options})

@@ -10,6 +10,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from hooktrain.solver.clipping import build_clipping
+from hooktrain.solver.window import Window, load_gradients, mean_gradients
 from hooktrain.utils.events import get_event_storage, has_event_storage
 
 __all__ = ["OptimWrapper"]
@@ -24,8 +26,7 @@ class OptimWrapper:
     """Wraps a torch optimizer with gradient accumulation and clipping.
 
     A subclass changes how the loss is scaled and the step taken, never the loop around it.
-    The order in a step is fixed: unscale, clip, update. Hooks in ``after_backward`` run before
-    it, when all gradients are there.
+    The order in a step is fixed: unscale, the trainer's ``after_backward`` hooks, clip, update.
 
     Args:
         optimizer: the optimizer.
@@ -36,10 +37,18 @@ class OptimWrapper:
             each element (:func:`torch.nn.utils.clip_grad_value_`).
 
     Attributes:
+        accumulative_counts: see above; it is not to be changed.
+        after_backward: called in each step when the true gradients are there and before they are
+            clipped; None does nothing. A trainer whose model owns its step sets it.
+        base_param_settings: with several parameter groups, one more without parameters that has
+            the optimizer's own settings, so that schedulers drive an unscaled ``base_lr`` too;
+            otherwise None.
+        name: put before the names of metrics; :class:`OptimWrapperDict` sets it.
         skipped_updates: how many updates were skipped so far since gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is not an optimizer, or ``clip_grad`` not a dict.
+        TypeError: if ``optimizer`` is not an optimizer, or one that needs a closure; or if
+            ``clip_grad`` is not a dict.
         ValueError: for another count or clipping type, or clipping without its threshold.
     """
 
@@ -49,16 +58,17 @@ class OptimWrapper:
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
-            raise ValueError(
-                f"accumulative_counts must be an integer of at least 1, "
-                f"but got {accumulative_counts!r}"
-            )
         self.optimizer = optimizer
-        self.accumulative_counts = accumulative_counts
         self.skipped_updates = 0
-        self._clip = None if clip_grad is None else _build_clipping(clip_grad)
-        self._inner_count = 0
+        self.name = ""
+        self.after_backward: Callable[[], None] | None = None
+        self.base_param_settings: dict[str, Any] | None = None
+        if len(optimizer.param_groups) > 1:
+            self.base_param_settings = {"params": [], **optimizer.defaults}
+        self._clip = None if clip_grad is None else build_clipping(clip_grad)
+        self._window = Window(accumulative_counts)
+        self.accumulative_counts = accumulative_counts
+        self._saved_gradients: list[Tensor | None] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -69,27 +79,76 @@ class OptimWrapper:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "LBFGS computes the loss several times in a step, by a closure; write a run_step "
+                "of your own that calls optimizer.step(closure)"
+            )
         self._optimizer = optimizer
         self._custom_zero_grad = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
 
     @property
     def inner_count(self) -> int:
         """How many backward passes were made so far."""
-        return self._inner_count
+        return self._window.count
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
-        return self.optimizer.param_groups
+        """The optimizer's parameter groups, and ``base_param_settings`` where there are any."""
+        groups = self._optimizer.param_groups
+        return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """``{"lr": [one rate a group]}``, after ``{"base_lr": [rate]}`` where there is one."""
+        rates = {"lr": [float(group["lr"]) for group in self._optimizer.param_groups]}
+        if self.base_param_settings is None:
+            return rates
+        return {"base_lr": [float(self.base_param_settings["lr"])], **rates}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """``{"momentum": [one a group]}``: the momentum, else the first beta, else 0."""
+        groups = self._optimizer.param_groups
+        return {"momentum": [float(g.get("momentum", g.get("betas", [0.0])[0])) for g in groups]}
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Say where a run stands and where it ends, so that its last window may be shorter.
+
+        Args:
+            model: warned about if accumulation changes what it computes (batch norm).
+            init_counts: the backward passes made so far. Where that is :attr:`inner_count`, an
+                open window stays open; otherwise one begins here.
+            max_counts: the passes made when the run ends.
+
+        Raises:
+            ValueError: unless ``0 <= init_counts <= max_counts``.
+        """
+        self._window.initialize(init_counts, max_counts)
+        if self.accumulative_counts > 1 and any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
+        ):
+            logger.warning(
+                "Batch norm takes its statistics from one batch, not from the %d that are "
+                "accumulated: the result is not that of a batch of the whole size",
+                self.accumulative_counts,
+            )
 
     def update_params(self, loss: Tensor) -> bool:
         """Take in the loss of one batch; update where a window of accumulation ends.
 
         Returns:
-            Whether the parameters were updated.
+            Whether the parameters were updated: False inside of a window, and where a scaler
+            skips the update since gradients overflowed.
+
+        Raises:
+            TypeError: if ``loss`` is not a tensor.
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"update_params takes one loss, a tensor with a single element, but got {loss!r}; "
+                f"of several losses give their sum, as model.parse_losses(losses)[0] does"
+            )
         self.backward(self.scale_loss(loss))
-        if not self.window_ended():
+        if not self.should_update():
             return False
         updated = self.step()
         self.zero_grad()
@@ -97,24 +156,27 @@ class OptimWrapper:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss so that the accumulated gradients are those of the mean."""
-        return loss if self.accumulative_counts == 1 else loss / self.accumulative_counts
+        return loss if self.accumulative_counts == 1 else loss / self._window.length()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss."""
+        if self.accumulative_counts > 1:
+            self._window.open()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._inner_count += 1
+        self._window.count += 1
 
     def start_window(self) -> None:
         """Begin a new window of accumulation, whatever an error has left of the one before."""
-        self._inner_count -= self._inner_count % self.accumulative_counts
+        if self.accumulative_counts > 1:
+            self._window.close()
 
-    def window_ended(self) -> bool:
+    def should_update(self) -> bool:
         """Whether the last backward pass completed a window of accumulation."""
-        return self._inner_count % self.accumulative_counts == 0
+        return self._window.ended()
 
     def should_sync(self) -> bool:
         """Whether the next backward pass completes a window, so that ranks must communicate."""
-        return (self._inner_count + 1) % self.accumulative_counts == 0
+        return self._window.ends_next()
 
     def unscale_gradients(self) -> None:
         """Undo what a scaler did to the gradients, so that hooks see the true ones."""
@@ -125,10 +187,16 @@ class OptimWrapper:
         Returns:
             Whether the update was made. A scaler skips it when gradients overflowed.
         """
-        if self._clip is not None:
-            self.clip_gradients()
+        self._prepare_gradients()
         self._optimizer.step()
         return True
+
+    def _prepare_gradients(self) -> None:
+        """What a step does to the true gradients before it uses them."""
+        if self.after_backward is not None:
+            self.after_backward()
+        if self._clip is not None:
+            self.clip_gradients()
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if asked for, and log their norm."""
@@ -136,8 +204,12 @@ class OptimWrapper:
             return
         grads = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
         norm = self._clip(grads)
-        if norm is not None and has_event_storage():
-            get_event_storage().put_scalar("grad_norm", norm)
+        if norm is not None:
+            self._put_scalar("grad_norm", norm)
+
+    def _put_scalar(self, name: str, value: Any) -> None:
+        if has_event_storage():
+            get_event_storage().put_scalar(f"{self.name}.{name}" if self.name else name, value)
 
     def zero_grad(self) -> None:
         """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
@@ -167,14 +239,30 @@ class OptimWrapper:
         with self.sync_context(model), self.precision_context():
             yield
 
+    def prepare_state(self) -> None:
+        """Before :meth:`state_dict` with several ranks: bring an open window's gradients together.
+
+        A collective, if a window is open.
+        """
+        if not self.should_update():
+            self._saved_gradients = mean_gradients(self._optimizer)
+
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the wrapper's counters beside it."""
-        return {
-            **self.optimizer.state_dict(),
-            "inner_count": self._inner_count,
-            "accumulative_counts": self.accumulative_counts,
+        """The optimizer's state, with the wrapper's counters beside it.
+
+        Inside of a window of accumulation the gradients are part of it (not copied).
+        """
+        state = {
+            **self._optimizer.state_dict(),
+            **self._window.state_dict(),
             "skipped_updates": self.skipped_updates,
         }
+        if self.base_param_settings is not None:
+            state["base_param_settings"] = {**self.base_param_settings}
+        if not self.should_update():
+            state["gradients"] = self._saved_gradients or mean_gradients(self._optimizer, ranks=1)
+        self._saved_gradients = None
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` gave; a torch optimizer's own state also loads.
@@ -182,38 +270,23 @@ class OptimWrapper:
         The settings of the parameter groups (learning rate, weight decay, ...) come from the
         state too. Where that overrules what the optimizer was built with, a table says so.
         """
-        _log_overruled(self.optimizer.param_groups, state_dict["param_groups"])
-        self.optimizer.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
-        self._inner_count = int(state_dict.get("inner_count", 0))
-        if state_dict.get("accumulative_counts") != self.accumulative_counts:
-            self.start_window()  # the position is one in windows of another length
+        _log_overruled(self._optimizer.param_groups, state_dict["param_groups"])
+        self._optimizer.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+        if self.base_param_settings is not None:
+            self.base_param_settings.update(state_dict.get("base_param_settings", {}))
+        self._window.load_state_dict(state_dict)
+        if not self.should_update() and not load_gradients(
+            self._optimizer, state_dict.get("gradients", [])
+        ):
+            logger.warning("The gradients of an open window do not fit: a new window begins")
+            self.start_window()
         self.skipped_updates = int(state_dict.get("skipped_updates", 0))
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(accumulative_counts={self.accumulative_counts}, "
-            f"optimizer={self.optimizer!r})"
+            f"optimizer={self._optimizer!r})"
         )
-
-
-def _build_clipping(config: Mapping[str, Any]) -> Callable[[list[Tensor]], Tensor | None]:
-    """A function that clips gradients in place, and gives their norm if it knows it."""
-    if not isinstance(config, Mapping):
-        raise TypeError(f"clip_grad must be a dict or None, but got {config!r}")
-    options = dict(config)
-    kind = options.pop("type", "norm")
-    if kind not in ("norm", "value"):
-        raise ValueError(f"clip_grad['type'] must be 'norm' or 'value', but got {kind!r}")
-    allowed = {"norm": ("max_norm", "norm_type"), "value": ("clip_value",)}[kind]
-    limit = options.get(allowed[0])
-    if unknown := [key for key in options if key not in allowed]:
-        raise ValueError(f"clip_grad has unknown keys {unknown}; {kind!r} clipping has {allowed}")
-    if not isinstance(limit, int | float) or not limit > 0:
-        raise ValueError(f"clip_grad[{allowed[0]!r}] must be a positive number, but got {limit!r}")
-    if kind == "value":
-        return lambda parameters: nn.utils.clip_grad_value_(parameters, float(limit))
-    norm_type = float(options.get("norm_type", 2.0))
-    return lambda parameters: nn.utils.clip_grad_norm_(parameters, float(limit), norm_type)
 
 
 def _log_overruled(built: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:

@@ -8,28 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from wrapper_toys import batches, linear, same, sgd
 
 from gloo import run_ranks
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 from hooktrain.utils.events import EventStorage
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(1)
-    return nn.Linear(4, 3)
-
-
-def batches(count: int, size: int = 8) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(size, 4, generator=generator) for _ in range(count)]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +178,7 @@ def test_float16_with_a_scaler_and_clipping_equals_the_same_by_hand() -> None:
 def test_an_update_skipped_by_the_scaler_is_returned_and_counted(fused: bool) -> None:
     model = linear()
     before = copy.deepcopy(model)
-    wrapper = AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
+    wrapper = AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), "float16")
     good = batches(1)[0]
     assert not wrapper.update_params(model(good).mean() * torch.inf)
     assert same(model, before)
@@ -207,9 +190,9 @@ def test_an_update_skipped_by_the_scaler_is_returned_and_counted(fused: bool) ->
 
 def test_the_scaler_and_the_count_of_skipped_updates_resume() -> None:
     model = linear()
-    wrapper = AmpOptimWrapper(sgd(model))
+    wrapper = AmpOptimWrapper(sgd(model), "float16")
     wrapper.update_params(model(batches(1)[0]).mean() * torch.inf)
-    other = AmpOptimWrapper(sgd(linear()))
+    other = AmpOptimWrapper(sgd(linear()), "float16")
     other.load_state_dict(wrapper.state_dict())
     assert other.skipped_updates == 1
     assert other.grad_scaler.get_scale() == wrapper.grad_scaler.get_scale() == 32768.0
@@ -217,7 +200,7 @@ def test_the_scaler_and_the_count_of_skipped_updates_resume() -> None:
 
 def test_gradients_are_unscaled_for_those_who_look_before_the_step() -> None:
     model, reference = linear(), linear()
-    wrapper = AmpOptimWrapper(sgd(model))
+    wrapper = AmpOptimWrapper(sgd(model), "float16")
     batch = batches(1)[0]
     wrapper.backward(model(batch).mean())
     wrapper.unscale_gradients()

@@ -1,0 +1,269 @@
+"""Models that own their step, trained."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import StepTrainer
+from hooktrain.engine.hooks import CallbackHook
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from toy import LinearLoss, linear_trainer
+
+
+class OwnStep(LinearLoss):
+    """The usual step, with the noise that makes a lost random state visible."""
+
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self(data + 0.1 * torch.randn_like(data)).float()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss, "acc": loss * 2}
+
+
+class Plain(LinearLoss):
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        loss = self(data)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+class Two(nn.Module):
+    """Two parts, the second of which is updated twice as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = LinearLoss(), LinearLoss()
+
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+        losses = {}
+        for name in ("a", "b", "b"):
+            losses[f"loss_{name}"] = loss = getattr(self, name)(data)
+            optim_wrapper[name].update_params(loss)
+        return losses
+
+
+def data() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(8, 4, generator=generator) for _ in range(4)]
+
+
+class Stream:
+    """Endless batches whose position can be saved."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield data()[(self.position - 1) % 4]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_models_own_step_equals_the_trainers_bit_for_bit() -> None:
+    reference = linear_trainer()
+    reference.train(0, 6)
+    model = Plain()
+    StepTrainer(model, data(), sgd(model)).train(0, 6)
+    assert torch.equal(weights(model), weights(reference.model))
+
+
+def test_a_model_without_a_step_is_trained_as_by_simple_trainer() -> None:
+    reference = linear_trainer()
+    reference.train(0, 6)
+    model = LinearLoss()
+    trainer = StepTrainer(model, data(), sgd(model))
+    trainer.train(0, 6)
+    assert torch.equal(weights(model), weights(reference.model))
+    assert "total_loss" in trainer.storage.latest()
+
+
+def test_what_the_step_returns_is_logged_as_it_is() -> None:
+    model = OwnStep()
+    trainer = StepTrainer(model, data(), sgd(model))
+    trainer.train(0, 3)
+    latest = trainer.storage.latest()
+    assert latest["acc"][0] == 2 * latest["loss"][0]
+    assert "total_loss" not in latest
+    assert [i for _, i in trainer.storage.history("loss").values()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(at_once: bool) -> None:
+    class Broken(Plain):
+        def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+            return {"ratio": torch.tensor(torch.inf), "loss_x": torch.tensor(torch.nan)}
+
+    model = Broken()
+    trainer = StepTrainer(model, data(), sgd(model), async_write_metrics=not at_once)
+
+    def train_and_save() -> None:
+        trainer.train(0, 1)
+        trainer.state_dict()
+
+    with pytest.raises(FloatingPointError, match=r"iteration=0!"):
+        train_and_save()
+
+
+@pytest.mark.parametrize("wrong", [None, torch.ones(()), [1]])
+def test_a_step_that_returns_no_dict_is_told_what_to_return(wrong: Any) -> None:
+    model = Plain()
+    model.train_step = lambda data, optim_wrapper: wrong  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError, match="train_step must return a dict of values to log"):
+        StepTrainer(model, data(), sgd(model)).train(0, 1)
+
+
+def test_after_backward_hooks_run_in_each_update_with_the_true_gradients() -> None:
+    norms: list[float] = []
+
+    def look(trainer: Any) -> None:
+        norms.append(trainer.model.fc.weight.grad.norm().item())
+
+    model = Plain()
+    wrapper = AmpOptimWrapper(sgd(model), "float16", accumulative_counts=2)
+    trainer = StepTrainer(model, data(), wrapper)
+    trainer.register_hooks([CallbackHook(after_backward=look)])
+    trainer.train(0, 4)
+    assert len(norms) == 2
+    assert max(norms) < 10  # the scale is 65536
+    assert wrapper.after_backward is None
+
+
+def test_the_trainer_is_freed_although_its_wrapper_calls_it() -> None:
+    model = Plain()
+    wrapper = OptimWrapper(sgd(model))
+    trainer = StepTrainer(model, data(), wrapper)
+    trainer.train(0, 1)
+    trainer.before_train()
+    alive = weakref.ref(trainer)
+    del trainer
+    assert wrapper.after_backward is not None
+    assert alive() is None
+
+
+def test_several_optimizers_each_accumulate_on_their_own_to_the_end() -> None:
+    model = Two()
+    wrappers = OptimWrapperDict(
+        a=OptimWrapper(sgd(model.a), accumulative_counts=2),
+        b=OptimWrapper(sgd(model.b), accumulative_counts=4),
+    )
+    trainer = StepTrainer(model, data(), wrappers)
+    trainer.train(0, 5)
+    assert [w.inner_count for w in wrappers.values()] == [5, 10]
+    assert [w.should_update() for w in wrappers.values()] == [True, True]
+    # By hand: windows of 2, 2, 1 and of 4, 4, 2 passes.
+    stream = [batch for i in range(5) for batch in [data()[i % 4]]]
+    for name, sizes, repeat in (("a", [2, 2, 1], 1), ("b", [4, 4, 2], 2)):
+        reference = LinearLoss()
+        optimizer = sgd(reference)
+        passes = [batch for batch in stream for _ in range(repeat)]
+        for size in sizes:
+            for _ in range(size):
+                (reference(passes.pop(0)) / size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(weights(getattr(model, name)), weights(reference))
+
+
+def test_several_optimizers_need_a_model_that_can_tell_them_apart() -> None:
+    model = LinearLoss()
+    wrappers = OptimWrapperDict(a=OptimWrapper(sgd(model)))
+    with pytest.raises(TypeError, match=r"\['a'\], need a model with train_step"):
+        StepTrainer(model, data(), wrappers)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stops", [[4], [2, 5]])
+def test_a_run_stopped_inside_of_a_window_resumes_bit_for_bit(
+    tmp_path: Path, kind: str, stops: list[int]
+) -> None:
+    def make() -> tuple[StepTrainer, Checkpointer]:
+        model = OwnStep()
+        options: Any = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.5}}
+        wrapper = (
+            OptimWrapper(sgd(model), **options)
+            if kind == "float32"
+            else AmpOptimWrapper(sgd(model), kind, **options)
+        )
+        trainer = StepTrainer(model, Stream(), wrapper)
+        return trainer, Checkpointer(model, str(tmp_path), trainer=trainer)
+
+    torch.manual_seed(8)
+    whole, _ = make()
+    whole.train(0, 8)
+    torch.manual_seed(8)
+    part, saver = make()
+    for stop in stops:
+        part.register_hooks(
+            [CallbackHook(after_step=lambda t, at=stop: t.iter + 1 == at and t.request_stop("x"))]
+        )
+        part.train(max_iter=8)
+        assert not part.optim_wrapper.should_update()  # type: ignore[union-attr]
+        saver.save("stopped")
+        torch.manual_seed(9)
+        part, saver = make()
+        saver.resume_or_load("", resume=True)
+    part.train(max_iter=8)
+    assert torch.equal(weights(part.model), weights(whole.model))
+    losses = [v for v, i in part.storage.history("loss").values() if i >= stops[-1]]
+    assert losses == [v for v, i in whole.storage.history("loss").values() if i >= stops[-1]]
+
+
+def test_a_run_that_ends_inside_of_a_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Rarely(Plain):
+        calls = 0
+
+        def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+            self.calls += 1
+            return super().train_step(data, optim_wrapper) if self.calls % 2 == 0 else {}
+
+    model = Rarely()
+    StepTrainer(model, data(), OptimWrapper(sgd(model), accumulative_counts=4)).train(0, 6)
+    assert "its last backward passes made no update" in caplog.text
+
+
+def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
+    def failing(at: int) -> Callable[..., Any]:
+        calls = [0]
+
+        def step(model: nn.Module, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+            calls[0] += 1
+            loss = model(data)
+            if calls[0] == at:
+                loss.backward()
+                raise KeyboardInterrupt
+            optim_wrapper.update_params(loss)
+            return {"loss": loss}
+
+        return step
+
+    class Failing(LinearLoss):
+        train_step = failing(at=3)
+
+    model = Failing()
+    batch = data()[:1]
+    trainer = StepTrainer(model, batch, OptimWrapper(sgd(model), accumulative_counts=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(0, 4)
+    trainer.train(max_iter=4)
+    reference = Plain()
+    StepTrainer(reference, batch, OptimWrapper(sgd(reference), accumulative_counts=2)).train(0, 4)
+    assert torch.equal(weights(model), weights(reference))
