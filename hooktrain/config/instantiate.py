@@ -1,14 +1,10 @@
 """`instantiate`: from a config to the objects that it describes."""
 
-import inspect
-import logging
-import sys
 from typing import Any
 
 from hooktrain.config.references import Node, path_of
-from hooktrain.utils.registry import did_you_mean, locate
-
-logger = logging.getLogger(__name__)
+from hooktrain.utils.calling import call
+from hooktrain.utils.names import locate
 
 
 def instantiate(cfg: Any) -> Any:
@@ -62,32 +58,7 @@ def _call(kwargs: dict[Any, Any], path: str) -> Any:
             raise ImportError(f"{_join(path, '_target_')}: {err}") from err
     if not callable(target):
         raise TypeError(f"{_join(path, '_target_')} must be callable or its name, got {target!r}")
-    try:
-        return target(*args, **kwargs)
-    except Exception as err:
-        where = f"{path or 'the config'} ({_name(target)})"
-        if isinstance(err, TypeError) and (reason := _mismatch(target, args, kwargs)):
-            raise TypeError(f"cannot instantiate {where}: {reason}") from err
-        if sys.version_info >= (3, 11):
-            err.add_note(f"while instantiating {where}")
-        else:
-            logger.error("while instantiating %s: %s", where, err)
-        raise
-
-
-def _mismatch(target: Any, args: Any, kwargs: dict[Any, Any]) -> str | None:
-    """Why a target does not accept the arguments; None if it does, or if that is unknown."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # some of the callables written in C do not tell
-        return None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as err:
-        names = signature.parameters
-        unknown = [key for key in kwargs if key not in names]
-        return f"{err}{did_you_mean(unknown[0], names)}" if unknown else str(err)
-    return None
+    return call(target, args, kwargs, f"{path or 'the config'} ({_name(target)})")
 
 
 def _name(target: Any) -> str:

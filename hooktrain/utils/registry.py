@@ -1,38 +1,23 @@
-"""Names of Python objects: a registry of them, finding one by its dotted name, and the inverse."""
+"""A registry: objects by name, and building them from configurations.
 
-import difflib
-import importlib
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
-from types import MethodType
+What finds Python objects by their dotted names stands in ``names.py``; it can be imported from
+here too, where detectron2 has it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-import torch
 from tabulate import tabulate
+
+from hooktrain.utils.calling import call
+from hooktrain.utils.names import did_you_mean, dotted_name, importable_name, locate
+
+__all__ = ["Registry", "did_you_mean", "dotted_name", "importable_name", "locate"]
 
 T = TypeVar("T")
 
 # Tells register() from register(None), which is refused.
 _NO_OBJECT = object()
-
-
-def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The end of an error message about a name that does not exist.
-
-    Args:
-        name: The name that was asked for.
-        known: The names that exist.
-
-    Returns:
-        ``"; did you mean 'x'?"`` where one is near, otherwise the (at most twelve) names there are.
-    """
-    names = [str(k) for k in known]
-    near = difflib.get_close_matches(str(name), names, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    shown = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
-    return f"; there is {shown or 'nothing'}"
 
 
 class Registry:
@@ -48,6 +33,7 @@ class Registry:
         class MyBackbone: ...
 
         BACKBONES.get("MyBackbone")
+        BACKBONES.build({"type": "MyBackbone", "depth": 50})
 
     Args:
         name: What the registry holds, for error messages.
@@ -58,43 +44,85 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     @overload
-    def register(self, obj: T, *, name: str | None = None, force: bool = False) -> T: ...
+    def register(
+        self, obj: T, *, name: str | Sequence[str] | None = None, force: bool = False
+    ) -> T: ...
 
     @overload
-    def register(self, *, name: str | None = None, force: bool = False) -> Callable[[T], T]: ...
+    def register(
+        self, *, name: str | Sequence[str] | None = None, force: bool = False
+    ) -> Callable[[T], T]: ...
 
     def register(
-        self, obj: Any = _NO_OBJECT, *, name: str | None = None, force: bool = False
+        self,
+        obj: Any = _NO_OBJECT,
+        *,
+        name: str | Sequence[str] | None = None,
+        force: bool = False,
     ) -> Any:
         """Register an object, or, called without one, give a decorator that does.
 
         Args:
             obj: The object, if not used as a decorator.
-            name: The name to register under; by default the object's ``__name__``.
+            name: The name to register under, or several; by default the object's ``__name__``.
             force: Replace what is registered under that name, instead of refusing.
 
         Raises:
-            ValueError: If the name is taken and ``force`` is not set.
+            ValueError: If a name is taken and ``force`` is not set; nothing was registered.
             TypeError: If the object is None, or has no ``__name__`` and none is given.
         """
         if obj is _NO_OBJECT:
             return lambda decorated: self.register(decorated, name=name, force=force)
         if obj is None:
             raise TypeError(f"None cannot be registered in the registry {self.name!r}")
-        key = getattr(obj, "__name__", None) if name is None else name
-        if not isinstance(key, str):
-            raise TypeError(f"{obj!r} has no __name__: give name=, a string, got {name!r}")
-        if key in self._objects and not force:
-            raise ValueError(
-                f"the registry {self.name!r} already has {self._objects[key]!r} under the name"
-                f" {key!r}; to put {obj!r} in its place, give force=True"
+        if name is None:
+            name = getattr(obj, "__name__", None)
+        keys = [name] if isinstance(name, str) else name
+        if not isinstance(keys, Sequence) or not keys or not all(isinstance(k, str) for k in keys):
+            raise TypeError(
+                f"name must be a string or several, or None for an object with a __name__;"
+                f" got {name!r} for {obj!r}"
             )
-        self._objects[key] = obj
+        for key in keys:
+            if key in self._objects and not force:
+                raise ValueError(
+                    f"the registry {self.name!r} already has {self._objects[key]!r} under the name"
+                    f" {key!r}; to put {obj!r} in its place, give force=True"
+                )
+        self._objects |= dict.fromkeys(keys, obj)
         return obj
 
-    def register_module(self, name: str | None = None, force: bool = False) -> Callable[[T], T]:
-        """MMEngine's name of the decorator that :meth:`register` gives."""
-        return self.register(name=name, force=force)
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False
+    ) -> Callable[[T], T]: ...
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, *, module: T
+    ) -> T: ...
+
+    def register_module(
+        self,
+        name: str | Sequence[str] | None = None,
+        force: bool = False,
+        module: Any = _NO_OBJECT,
+    ) -> Any:
+        """:meth:`register` with MMEngine's name and arguments: a decorator, unless given a module.
+
+        Example::
+
+            @MODELS.register_module(name=["Net", "net"])
+            class Net(nn.Module): ...
+
+            MODELS.register_module(module=torchvision.models.resnet18)
+        """
+        if not isinstance(name, str | Sequence | None):
+            raise TypeError(
+                f"name must be a string or several, but got {name!r}; a decorator is written with "
+                "parentheses, @REGISTRY.register_module()"
+            )
+        return self.register(module, name=name, force=force)
 
     def get(self, name: str) -> Any:
         """The object registered under ``name``.
@@ -106,6 +134,58 @@ class Registry:
             hint = did_you_mean(name, self._objects)
             raise KeyError(f"no object named {name!r} in the registry {self.name!r}{hint}")
         return self._objects[name]
+
+    def find(self, kind: Any) -> Callable[..., Any]:
+        """What the ``type`` of a configuration stands for.
+
+        Args:
+            kind: A registered name, the dotted name of something to import, or the class or
+                function itself.
+
+        Raises:
+            KeyError: If no such name is registered; the message suggests the nearest.
+            ImportError: If a dotted name leads nowhere; the message suggests the nearest.
+            TypeError: If it stands for something that cannot be called.
+        """
+        if isinstance(kind, str):
+            found = locate(kind) if "." in kind and kind not in self else self.get(kind)
+        else:
+            found = kind
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+        raise TypeError(
+            f"'type' for the registry {self.name!r} must be a registered name, a dotted name,"
+            f" a class or a function, got {kind!r}"
+        )
+
+    def build(self, cfg: Mapping[str, Any], /, **defaults: Any) -> Any:
+        """Call what ``cfg["type"]`` stands for with the other items of ``cfg``.
+
+        Args:
+            cfg: ``type``, see :meth:`find`, and keyword arguments. It is not changed.
+            defaults: Keyword arguments that ``cfg`` may replace; also a default ``type``.
+
+        Raises:
+            TypeError: If ``cfg`` is not a dict, or if the arguments are not those that its
+                ``type`` takes; the message names both.
+            KeyError: If there is no ``type``, or it is not registered.
+            ImportError: If ``type`` is a dotted name that leads nowhere.
+            Exception: What the constructor itself raises is passed on, with a note.
+        """
+        if not isinstance(cfg, Mapping):
+            raise TypeError(
+                f"a configuration for the registry {self.name!r} must be a dict with 'type',"
+                f" got {cfg!r}"
+            )
+        arguments = {**defaults, **cfg}
+        if "type" not in arguments:
+            raise KeyError(
+                f"a configuration for the registry {self.name!r} needs 'type', got {dict(cfg)!r}"
+            )
+        target = self.find(arguments.pop("type"))
+        name = getattr(target, "__qualname__", repr(target))
+        what = f"{name} of the registry {self.name!r} with the keys {list(arguments)}"
+        return call(target, (), arguments, what)
 
     def __contains__(self, name: object) -> bool:
         return name in self._objects
@@ -119,110 +199,3 @@ class Registry:
     def __repr__(self) -> str:
         table = tabulate(self._objects.items(), headers=["Name", "Object"], tablefmt="fancy_grid")
         return f"Registry of {self.name}:\n{table}"
-
-
-def locate(name: str) -> Any:
-    """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
-
-    Modules are imported as needed; classes' attributes and re-exports are followed. Where a
-    package has an attribute and a module of one name, the attribute wins, as in an import.
-
-    Raises:
-        ImportError: If there is no such object; the message names the part that exists and the
-            nearest attribute of it. An import that fails inside an existing module is not hidden.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"a dotted name must be a string, got {name!r}")
-    parts = name.split(".")
-    if not all(part.isidentifier() for part in parts):
-        raise ImportError(f"{name!r} is not a dotted name, such as 'torch.optim.SGD'")
-    reached, deepest = 0, None
-    for split in range(1, len(parts) + 1):
-        obj = _import_if_there(".".join(parts[:split]))
-        if obj is None:
-            break
-        for depth in range(split, len(parts) + 1):
-            if depth > reached:
-                reached, deepest = depth, obj
-            if depth == len(parts):
-                return obj
-            try:
-                obj = getattr(obj, parts[depth])
-            except AttributeError:
-                break
-    if not reached:
-        raise ImportError(f"cannot locate {name!r}: there is no module {parts[0]!r}")
-    public = [n for n in dir(deepest) if not n.startswith("_")]
-    raise ImportError(
-        f"cannot locate {name!r}: {'.'.join(parts[:reached])!r} has no {parts[reached]!r}"
-        + did_you_mean(parts[reached], public)
-    )
-
-
-def _import_if_there(module: str) -> Any:
-    """Import a module, or give None if there is none; errors from inside a module are raised."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as err:
-        if err.name is not None and f"{module}.".startswith(f"{err.name}."):
-            return None
-        raise
-
-
-def importable_name(obj: Any) -> tuple[str, str]:
-    """The shortest ``(module, name)`` for which ``from module import name`` gives ``obj``.
-
-    ``name`` is dotted for what is defined in a class. A public re-export is preferred:
-    ``("torch.optim", "SGD")``, although the class is defined in ``torch.optim.sgd``.
-
-    Args:
-        obj: A class, function, class method, enum member or ``torch.dtype``.
-
-    Raises:
-        ValueError: If it cannot be imported by name: a lambda, something defined in a function,
-            an ordinary instance.
-    """
-    if isinstance(obj, torch.dtype):
-        return "torch", str(obj).removeprefix("torch.")
-    for module, name in _candidates(obj):
-        if _same(_attribute(sys.modules.get(module), name), obj):
-            return module, name
-    raise ValueError(
-        f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a class or"
-        " function that is defined at the top of a module"
-    )
-
-
-def dotted_name(obj: Any) -> str:
-    """The shortest dotted name by which `locate` finds ``obj``; see `importable_name`."""
-    return ".".join(importable_name(obj))
-
-
-def _candidates(obj: Any) -> Iterator[tuple[str, str]]:
-    """Where an object may be found as ``(module, name)``, the best place first."""
-    owner = type(obj) if isinstance(obj, Enum) else obj
-    module, short = getattr(owner, "__module__", None), str(getattr(obj, "__name__", None))
-    name = str(getattr(owner, "__qualname__", short))
-    if isinstance(obj, Enum):
-        name = f"{name}.{obj.name}"
-    parts = module.split(".") if isinstance(module, str) else []
-    if not parts or any(part.startswith("_") for part in parts):
-        # Extensions do not know the public home of their functions: see who has them.
-        holders = [m for m, mod in [*sys.modules.items()] if short in getattr(mod, "__dict__", ())]
-        for holder in sorted(holders, key=lambda m: ("._" in f".{m}", m.count("."), m)):
-            yield holder, short
-    for length in range(1, len(parts) + 1):
-        yield ".".join(parts[:length]), name
-        yield ".".join(parts[:length]), short  # torch.tanh calls itself _VariableFunctions.tanh
-
-
-def _attribute(obj: Any, name: str) -> Any:
-    """A nested attribute, or None."""
-    for part in name.split("."):
-        obj = getattr(obj, part, None)
-    return obj
-
-
-def _same(found: Any, obj: Any) -> bool:
-    # A class method is bound anew at each access: the same one is equal, not identical.
-    return found is obj or (isinstance(obj, MethodType) and bool(found == obj))

@@ -1,0 +1,170 @@
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hooktrain.utils.names import did_you_mean, dotted_name, importable_name, locate
+
+
+class Outer:
+    class Inner:
+        pass
+
+    @classmethod
+    def build(cls) -> "Outer":
+        return cls()
+
+    def method(self) -> None:
+        pass
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def some_function() -> None:
+    pass
+
+
+# did_you_mean
+
+
+def test_a_typo_suggests_the_nearest_name_and_nonsense_lists_what_there_is() -> None:
+    assert did_you_mean("max_itr", ["max_iter", "seed"]) == "; did you mean 'max_iter'?"
+    assert did_you_mean("zzz", ["max_iter", "seed"]) == "; there is 'max_iter', 'seed'"
+    assert did_you_mean("zzz", []) == "; there is nothing"
+    assert did_you_mean("zzz", range(20)).endswith("'11', ...")
+
+
+# locate
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("torch.optim.SGD", torch.optim.SGD),
+        ("torch.optim.sgd.SGD", torch.optim.SGD),
+        ("torch.nn.Conv2d.forward", torch.nn.Conv2d.forward),
+        ("torch.nn", torch.nn),
+        ("builtins.dict", dict),
+    ],
+)
+def test_locate_finds(name: str, expected: Any) -> None:
+    assert locate(name) is expected
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An importable package, located_pkg, that is forgotten after the test."""
+    folder = tmp_path / "located_pkg"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    # setitem and delitem: the modules that the test imports vanish afterwards.
+    for name in ("located_pkg", "located_pkg.train", "located_pkg.broken"):
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        del sys.modules[name]
+    return folder
+
+
+def test_locate_imports_modules_that_nobody_has_imported_yet(package: Path) -> None:
+    (package / "train.py").write_text("class Trainer:\n    x = 5\n")
+    assert locate("located_pkg.train.Trainer.x") == 5
+
+
+def test_locate_finds_a_function_and_what_is_beside_it_in_a_module_of_the_same_name(
+    package: Path,
+) -> None:
+    (package / "train.py").write_text("def train(): return 1\ndef helper(): return 2\n")
+    (package / "__init__.py").write_text("from located_pkg.train import train\n")
+    assert locate("located_pkg.train")() == 1
+    assert locate("located_pkg.train.helper")() == 2
+    assert dotted_name(locate("located_pkg.train")) == "located_pkg.train"
+    assert dotted_name(locate("located_pkg.train.helper")) == "located_pkg.train.helper"
+
+
+def test_an_import_that_fails_inside_a_module_is_not_hidden(package: Path) -> None:
+    (package / "broken.py").write_text("import no_such_dependency\n")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_dependency'"):
+        locate("located_pkg.broken.Net")
+
+
+def test_an_unknown_attribute_names_what_exists_and_the_nearest() -> None:
+    message = "cannot locate 'torch.optim.SDG': 'torch.optim' has no 'SDG'; did you mean 'SGD'?"
+    with pytest.raises(ImportError) as error:
+        locate("torch.optim.SDG")
+    assert str(error.value) == message
+    with pytest.raises(ImportError, match=r"'torch.nn.Conv2d' has no 'forwrd'.*'forward'"):
+        locate("torch.nn.Conv2d.forwrd")
+
+
+def test_an_unknown_module_is_named() -> None:
+    with pytest.raises(ImportError, match="there is no module 'no_such_module'"):
+        locate("no_such_module.Net")
+
+
+@pytest.mark.parametrize("name", ["", "a..b", ".a", "a.", "a b", "torch.nn-x"])
+def test_what_is_no_dotted_name_is_refused(name: str) -> None:
+    with pytest.raises(ImportError, match="is not a dotted name"):
+        locate(name)
+
+
+def test_locate_takes_strings_only() -> None:
+    with pytest.raises(TypeError, match="must be a string"):
+        locate(3)  # type: ignore[arg-type]
+
+
+# dotted_name
+
+
+@pytest.mark.parametrize(
+    ("obj", "expected"),
+    [
+        (torch.optim.SGD, "torch.optim.SGD"),
+        (torch.nn.Conv2d, "torch.nn.Conv2d"),
+        (torch.nn.functional.relu, "torch.nn.functional.relu"),
+        (torch.nn.functional.gelu, "torch.nn.functional.gelu"),  # calls itself torch._C._nn.gelu
+        (torch.tanh, "torch.tanh"),  # calls itself torch._VariableFunctionsClass.tanh
+        (torch.float16, "torch.float16"),
+        (dict, "builtins.dict"),
+        (Outer.Inner, f"{__name__}.Outer.Inner"),
+        (Outer.method, f"{__name__}.Outer.method"),
+        (Colour.RED, f"{__name__}.Colour.RED"),
+        (some_function, f"{__name__}.some_function"),
+    ],
+)
+def test_the_dotted_name_is_the_shortest_public_one_and_leads_back(obj: Any, expected: str) -> None:
+    assert dotted_name(obj) == expected
+    assert locate(expected) is obj
+
+
+def test_a_class_method_has_a_dotted_name() -> None:
+    assert importable_name(Outer.build) == (__name__, "Outer.build")
+    assert isinstance(locate(dotted_name(Outer.build))(), Outer)
+
+
+def local_function() -> Callable[[], None]:
+    def local() -> None:
+        pass
+
+    return local
+
+
+@pytest.mark.parametrize(
+    "obj", [lambda: 0, local_function(), Outer(), Outer().method, torch.nn.Linear(1, 1), 3, "torch"]
+)
+def test_what_cannot_be_imported_by_name_is_refused(obj: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be imported by name"):
+        dotted_name(obj)
+
+
+def test_a_name_that_now_belongs_to_something_else_is_refused() -> None:
+    class Colour:  # shadows nothing: the module's Colour is another class
+        __qualname__ = "Colour"
+
+    with pytest.raises(ValueError, match="cannot be imported by name"):
+        dotted_name(Colour)
