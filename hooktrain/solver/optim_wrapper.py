@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from hooktrain.solver.clipping import build_clipping
+from hooktrain.solver.match_state import match_optimizer_state
+from hooktrain.solver.overruled import log_overruled_settings
 from hooktrain.solver.window import Window, load_gradients, mean_gradients
 from hooktrain.utils.events import get_event_storage, has_event_storage
 
@@ -267,19 +268,22 @@ class OptimWrapper:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` gave; a torch optimizer's own state also loads.
 
-        The settings of the parameter groups (learning rate, weight decay, ...) come from the
-        state too. Where that overrules what the optimizer was built with, a table says so.
+        If the parameters are not those of the state, they are matched by name; see
+        :func:`~hooktrain.solver.match_optimizer_state`. The settings of the parameter groups
+        (learning rate, weight decay, ...) come from the state too. Where that overrules what the
+        optimizer was built with, a table says so.
         """
-        _log_overruled(self._optimizer.param_groups, state_dict["param_groups"])
-        self._optimizer.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+        fitted, match = match_optimizer_state(self._optimizer, state_dict)
+        log_overruled_settings(self._optimizer.param_groups, fitted["param_groups"])
+        self._optimizer.load_state_dict(fitted)
         if self.base_param_settings is not None:
             self.base_param_settings.update(state_dict.get("base_param_settings", {}))
         self._window.load_state_dict(state_dict)
-        if not self.should_update() and not load_gradients(
-            self._optimizer, state_dict.get("gradients", [])
-        ):
-            logger.warning("The gradients of an open window do not fit: a new window begins")
-            self.start_window()
+        if not self.should_update():
+            gradients = [] if match.new else match.reorder(state_dict.get("gradients", []))
+            if not load_gradients(self._optimizer, gradients):
+                logger.warning("The gradients of an open window do not fit: a new window begins")
+                self.start_window()
         self.skipped_updates = int(state_dict.get("skipped_updates", 0))
 
     def __repr__(self) -> str:
@@ -287,18 +291,3 @@ class OptimWrapper:
             f"{type(self).__name__}(accumulative_counts={self.accumulative_counts}, "
             f"optimizer={self._optimizer!r})"
         )
-
-
-def _log_overruled(built: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Log a table of the settings that the checkpoint changes."""
-    rows = []
-    for i, (ours, theirs) in enumerate(zip(built, saved, strict=False)):
-        # A schedule moves lr all the time; initial_lr is what the configuration said.
-        moving = {"params", "param_names", *(["lr"] if "initial_lr" in theirs else [])}
-        base = {"initial_lr": ours.get("initial_lr", ours["lr"])} if "lr" in ours else {}
-        for key, value in {**ours, **base}.items():
-            if key not in moving and key in theirs and theirs[key] != value:
-                rows.append([i, key, value, theirs[key]])
-    if rows:
-        table = tabulate(rows, ["group", "setting", "configured", "checkpoint (used)"], "pipe")
-        logger.warning("The checkpoint overrules settings of the optimizer:\n%s", table)

@@ -1,112 +1,213 @@
-"""What applies a schedule to the parameter groups of an optimizer."""
+"""Schedulers of the parameters of an optimizer's groups, by MMEngine's names.
 
-from typing import Any
+Each combines a curve, what applies it, and the parameter that it is for. Several of them on one
+optimizer, stepped in order, compose: one range after the other chains, overlapping ranges multiply,
+and in a gap the value stays::
 
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+    schedulers = [
+        LinearLR(optimizer, start_factor=0.001, by_epoch=False, begin=0, end=500),
+        CosineAnnealingLR(optimizer, by_epoch=False, begin=500, end=10_000),
+    ]
+    for scheduler in schedulers:  # after each iteration
+        scheduler.step()
 
-from hooktrain.solver.composite import check_is_schedule
-from hooktrain.solver.schedule import ParamScheduler
+A curve of your own is a dataclass with a method ``share``, and a scheduler of it three lines::
+
+    @dataclass(eq=False)
+    class MyLR(CurveScheduler, MyCurve, OfLR):
+        pass
+
+Five of the names for any parameter, such as :class:`LinearParamScheduler`, are also those of pure
+functions in ``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+from hooktrain.solver.curve_scheduler import CurveScheduler
+from hooktrain.solver.group_scheduler import (
+    GroupParamScheduler,
+    LastStepFirst,
+    OfLR,
+    OfMomentum,
+    OfParam,
+)
+from hooktrain.solver.lr_multiplier import LRMultiplier as LRMultiplier  # its first home
+from hooktrain.solver.one_cycle import OneCycleCurve
+from hooktrain.solver.param_curves import (
+    ConstantCurve,
+    CosineAnnealingCurve,
+    CosineRestartCurve,
+    Curve,
+    ExponentialCurve,
+    LinearCurve,
+    MultiStepCurve,
+    PolyCurve,
+    StepCurve,
+)
+from hooktrain.solver.plateau import PlateauScheduler, ReduceOnPlateau
+from hooktrain.utils.registries import PARAM_SCHEDULERS
+
+_ParamScheduler = GroupParamScheduler  # MMEngine's name
 
 
-class LRMultiplier(LRScheduler):
-    """Sets the learning rate of each group to ``base_lr * multiplier(step / max_iter)``.
+@dataclass(eq=False)
+class ConstantParamScheduler(CurveScheduler, ConstantCurve, OfParam):
+    """Any parameter of the groups by a constant factor."""
 
-    ``base_lr`` is the group's ``initial_lr``, or its ``lr`` where it has none. The rate of the
-    first step is set at once. Steps beyond ``max_iter`` keep the final value.
 
-    It is a torch ``LRScheduler`` that takes a fraction of the time of torch's own, since it leaves
-    ``optimizer.step`` as it is and does not watch the order of steps.
+@dataclass(eq=False)
+class ConstantLR(CurveScheduler, ConstantCurve, OfLR):
+    """The learning rate by a constant factor."""
 
-    Args:
-        optimizer: has its ``param_groups`` written to. A ``lr`` that is a tensor is filled in
-            place.
-        multiplier: a function of the progress of the run, in [0, 1].
-        max_iter: the number of steps of the run, at least 1.
-        last_iter: the last finished step of a run to continue; -1 starts a new one.
 
-    Raises:
-        TypeError: ``optimizer`` or ``multiplier`` is of another type.
-        ValueError: ``max_iter`` or ``last_iter`` is out of range.
-    """
+@dataclass(eq=False)
+class ConstantMomentum(CurveScheduler, ConstantCurve, OfMomentum):
+    """The momentum by a constant factor."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        multiplier: ParamScheduler,
-        max_iter: int,
-        last_iter: int = -1,
-    ) -> None:
-        # The constructor of torch is not called: it would replace optimizer.step by a slower one.
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer: {optimizer!r}")
-        check_is_schedule("multiplier", multiplier)
-        if max_iter <= 0:
-            raise ValueError(f"max_iter must be at least 1: {max_iter!r}")
-        if last_iter < -1:
-            raise ValueError(f"last_iter must be at least -1: {last_iter!r}")
-        self.optimizer = optimizer
-        self.last_epoch = last_iter
-        self._multiplier = multiplier
-        self._max_iter = max_iter
-        # Synchronises with the device once, if the rates are tensors there.
-        self.base_lrs: list[float | Tensor] = [
-            float(group.setdefault("initial_lr", float(group["lr"])))
-            for group in optimizer.param_groups
-        ]
-        self.step()
 
-    def get_lr(self) -> list[float | Tensor]:
-        """The rates of step ``last_epoch``, one float a group."""
-        factor = self._multiplier(min(self.last_epoch / self._max_iter, 1.0))
-        return [base * factor for base in self.base_lrs]
+@dataclass(eq=False)
+class LinearParamScheduler(CurveScheduler, LinearCurve, OfParam):
+    """Any parameter of the groups by a line."""
 
-    def get_last_lr(self) -> list[float | Tensor]:
-        """The rates set last, one float a group."""
-        return self.get_lr()
 
-    def step(self, epoch: int | None = None) -> None:
-        """Go on by one step, or to step ``epoch``, and set the rates.
+@dataclass(eq=False)
+class LinearLR(CurveScheduler, LinearCurve, OfLR):
+    """The learning rate by a line."""
 
-        Raises:
-            ValueError: a group was added to the optimizer, for which there is no base rate.
-        """
-        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_lrs):
-            raise ValueError(
-                f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
-                f"for {len(self.base_lrs)}: make a new one after adding groups"
-            )
-        factor = self._multiplier(min(self.last_epoch / self._max_iter, 1.0))
-        for i, base_lr in enumerate(self.base_lrs):
-            group = groups[i]
-            if isinstance(group["lr"], Tensor):
-                # In place, for captured graphs; no synchronisation.
-                group["lr"].fill_(base_lr * factor)
-            else:
-                group["lr"] = base_lr * factor
 
-    def state_dict(self) -> dict[str, Any]:
-        """The base rates and the number of the current step; the schedule is not part of it."""
-        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
+@dataclass(eq=False)
+class LinearMomentum(CurveScheduler, LinearCurve, OfMomentum):
+    """The momentum by a line."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the saved step, and set the rates at once.
 
-        Raises:
-            KeyError: an entry is missing.
-            ValueError: the state has another number of groups than the optimizer.
-        """
-        for key in ("base_lrs", "last_epoch"):
-            if key not in state_dict:
-                raise KeyError(f"the state of LRMultiplier has no {key!r}: {sorted(state_dict)}")
-        base_lrs = [float(lr) for lr in state_dict["base_lrs"]]
-        if len(base_lrs) != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"the state of LRMultiplier is of {len(base_lrs)} parameter groups, and the "
-                f"optimizer has {len(self.optimizer.param_groups)}"
-            )
-        self.base_lrs = list(base_lrs)
-        self.step(int(state_dict["last_epoch"]))
+@dataclass(eq=False)
+class StepParamScheduler(CurveScheduler, StepCurve, OfParam):
+    """Any parameter of the groups by equal steps."""
+
+
+@dataclass(eq=False)
+class StepLR(CurveScheduler, StepCurve, OfLR):
+    """The learning rate by equal steps."""
+
+
+@dataclass(eq=False)
+class StepMomentum(CurveScheduler, StepCurve, OfMomentum):
+    """The momentum by equal steps."""
+
+
+@dataclass(eq=False)
+class MultiStepParamScheduler(CurveScheduler, LastStepFirst, MultiStepCurve, OfParam):
+    """Any parameter of the groups by milestones."""
+
+
+@dataclass(eq=False)
+class MultiStepLR(CurveScheduler, LastStepFirst, MultiStepCurve, OfLR):
+    """The learning rate by milestones."""
+
+
+@dataclass(eq=False)
+class MultiStepMomentum(CurveScheduler, LastStepFirst, MultiStepCurve, OfMomentum):
+    """The momentum by milestones."""
+
+
+@dataclass(eq=False)
+class ExponentialParamScheduler(CurveScheduler, ExponentialCurve, OfParam):
+    """Any parameter of the groups by an exponential."""
+
+
+@dataclass(eq=False)
+class ExponentialLR(CurveScheduler, ExponentialCurve, OfLR):
+    """The learning rate by an exponential."""
+
+
+@dataclass(eq=False)
+class ExponentialMomentum(CurveScheduler, ExponentialCurve, OfMomentum):
+    """The momentum by an exponential."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingParamScheduler(CurveScheduler, CosineAnnealingCurve, OfParam):
+    """Any parameter of the groups by half of a cosine."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingLR(CurveScheduler, CosineAnnealingCurve, OfLR):
+    """The learning rate by half of a cosine."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingMomentum(CurveScheduler, CosineAnnealingCurve, OfMomentum):
+    """The momentum by half of a cosine."""
+
+
+@dataclass(eq=False)
+class PolyParamScheduler(CurveScheduler, PolyCurve, OfParam):
+    """Any parameter of the groups by a polynomial."""
+
+
+@dataclass(eq=False)
+class PolyLR(CurveScheduler, PolyCurve, OfLR):
+    """The learning rate by a polynomial."""
+
+
+@dataclass(eq=False)
+class PolyMomentum(CurveScheduler, PolyCurve, OfMomentum):
+    """The momentum by a polynomial."""
+
+
+@dataclass(eq=False)
+class CosineRestartParamScheduler(CurveScheduler, CosineRestartCurve, OfParam):
+    """Any parameter of the groups by a cosine with restarts."""
+
+
+@dataclass(eq=False)
+class CosineRestartLR(CurveScheduler, CosineRestartCurve, OfLR):
+    """The learning rate by a cosine with restarts."""
+
+
+@dataclass(eq=False)
+class CosineRestartMomentum(CurveScheduler, CosineRestartCurve, OfMomentum):
+    """The momentum by a cosine with restarts."""
+
+
+@dataclass(eq=False)
+class OneCycleParamScheduler(CurveScheduler, OneCycleCurve, OfParam):
+    """Any parameter of the groups by the 1cycle policy."""
+
+
+@dataclass(eq=False)
+class OneCycleLR(CurveScheduler, OneCycleCurve, OfLR):
+    """The learning rate by the 1cycle policy."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauParamScheduler(PlateauScheduler, OfParam):
+    """Any parameter of the groups, reduced when a metric no longer improves."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauLR(PlateauScheduler, OfLR):
+    """The learning rate, reduced when a metric no longer improves."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauMomentum(PlateauScheduler, OfMomentum):
+    """The momentum, reduced when a metric no longer improves."""
+
+
+def _complete_docstring(scheduler: type[GroupParamScheduler]) -> None:
+    """Add what the curve and the range say about themselves and their arguments."""
+    curve = next(
+        part
+        for part in scheduler.__mro__
+        if issubclass(part, Curve | ReduceOnPlateau) and not issubclass(part, GroupParamScheduler)
+    )
+    docs = [inspect.getdoc(part) or "" for part in (scheduler, curve, GroupParamScheduler)]
+    scheduler.__doc__ = "\n\n".join(docs)
+
+
+for _scheduler in [*globals().values()]:
+    if isinstance(_scheduler, type) and _scheduler.__module__ == __name__:
+        _complete_docstring(_scheduler)
+        PARAM_SCHEDULERS.register(_scheduler)

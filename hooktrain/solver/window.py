@@ -125,9 +125,9 @@ def mean_gradients(
 def load_gradients(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor | None]) -> bool:
     """Set the gradients that ``mean_gradients`` gave; False, if they are of other parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if [p.shape for p in parameters] != [
-        p.shape if g is None else g.shape for p, g in zip(parameters, gradients, strict=False)
-    ] or len(parameters) != len(gradients):
+    if len(parameters) != len(gradients) or any(
+        g is not None and g.shape != p.shape for p, g in zip(parameters, gradients, strict=True)
+    ):
         return False
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter, copy=True)

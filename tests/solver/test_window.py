@@ -126,17 +126,30 @@ def test_a_state_saved_inside_of_a_window_resumes_bit_for_bit(kind: str, stop: i
     )
 
 
-def test_gradients_of_another_model_begin_a_new_window(caplog: pytest.LogCaptureFixture) -> None:
-    model = linear()
-    wrapper = OptimWrapper(sgd(model), accumulative_counts=2)
+def test_a_window_ends_where_parameters_are_new_and_stays_open_where_some_are_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def named(model: nn.Module) -> OptimWrapper:
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        return OptimWrapper(optimizer, accumulative_counts=2)
+
+    model = nn.Sequential(linear(), nn.Linear(3, 2))
+    wrapper = named(model)
     wrapper.update_params(loss_of(model, batches(1)[0]))
     state = wrapper.state_dict()
-    state["gradients"] = state["gradients"][:1]
-    other = OptimWrapper(sgd(linear()), accumulative_counts=2)
-    other.load_state_dict(state)
+
+    smaller = nn.Sequential(linear())
+    loaded = named(smaller)
+    loaded.load_state_dict(state)
+    assert not loaded.should_update()
+    assert torch.equal(smaller[0].weight.grad, model[0].weight.grad)  # type: ignore[arg-type]
+    assert "a new window begins" not in caplog.text
+
+    larger = named(nn.Sequential(linear(), nn.Linear(3, 2), nn.Linear(2, 2)))
+    larger.load_state_dict(state)
+    assert larger.should_update()
+    assert larger.inner_count == 1
     assert "a new window begins" in caplog.text
-    assert other.should_update()
-    assert other.inner_count == 1
 
 
 def window_of_ranks() -> tuple[torch.Tensor, list[bool], torch.Tensor]:

@@ -1,0 +1,191 @@
+import copy
+from typing import Any
+
+import pytest
+from scheduler_toys import sgd
+from torch.optim.lr_scheduler import StepLR as TorchStepLR
+
+from hooktrain.solver import ConstantParamScheduler, OptimWrapper, OptimWrapperDict
+from hooktrain.solver.build_param_scheduler import build_param_scheduler
+from hooktrain.solver.param_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LinearMomentum,
+    LinearParamScheduler,
+    MultiStepLR,
+    PolyLR,
+    StepLR,
+)
+
+RUN = {"max_epochs": 12, "max_iters": 48, "epoch_length": 4}
+
+
+def two() -> OptimWrapperDict:
+    return OptimWrapperDict(a=OptimWrapper(sgd(1.0)), b=OptimWrapper(sgd(2.0)))
+
+
+def test_one_configuration_becomes_a_list_of_one() -> None:
+    optimizer = sgd(1.0)
+    config = {"type": "StepLR", "step_size": 3, "by_epoch": False, "begin": 1, "end": 9}
+    (scheduler,) = build_param_scheduler(config, optimizer)
+    assert type(scheduler) is StepLR
+    assert (scheduler.optimizer, scheduler.step_size) == (optimizer, 3)
+    assert (scheduler.begin, scheduler.end, scheduler.by_epoch) == (1, 9, False)
+
+
+@pytest.mark.parametrize("kind", [PolyLR, "hooktrain.solver.param_scheduler.PolyLR"])
+def test_the_type_may_be_a_class_or_its_place(kind: Any) -> None:
+    (scheduler,) = build_param_scheduler({"type": kind}, sgd(1.0), RUN)
+    assert type(scheduler) is PolyLR
+
+
+def test_generic_names_are_those_of_mmengine() -> None:
+    config = {"type": "LinearParamScheduler", "param_name": "weight_decay"}
+    (scheduler,) = build_param_scheduler(config, sgd(1.0), RUN)
+    assert type(scheduler) is LinearParamScheduler
+
+
+def test_a_list_may_mix_configurations_with_schedulers_that_are_built() -> None:
+    optimizer = sgd(1.0)
+    built = [StepLR(optimizer, 2), TorchStepLR(optimizer, 2), ConstantParamScheduler(1.0)]
+    result = build_param_scheduler([*built, {"type": "LinearLR"}], optimizer, RUN)
+    assert result[:3] == built
+    assert type(result[3]) is LinearLR
+
+
+def test_a_schedule_ends_with_the_run_unless_it_says_otherwise() -> None:
+    def end(**config: Any) -> Any:
+        return build_param_scheduler({"type": "LinearLR", **config}, sgd(1.0), RUN)[0].end
+
+    assert end() == end(end=None) == 12
+    assert end(by_epoch=False) == 48
+    assert end(end=5) == end(end=5, by_epoch=False) == 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"type": "LinearLR", "end": 7},
+        {"type": "CosineAnnealingLR", "T_max": 7},
+        {"type": "OneCycleLR", "eta_max": 1.0, "total_steps": 7},
+        {"type": "StepLR", "step_size": 7},
+        {"type": "ConstantMomentum"},
+        {"type": "ReduceOnPlateauLR"},
+    ],
+)
+def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(config: Any) -> None:
+    (scheduler,) = build_param_scheduler(config, sgd(1.0))
+    assert scheduler.end == config.get("end", 10**9)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"type": "LinearLR"}, "max_epochs must be specified in default_args, or end in"),
+        ({"type": "PolyMomentum", "by_epoch": False}, "max_iters .* or end in .*PolyMomentum"),
+        ({"type": "CosineAnnealingLR"}, "max_epochs .* or end or T_max in .*CosineAnnealingLR"),
+        ({"type": "OneCycleLR", "eta_max": 1.0}, "max_epochs .* or end or total_steps in"),
+    ],
+)
+def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
+    config: Any, message: str
+) -> None:
+    optimizer = sgd(1.0)
+    with pytest.raises(ValueError, match=message):
+        build_param_scheduler(config, optimizer, {"epoch_length": 4})
+    assert "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_epochs_become_iterations_if_asked_for() -> None:
+    config = {"type": "MultiStepLR", "milestones": [1, 2], "end": 3, "convert_to_iter_based": True}
+    (scheduler,) = build_param_scheduler(config, sgd(1.0), RUN)
+    assert type(scheduler) is MultiStepLR
+    assert (scheduler.milestones, scheduler.end, scheduler.by_epoch) == ([4, 8], 12, False)
+    (scheduler,) = build_param_scheduler(
+        {"type": "CosineAnnealingLR", "convert_to_iter_based": True, "epoch_length": 10},
+        sgd(1.0),
+        RUN,
+    )
+    assert type(scheduler) is CosineAnnealingLR
+    assert scheduler.end == 120
+
+
+def test_the_length_of_an_epoch_is_needed_to_convert() -> None:
+    config = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
+    with pytest.raises(ValueError, match="epoch_length must be at least 1: None"):
+        build_param_scheduler(config, sgd(1.0), {"max_epochs": 3})
+    with pytest.raises(ValueError, match="by_epoch=False"):
+        build_param_scheduler({**config, "by_epoch": False}, sgd(1.0), RUN)
+
+
+def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
+    wrappers = two()
+    config = [{"type": "LinearLR"}, {"type": "LinearMomentum", "by_epoch": False}]
+    defaults = {**RUN}
+    before = copy.deepcopy(config)
+    result = build_param_scheduler(config, wrappers, defaults)
+    assert isinstance(result, dict)
+    assert {name: [type(s) for s in made] for name, made in result.items()} == {
+        "a": [LinearLR, LinearMomentum],
+        "b": [LinearLR, LinearMomentum],
+    }
+    assert [result[name][0].optimizer for name in ("a", "b")] == [wrappers["a"], wrappers["b"]]
+    assert [s.end for made in result.values() for s in made] == [12, 48, 12, 48]
+    assert (config, defaults) == (before, RUN)
+
+
+def test_several_optimizers_may_have_different_schedulers() -> None:
+    wrappers = two()
+    built = StepLR(wrappers["b"], 2)
+    config = {"b": built, "a": [{"type": "LinearLR"}, {"type": "PolyLR"}]}
+    result = build_param_scheduler(config, wrappers, RUN)
+    assert isinstance(result, dict)
+    assert list(result) == ["a", "b"]
+    assert [type(s) for s in result["a"]] == [LinearLR, PolyLR]
+    assert result["b"] == [built]
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a", "B"]])
+def test_the_names_must_be_those_of_the_optimizers(names: list[str]) -> None:
+    with pytest.raises(KeyError, match=r"the optimizers are \['a', 'b'\]"):
+        build_param_scheduler({name: {"type": "LinearLR"} for name in names}, two(), RUN)
+
+
+def test_a_scheduler_that_is_built_cannot_serve_several_optimizers() -> None:
+    wrappers = two()
+    with pytest.raises(ValueError, match=r"has one optimizer, and there are \['a', 'b'\]"):
+        build_param_scheduler([{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN)
+
+
+def test_other_defaults_are_arguments_that_a_configuration_overrules() -> None:
+    defaults = {**RUN, "by_epoch": False, "begin": 2}
+    (scheduler,) = build_param_scheduler({"type": "LinearLR", "begin": 3}, sgd(1.0), defaults)
+    assert (scheduler.begin, scheduler.end, scheduler.by_epoch) == (3, 48, False)
+
+
+def test_a_class_of_your_own_needs_no_end() -> None:
+    class Mine:
+        def __init__(self, optimizer: Any, speed: int) -> None:
+            self.speed = speed
+
+    (scheduler,) = build_param_scheduler({"type": Mine, "speed": 3}, sgd(1.0), RUN)
+    assert (type(scheduler), scheduler.speed) == (Mine, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"step_size": 2}, TypeError, "dict with 'type', but got {'step_size': 2}"),
+        ("StepLR", TypeError, "dict with 'type', but got 'StepLR'"),
+        (None, TypeError, "but got None"),
+        ([None], TypeError, "but got None"),
+        ({"type": 3}, TypeError, "a dotted name, a class or a function, got 3"),
+        ({"type": "LinaerLR"}, KeyError, "did you mean 'LinearLR'"),
+        ({"type": "StepLR", "step_sise": 2}, TypeError, "did you mean 'step_size'"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(
+    config: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build_param_scheduler(config, sgd(1.0), RUN)

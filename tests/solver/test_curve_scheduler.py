@@ -1,0 +1,260 @@
+"""Where our parameter schedulers differ from MMEngine's, and their states."""
+
+import copy
+import json
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_toys import SAME_EACH_TIME, chains, ours, rates, run, schedulers, sgd, theirs
+
+from hooktrain.solver.param_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    PolyLR,
+    StepLR,
+)
+
+# What MMEngine cannot do: shares of 0
+
+
+def test_a_warm_up_may_begin_with_0() -> None:
+    optimizer = sgd(1.0)
+    assert run(optimizer, [LinearLR(optimizer, 0.0, end=5)], 6) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_a_rate_may_be_held_at_0_and_comes_back() -> None:
+    optimizer = sgd(0.3)
+    assert run(optimizer, [ConstantLR(optimizer, 0.0, end=4)], 5) == [0.0, 0.0, 0.0, 0.3, 0.3]
+
+
+def test_a_warm_up_from_0_composes_with_a_schedule_over_the_same_steps() -> None:
+    optimizer = sgd(1.0)
+    made = [LinearLR(optimizer, 0.0, end=5), StepLR(optimizer, 2, gamma=0.5)]
+    expected = [0.0, 0.25, 0.25, 0.375, 0.25, 0.25, 0.125]
+    assert run(optimizer, made, 7) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_base_stays_where_a_change_cannot_be_divided_by_0() -> None:
+    optimizer = sgd(1.0)
+    scheduler = CosineAnnealingLR(optimizer, T_max=2)
+    run(optimizer, [scheduler], 2)
+    assert rates(optimizer) == [0.0]
+    optimizer.param_groups[0]["lr"] = 0.5
+    scheduler.step()
+    assert rates(optimizer) == pytest.approx([0.5])
+
+
+def test_alone_it_does_not_drift() -> None:
+    optimizer = sgd(0.1)
+    scheduler = ExponentialLR(optimizer, 0.999)
+    seen = run(optimizer, [scheduler], 5000)
+    assert seen == [0.1 * 0.999**k for k in range(5000)]
+
+
+def test_the_step_of_the_optimizer_is_left_alone() -> None:
+    optimizer = sgd(0.1)
+    step = optimizer.step.__func__  # type: ignore[attr-defined]
+    StepLR(optimizer, 2)
+    assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
+
+
+# State
+
+
+@SAME_EACH_TIME
+@given(st.one_of(chains(), st.lists(schedulers(), min_size=1, max_size=3)), st.integers(0, 90))
+def test_a_resumed_run_has_the_same_bits(specs: Any, at: int) -> None:
+    def make(optimizer: Any) -> list[Any]:
+        return [getattr(ours, family + "LR")(optimizer, **args) for family, args in specs]
+
+    whole = sgd(0.1, 0.37)
+    before = make(whole)
+    run(whole, before, at)
+    whole.param_groups[0]["lr"] *= 1.7  # by somebody else, after the last step
+    saved = json.loads(json.dumps([scheduler.state_dict() for scheduler in before]))
+    state = copy.deepcopy(whole.state_dict())
+    rest = run(whole, before, 100 - at)
+    for optimizer, with_optimizer in ((sgd(0.1, 0.37), True), (sgd(0.1, 0.37), False)):
+        after = make(optimizer)
+        if with_optimizer:
+            optimizer.load_state_dict(state)
+        for scheduler, loaded in zip(after, saved, strict=True):
+            scheduler.load_state_dict(loaded)
+        assert run(optimizer, after, 100 - at) == rest
+        assert [s.state_dict() for s in after] == [s.state_dict() for s in before]
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2), st.integers(0, 90))
+def test_states_of_mmengine_load(specs: Any, at: int) -> None:
+    def make(library: Any, optimizer: Any) -> list[Any]:
+        return [getattr(library, family + "LR")(optimizer, **args) for family, args in specs]
+
+    reference, optimizer = sgd(0.1, 0.37), sgd(0.1, 0.37)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = make(theirs, reference)
+        run(reference, before, at)
+        after = make(ours, optimizer)
+        for scheduler, old in zip(after, before, strict=True):
+            scheduler.load_state_dict(old.state_dict())
+        mine, expected = (run(o, s, 100 - at) for o, s in ((optimizer, after), (reference, before)))
+    assert mine == pytest.approx(expected, rel=1e-11, abs=1e-15)
+
+
+def test_a_resumed_run_keeps_its_initial_values() -> None:
+    def make(optimizer: Any) -> Any:
+        return ours.CosineRestartLR(optimizer, [3, 3], [1.0, 0.5], eta_min_ratio=0.1)
+
+    first, second = make(sgd(1.0)), make(sgd(8.0))
+    run(first.optimizer, [first], 2)
+    second.load_state_dict(first.state_dict())
+    assert run(second.optimizer, [second], 4) == run(first.optimizer, [first], 4)
+    assert second.initial_values == [1.0]
+
+
+def test_a_plateau_goes_on_where_it_was_and_loads_the_state_of_mmengine() -> None:
+    def make(library: Any, optimizer: Any) -> Any:
+        return library.ReduceOnPlateauLR(optimizer, "loss", factor=0.5, patience=3, cooldown=2)
+
+    def feed(scheduler: Any, times: int) -> list[float]:
+        seen = []
+        for _ in range(times):
+            scheduler.step({"loss": 1.0})
+            scheduler.step()
+            seen += rates(scheduler.optimizer)
+        return seen
+
+    whole = feed(make(ours, sgd(1.0)), 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        foreign = make(theirs, sgd(1.0))
+    for first in (make(ours, sgd(1.0)), foreign):
+        feed(first, 7)
+        second = make(ours, sgd(1.0))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert feed(second, 13) == whole[7:]
+    assert whole[-1] == 0.125
+
+
+def test_the_state_names_what_it_holds() -> None:
+    optimizer = sgd(1.0)
+    scheduler = StepLR(optimizer, 1, gamma=0.5, begin=1, end=8, by_epoch=False)
+    assert scheduler.state_dict()["written_values"] == []
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.state_dict() == {
+        "param_name": "lr",
+        "by_epoch": False,
+        "begin": 1,
+        "end": 8,
+        "last_step": 2,
+        "global_step": 3,
+        "initial_values": [1.0],
+        "start_values": [1.0],
+        "written_values": [0.25],
+        "group_values": [0.25],
+    }
+
+
+def test_another_range_than_that_of_the_state_is_used_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = LinearLR(sgd(1.0), 0.0, end=5)
+    run(first.optimizer, [first], 2)
+    optimizer = sgd(1.0)
+    second = LinearLR(optimizer, 0.0, end=9)
+    with caplog.at_level(logging.WARNING):
+        second.load_state_dict(first.state_dict())
+    assert "LinearLR goes on at step 2 with the range [0, 9), which was [0, 5)" in caplog.text
+    second.step()
+    assert rates(optimizer) == [0.375]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"start_values": [1.0]}, ValueError, "has 1 start_values, and the optimizer 2"),
+        ({"initial_values": [1.0] * 3}, ValueError, "has 3 initial_values, and the optimizer 2"),
+        ({"group_values": []}, ValueError, "has 0 group_values, and the optimizer 2"),
+        ({"by_epoch": False}, ValueError, "by_epoch=False, not True"),
+        ({"param_name": "momentum"}, ValueError, "param_name='momentum', not 'lr'"),
+        ({"global_step": None}, KeyError, r"has no \['global_step'\]"),
+    ],
+)
+def test_a_foreign_state_is_refused_and_changes_nothing(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    optimizer = sgd(1.0, 2.0)
+    scheduler = StepLR(optimizer, 1)
+    scheduler.step()
+    before = scheduler.state_dict()
+    state = {**before, "global_step": 7, "group_values": [5.0, 5.0], **change}
+    if state["global_step"] is None:
+        del state["global_step"]
+    with pytest.raises(error, match=message):
+        scheduler.load_state_dict(state)
+    assert scheduler.state_dict() == before
+    assert rates(optimizer) == [0.1, 0.2]
+
+
+def test_a_run_goes_on_from_its_last_step_without_a_state() -> None:
+    whole = sgd(0.8)
+    expected = run(whole, [PolyLR(whole, begin=3, end=13)], 14)
+    optimizer = sgd(0.8)
+    optimizer.param_groups[0]["lr"] = expected[8]
+    with pytest.raises(KeyError, match="initial_lr"):
+        PolyLR(optimizer, begin=3, end=13, last_step=5)
+    optimizer.param_groups[0]["initial_lr"] = 0.8
+    scheduler = PolyLR(optimizer, begin=3, end=13, last_step=5)
+    assert run(optimizer, [scheduler], 5) == pytest.approx(expected[9:], rel=1e-12)
+
+
+# Tensors
+
+
+def test_a_rate_in_a_tensor_is_filled_in_place_and_composes() -> None:
+    lr = torch.tensor(1.0)
+    optimizer = sgd(lr)
+    made = [LinearLR(optimizer, 0.25, end=4), StepLR(optimizer, 2, gamma=0.5)]
+    assert run(optimizer, made, 5) == [0.25, 0.5, 0.375, 0.5, 0.25]
+    assert rates(optimizer)[0] is lr
+    assert type(optimizer.param_groups[0]["initial_lr"]) is float
+
+
+def test_a_rate_in_a_tensor_is_not_read_while_nobody_else_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = sgd(torch.tensor(0.1))
+    scheduler = ExponentialLR(optimizer, 0.9)
+
+    def refuse(tensor: Any) -> None:
+        raise AssertionError("a host-device synchronisation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", refuse)
+        patch.setattr(torch.Tensor, "__float__", refuse)
+        for _ in range(10):
+            scheduler.step()
+    assert rates(optimizer)[0].item() == pytest.approx(0.1 * 0.9**10, rel=1e-6)
+
+
+def test_a_resumed_rate_in_a_tensor_has_the_same_bits() -> None:
+    def make() -> tuple[Any, Any]:
+        optimizer = sgd(torch.tensor(0.1))
+        return optimizer, CosineAnnealingLR(optimizer, T_max=50, eta_min=0.003)
+
+    whole, first = make()
+    run(whole, [first], 17)
+    optimizer, second = make()
+    optimizer.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(first.state_dict())
+    assert run(optimizer, [second], 30) == run(whole, [first], 30)
+    assert second.state_dict() == first.state_dict()

@@ -1,0 +1,251 @@
+"""Our parameter schedulers against MMEngine's: the same values, of any of them, in any company."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_toys import (
+    SAME_EACH_TIME,
+    TheirWrapper,
+    chains,
+    ours,
+    schedulers,
+    sgd,
+    theirs,
+    values,
+)
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, ReduceLROnPlateau
+
+from hooktrain.solver import OptimWrapper
+
+Values = list[list[float]]
+
+
+def near(reference: Values) -> list[Any]:
+    return [pytest.approx(step, rel=1e-12, abs=1e-15) for step in reference]
+
+
+def assert_same(specs: Any, **kwargs: Any) -> None:
+    reference = values(theirs, specs, sgd(0.1, 0.37), **kwargs)
+    assert values(ours, specs, sgd(0.1, 0.37), **kwargs) == near(reference)
+
+
+@settings(SAME_EACH_TIME, max_examples=120)
+@given(schedulers())
+def test_one_scheduler_has_the_values_of_mmengine(spec: Any) -> None:
+    assert_same([spec])
+
+
+@SAME_EACH_TIME
+@given(chains())
+def test_ranges_one_after_the_other_chain_and_gaps_hold_the_value(specs: Any) -> None:
+    assert_same(specs)
+
+
+@settings(SAME_EACH_TIME, max_examples=80)
+@given(st.lists(schedulers(), min_size=2, max_size=3))
+def test_overlapping_ranges_multiply_in_the_order_of_the_list(specs: Any) -> None:
+    assert_same(specs)
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2), st.integers(0, 99), st.floats(0.1, 10))
+def test_a_change_by_somebody_else_carries_over(specs: Any, at: int, factor: float) -> None:
+    def change(step: int, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor if step == at else 1.0
+
+    assert_same(specs, change=change)
+
+
+@SAME_EACH_TIME
+@given(st.integers(1, 30), st.sampled_from([{}, {"eta_min": 0.01}, {"eta_min_ratio": 0.3}]))
+def test_a_cosine_rises_again_after_its_floor(length: int, floor: Any) -> None:
+    assert_same([("CosineAnnealing", {"T_max": length, **floor})])
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_the_base_settings_of_a_wrapper_are_scheduled_too(specs: Any) -> None:
+    mine, reference = OptimWrapper(sgd(0.1, 0.37)), TheirWrapper(sgd(0.1, 0.37))
+    seen = values(ours, specs, mine)
+    assert seen == near(values(theirs, specs, reference))
+    assert len(seen[0]) == 3
+    assert mine.base_param_settings is not None
+    assert mine.base_param_settings["lr"] == pytest.approx(reference.base_param_settings["lr"])
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(specs: Any) -> None:
+    def momentum(group: dict[str, Any]) -> Any:
+        return group["momentum"]
+
+    assert_same(specs, read=momentum, form="Momentum")
+    groups = [torch.nn.Parameter(torch.zeros(1))]
+    mine, reference = (
+        torch.optim.Adam(groups, betas=(0.8, 0.95)),
+        torch.optim.Adam(groups, betas=(0.8, 0.95)),
+    )
+    seen = values(ours, specs, mine, lambda group: group["betas"][0], form="Momentum")
+    assert seen == near(values(theirs, specs, reference, momentum, form="Momentum"))
+    assert mine.param_groups[0]["betas"] == (mine.param_groups[0]["momentum"], 0.95)
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_any_number_of_the_groups_can_be_scheduled(specs: Any) -> None:
+    def run(library: Any) -> Values:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], weight_decay=0.02)
+        named = [(family, {"param_name": "weight_decay", **args}) for family, args in specs]
+        return values(library, named, optimizer, lambda g: g["weight_decay"], form="ParamScheduler")
+
+    assert run(ours) == near(run(theirs))
+
+
+@SAME_EACH_TIME
+@given(schedulers(), st.integers(1, 7))
+def test_epochs_become_iterations(spec: Any, epoch_length: int) -> None:
+    family, args = spec
+
+    def run(library: Any) -> Values:
+        optimizer, seen = sgd(0.1, 0.37), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make = getattr(library, family + "LR").build_iter_from_epoch
+            scheduler = make(optimizer, **args, epoch_length=epoch_length)
+            for _ in range(100):
+                seen.append([group["lr"] for group in optimizer.param_groups])
+                scheduler.step()
+        assert scheduler.by_epoch is False
+        assert (scheduler.begin, scheduler.end) == tuple(
+            args[key] * epoch_length for key in ("begin", "end")
+        )
+        return seen
+
+    assert run(ours) == near(run(theirs))
+
+
+def test_an_epoch_may_be_a_fraction_and_a_range_without_an_end_has_none() -> None:
+    make = ours.MultiStepLR.build_iter_from_epoch
+    for end in ({}, {"end": 10**9}):
+        scheduler = make(sgd(0.1), [1, 2], begin=0.5, **end, epoch_length=4)
+        assert (scheduler.milestones, scheduler.begin, scheduler.end) == ([4, 8], 2, 10**9)
+
+
+@SAME_EACH_TIME
+@given(
+    st.integers(2, 60),
+    st.floats(0.0, 1.0),
+    st.sampled_from(["cos", "linear"]),
+    st.booleans(),
+    st.integers(0, 5),
+)
+def test_one_cycle_has_the_values_of_mmengine_and_torch(
+    total: int, start: float, strategy: Any, three_phase: bool, begin: int
+) -> None:
+    # Corners closer than this to each other divide by (nearly) nothing in both references.
+    if abs(start * total - 1) < 1e-3 or abs((1 - start) * total) < 1e-3:
+        return
+    args = {"pct_start": start, "anneal_strategy": strategy, "three_phase": three_phase}
+    spec = ("OneCycle", {"eta_max": 0.7, "begin": begin, "end": begin + total, **args})
+    assert_same([spec], steps=begin + total + 2)
+    optimizer, seen = sgd(0.1), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = OneCycleLR(optimizer, 0.7, total, cycle_momentum=False, **args)
+        for _ in range(total):
+            seen.append([optimizer.param_groups[0]["lr"]])
+            reference.step()
+    spec = ("OneCycle", {"eta_max": 0.7, "total_steps": total, **args})
+    assert values(ours, [spec], sgd(0.1), steps=total) == near(seen)
+
+
+def test_equal_periods_are_the_warm_restarts_of_torch() -> None:
+    optimizer, seen = sgd(0.3), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = CosineAnnealingWarmRestarts(optimizer, 7, eta_min=0.01)
+        for _ in range(21):
+            seen.append([optimizer.param_groups[0]["lr"]])
+            reference.step()
+    spec = ("CosineRestart", {"periods": [7] * 3, "restart_weights": [1] * 3, "eta_min": 0.01})
+    assert values(ours, [spec], sgd(0.3), steps=21) == near(seen)
+
+
+METRICS = st.lists(st.sampled_from([1.0, 0.9, 0.8999, 0.85, 0.5, -0.2, 2.0]), max_size=40)
+
+
+def plateau(make: Callable[[Any], Any], metrics: list[float], name: str | None) -> Values:
+    """The values after each metric; an epoch is counted after each."""
+    optimizer, seen = sgd(0.1, 0.02), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler = make(optimizer)
+        for metric in metrics:
+            if name is None:
+                scheduler.step(metric)
+            else:
+                scheduler.step({name: metric})
+                scheduler.step()
+            seen.append([group["lr"] for group in optimizer.param_groups])
+    return seen
+
+
+@settings(SAME_EACH_TIME, max_examples=80)
+@given(
+    METRICS,
+    st.sampled_from(["less", "greater"]),
+    st.sampled_from(["rel", "abs"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "factor": st.floats(0.1, 0.9),
+            "patience": st.integers(0, 3),
+            "threshold": st.sampled_from([0.0, 1e-3, 0.1]),
+            "cooldown": st.integers(0, 3),
+            "eps": st.sampled_from([1e-8, 0.005]),
+        },
+    ),
+    st.sampled_from([0.0, 0.01, [0.03, 0.001]]),
+    st.integers(0, 5),
+)
+def test_a_plateau_has_the_values_of_mmengine_and_torch(
+    metrics: Any, rule: str, threshold_rule: str, args: Any, least: Any, begin: int
+) -> None:
+    mode = {"rule": rule, "threshold_rule": threshold_rule, "min_value": least, **args}
+    mode |= {"monitor": "acc", "begin": begin, "end": 30}
+    mine = plateau(lambda o: ours.ReduceOnPlateauLR(o, **mode), metrics, "acc")
+    assert mine == near(plateau(lambda o: theirs.ReduceOnPlateauLR(o, **mode), metrics, "acc"))
+    named = {"mode": {"less": "min", "greater": "max"}[rule], "threshold_mode": threshold_rule}
+    reference = plateau(
+        lambda o: ReduceLROnPlateau(o, min_lr=least, **named, **args), metrics, None
+    )
+    mode |= {"begin": 0, "end": 1000}
+    mine = plateau(lambda o: ours.ReduceOnPlateauLR(o, **mode), metrics, "acc")
+    assert mine == near(reference)
+
+
+@pytest.mark.parametrize("name", [n for n in dir(theirs) if n[0] != "_" and n[0].isupper()])
+def test_the_arguments_are_those_of_mmengine(name: str) -> None:
+    def arguments(cls: Any) -> dict[str, Any]:
+        # MMEngine's signatures say *args; those of the class before it in the order say more.
+        generic = next(c for c in cls.__mro__ if c.__name__.endswith("ParamScheduler"))
+        named = inspect.signature(generic).parameters.values()
+        fixed = () if cls is generic else ("param_name",)
+        return {p.name: p.default for p in named if p.name not in fixed}
+
+    expected = arguments(getattr(theirs, name))
+    parameters = inspect.signature(getattr(ours, name)).parameters
+    mine = {key: parameter.default for key, parameter in parameters.items()}
+    if name.startswith("OneCycle"):
+        assert mine.pop("eta_max") is inspect.Parameter.empty  # 0 there, which trains nothing
+        del expected["eta_max"]
+    if name.startswith("CosineAnnealing"):  # by keyword only here, the last one there
+        assert parameters["eta_min_ratio"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(mine.items()) == list(expected.items())
