@@ -1,7 +1,33 @@
-"""Models, and what a trainer does to them: averaged weights, exact statistics of BatchNorm."""
+"""Models that own their step, their wrappers, and what a trainer does to models."""
 
+from hooktrain.model.anomalous_params import detect_anomalous_params
 from hooktrain.model.averaged import ExponentialMovingAverage
+from hooktrain.model.base_model import BaseModel
+from hooktrain.model.batch_norm import BatchNormXd, convert_sync_batchnorm, revert_sync_batchnorm
 from hooktrain.model.digits_cnn import DigitsCNN
+from hooktrain.model.digits_gan import DigitsGAN, fixed_latents
 from hooktrain.model.precise_bn import get_bn_modules, update_bn_stats
+from hooktrain.model.preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
+from hooktrain.model.separate_wrapper import SeparateDistributedDataParallel
+from hooktrain.model.trained_digits_cnn import trained_digits_cnn
+from hooktrain.model.wrappers import StepDistributedDataParallel, is_model_wrapper
 
-__all__ = ["DigitsCNN", "ExponentialMovingAverage", "get_bn_modules", "update_bn_stats"]
+__all__ = [
+    "BaseDataPreprocessor",
+    "BaseModel",
+    "BatchNormXd",
+    "DigitsCNN",
+    "DigitsGAN",
+    "ExponentialMovingAverage",
+    "ImgDataPreprocessor",
+    "SeparateDistributedDataParallel",
+    "StepDistributedDataParallel",
+    "convert_sync_batchnorm",
+    "detect_anomalous_params",
+    "fixed_latents",
+    "get_bn_modules",
+    "is_model_wrapper",
+    "revert_sync_batchnorm",
+    "trained_digits_cnn",
+    "update_bn_stats",
+]

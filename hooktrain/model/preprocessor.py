@@ -1,0 +1,215 @@
+"""From the data loader to the model: batches on the device, images of one size and scale."""
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooktrain.utils.registries import MODELS
+
+__all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
+
+
+@MODELS.register_module()
+class BaseDataPreprocessor(nn.Module):
+    """Moves a batch to the device where the preprocessor is.
+
+    It goes along with the model that it is a part of, by ``to``, ``cuda``, ``cpu`` and the like;
+    there is nothing in its state. Override :meth:`forward` to do more.
+
+    Args:
+        non_blocking: copy from pinned memory without waiting.
+    """
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        super().__init__()
+        self.non_blocking = non_blocking
+        self._device = torch.get_default_device()
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are moved to."""
+        return self._device
+
+    def cast_data(self, data: Any) -> Any:
+        """Move every tensor in dicts, lists and tuples, and every other object with ``to``.
+
+        Containers are new, of the types that they were, and those given stay as they are. All
+        else, such as strings, ranges and None, is handed through.
+        """
+        if callable(getattr(data, "to", None)) and not isinstance(data, type):
+            options = {"non_blocking": True} if self.non_blocking else {}
+            return data.to(self._device, **options)
+        if isinstance(data, Mapping):
+            # Not every kind of dict can be made from pairs: defaultdict for one.
+            moved = copy.copy(data) if isinstance(data, MutableMapping) else dict(data)
+            for key, value in data.items():
+                moved[key] = self.cast_data(value)
+            return moved
+        if isinstance(data, list):
+            items = copy.copy(data)
+            items[:] = [self.cast_data(item) for item in data]
+            return items
+        if isinstance(data, tuple):
+            make = getattr(type(data), "_make", type(data))  # namedtuple or tuple
+            return make([self.cast_data(item) for item in data])
+        return data
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Turn a batch into the arguments of the model's forward.
+
+        Args:
+            data: the batch.
+            training: whether it is for training, for subclasses that then do something else.
+
+        Returns:
+            A dict of arguments by name, or a list or tuple of arguments. Here it is the batch, on
+            the device.
+        """
+        return self.cast_data(data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Through here goes whatever moves a module. A buffer would know its device too, but
+        # DistributedDataParallel would broadcast it in every step.
+        self._device = fn(torch.empty(0, device=self._device)).device
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+@MODELS.register_module()
+class ImgDataPreprocessor(BaseDataPreprocessor):
+    """Makes one normalised batch of images, which may have different sizes.
+
+    In this order: reverse the channels, convert to float32, subtract the mean and divide by the
+    standard deviation, pad at the right and the bottom, stack.
+
+    Args:
+        mean: of the channels, 3 or 1 for all, in the order of channels after reversing. Given
+            with ``std``, or both None for no normalisation.
+        std: standard deviations of the channels, 3 or 1 for all, not 0.
+        pad_size_divisor: height and width are padded to the largest of the batch, rounded up to a
+            multiple of this. At least 1.
+        pad_value: what is padded with, after normalisation.
+        bgr_to_rgb: reverse the order of the channels.
+        rgb_to_bgr: the same; not both.
+        non_blocking: see :class:`BaseDataPreprocessor`.
+
+    Attributes:
+        mean: float32 of shape (3, 1, 1) or (1, 1, 1), whatever the model is cast to; or None.
+        std: likewise.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    mean: Tensor | None = None
+    std: Tensor | None = None
+
+    def __init__(
+        self,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        pad_size_divisor: int = 1,
+        pad_value: float = 0,
+        bgr_to_rgb: bool = False,
+        rgb_to_bgr: bool = False,
+        non_blocking: bool = False,
+    ) -> None:
+        super().__init__(non_blocking)
+        if bgr_to_rgb and rgb_to_bgr:
+            raise ValueError("bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them")
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean and std belong together, but got {mean!r} and {std!r}")
+        if pad_size_divisor < 1:
+            raise ValueError(f"pad_size_divisor must be at least 1, but got {pad_size_divisor!r}")
+        self.pad_size_divisor = pad_size_divisor
+        self.pad_value = pad_value
+        self._reverse = bgr_to_rgb or rgb_to_bgr
+        self._mean = _channel_values("mean", mean)
+        self._std = _channel_values("std", std)
+        if 0 in self._std:
+            raise ValueError(f"std must not be 0, but got {std!r}")
+        self._place_statistics()
+
+    def forward(self, data: Mapping[str, Any], training: bool = False) -> dict[str, Any]:
+        """Turn a batch into the arguments of the model's forward.
+
+        Args:
+            data: has the images under ``"inputs"``: a list or tuple of shapes (C, H, W), or one
+                tensor of shape (N, C, H, W), of any data type. What else there is goes along.
+            training: makes no difference.
+
+        Returns:
+            A dict with all of ``data`` on the device: ``inputs`` of shape (N, C, H, W), float32,
+            and ``data_samples``, None if there were none.
+
+        Raises:
+            KeyError: if there is no ``"inputs"``.
+            TypeError: if ``data`` is not a dict, or the images are not tensors.
+            ValueError: if their shapes are others.
+        """
+        if not isinstance(data, Mapping):
+            raise TypeError(f"data must be a dict with the images as 'inputs', but got {data!r}")
+        if "inputs" not in data:
+            raise KeyError(f"data must have the images as 'inputs', but has {list(data)}")
+        moved = dict(self.cast_data(data))
+        moved["inputs"] = self._batch(moved["inputs"])
+        moved.setdefault("data_samples", None)
+        return moved
+
+    def _batch(self, images: Any) -> Tensor:
+        shapes = self._checked_shapes(images)
+        divisor = self.pad_size_divisor
+        height, width = (-(-max(s[dim] for s in shapes) // divisor) * divisor for dim in (1, 2))
+        size = (len(images), shapes[0][0], height, width)
+        batch = torch.full(size, self.pad_value, dtype=torch.float32, device=images[0].device)
+        if isinstance(images, Tensor):
+            batch[..., : images.shape[-2], : images.shape[-1]] = self._normalized(images)
+        else:
+            for place, image in zip(batch, images, strict=True):
+                place[:, : image.shape[1], : image.shape[2]] = self._normalized(image)
+        return batch
+
+    def _checked_shapes(self, images: Any) -> list[tuple[int, ...]]:
+        """The shapes of the single images."""
+        if isinstance(images, Tensor):
+            shapes = [tuple(images.shape[1:])] * len(images) if images.dim() else []
+        elif isinstance(images, list | tuple) and all(isinstance(i, Tensor) for i in images):
+            shapes = [tuple(image.shape) for image in images]
+        else:
+            raise TypeError(f"inputs must be a tensor or a list of tensors, but got {images!r}")
+        if not shapes or {len(shape) for shape in shapes} != {3}:
+            raise ValueError(
+                "inputs must be at least one image of shape (C, H, W), in a list or as a tensor of "
+                f"shape (N, C, H, W), but the images have the shapes {shapes}"
+            )
+        needed = 3 if self._reverse or 3 in (len(self._mean), len(self._std)) else shapes[0][0]
+        if {shape[0] for shape in shapes} != {needed}:
+            raise ValueError(f"images must have {needed} channels, but their shapes are {shapes}")
+        return shapes
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        images = (images.flip(-3) if self._reverse else images).float()
+        return images if self.mean is None or self.std is None else (images - self.mean) / self.std
+
+    def _place_statistics(self) -> None:
+        # Not buffers: those lose digits where a model is cast to half precision.
+        if self._mean:
+            self.mean, self.std = (
+                torch.tensor(values, dtype=torch.float32, device=self.device).view(-1, 1, 1)
+                for values in (self._mean, self._std)
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._place_statistics()
+        return self
+
+
+def _channel_values(name: str, values: Sequence[float] | None) -> list[float]:
+    if values is None:
+        return []
+    if not hasattr(values, "__len__") or len(values) not in (1, 3):
+        raise ValueError(f"{name} must be a list of 1 or 3 numbers, but got {values!r}")
+    return [float(value) for value in values]

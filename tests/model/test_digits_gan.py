@@ -1,0 +1,247 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gloo import run_ranks
+from hooktrain.data import DigitsDataset
+from hooktrain.engine import StepTrainer
+from hooktrain.model import DigitsGAN, fixed_latents
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+
+SCALE = {"init_scale": 1024.0}
+ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99)}
+
+
+def gan(**options: int) -> DigitsGAN:
+    torch.manual_seed(3)
+    return DigitsGAN(**{"latent_size": 8, "hidden_size": 16, **options})
+
+
+def batches(count: int, size: int = 6) -> list[dict[str, Tensor]]:
+    images = DigitsDataset(train=True).images[: count * size]
+    return [{"image": chunk, "label": torch.zeros(size)} for chunk in images.split(size)]
+
+
+def wrappers(
+    model: DigitsGAN, dtype: torch.dtype | None = None, **options: dict[str, Any]
+) -> OptimWrapperDict:
+    def wrapper(name: str) -> OptimWrapper:
+        adam = torch.optim.Adam(model.get_submodule(name).parameters(), **ADAM)
+        if dtype is None:
+            return OptimWrapper(adam, **options.get(name, {}))
+        return AmpOptimWrapper(adam, dtype, loss_scale=SCALE, **options.get(name, {}))
+
+    return OptimWrapperDict(generator=wrapper("generator"), discriminator=wrapper("discriminator"))
+
+
+class HandWritten:
+    """The same training in plain torch: nothing of the package but the two networks."""
+
+    def __init__(
+        self, model: DigitsGAN, dtype: torch.dtype | None, windows: dict[str, int], max_norm: float
+    ) -> None:
+        self.dtype = dtype
+        self.nets = {"generator": model.generator, "discriminator": model.discriminator}
+        self.windows, self.passes = windows, dict.fromkeys(windows, 0)
+        self.max_norm = max_norm
+        self.adams = {n: torch.optim.Adam(net.parameters(), **ADAM) for n, net in self.nets.items()}
+        fp16 = dtype == torch.float16
+        self.scalers = {n: torch.amp.GradScaler("cpu", enabled=fp16, **SCALE) for n in self.nets}
+
+    def autocast(self) -> Any:
+        return torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
+
+    def latents(self, count: int) -> Tensor:
+        return torch.randn(count, 8)
+
+    def step(self, images: Tensor) -> None:
+        generator, discriminator = self.nets["generator"], self.nets["discriminator"]
+        for _ in range(2):
+            with self.autocast():
+                fake = generator(self.latents(len(images))).detach()
+                logits = discriminator(torch.cat([images, fake.float()])).float()
+                real, fake = logits[: len(images)], logits[len(images) :]
+                loss = F.softplus(-real).mean() + F.softplus(fake).mean()
+            self.update("discriminator", loss)
+        with self.autocast():
+            loss = F.softplus(-discriminator(generator(self.latents(len(images)))).float()).mean()
+        # Its gradients in the discriminator are thrown away, not added to what waits there.
+        waiting = [None if p.grad is None else p.grad.clone() for p in discriminator.parameters()]
+        self.update("generator", loss)
+        for parameter, grad in zip(discriminator.parameters(), waiting, strict=True):
+            parameter.grad = grad
+
+    def update(self, name: str, loss: Tensor) -> None:
+        adam, scaler, window = self.adams[name], self.scalers[name], self.windows[name]
+        scaler.scale(loss / window).backward()
+        self.passes[name] += 1
+        if self.passes[name] % window == 0:
+            scaler.unscale_(adam)
+            nn.utils.clip_grad_norm_(self.nets[name].parameters(), self.max_norm)
+            scaler.step(adam)
+            scaler.update()
+            adam.zero_grad()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("windows", [(1, 1), (2, 3), (4, 1)])
+def test_three_steps_are_those_of_a_hand_written_loop_bit_for_bit(
+    dtype: torch.dtype | None, windows: tuple[int, int]
+) -> None:
+    model, other, start = gan(), gan(), gan()
+    by_name = dict(zip(("discriminator", "generator"), windows, strict=True))
+    clip = {"max_norm": 0.05} if max(windows) > 1 else {"max_norm": 1e9}
+    options = {n: {"accumulative_counts": w, "clip_grad": clip} for n, w in by_name.items()}
+    torch.manual_seed(5)
+    optim_wrapper = wrappers(model, dtype, **options)
+    for batch in batches(3):
+        model.train_step(batch, optim_wrapper)
+    torch.manual_seed(5)
+    reference = HandWritten(other, dtype, by_name, clip["max_norm"])
+    for batch in batches(3):
+        reference.step(batch["image"])
+    assert same(model, other)
+    assert not same(model.generator, start.generator)
+    assert not same(model.discriminator, start.discriminator)
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        grads = parameter.grad, expected.grad
+        assert grads == (None, None) or torch.equal(*grads)  # those of an open window too
+
+
+def test_a_trainer_runs_it_and_logs_its_values() -> None:
+    model, other = gan(), gan()
+    trainer = StepTrainer(model, batches(3), wrappers(model))
+    torch.manual_seed(5)
+    trainer.train(0, 3)
+    torch.manual_seed(5)
+    optim_wrapper = wrappers(other)
+    outputs = [other.train_step(batch, optim_wrapper) for batch in batches(3)]
+    assert same(model, other)
+    for name in ("loss_discriminator", "loss_generator", "logit_real", "logit_fake"):
+        values = [value for value, _ in trainer.storage.history(name).values()]
+        assert values == [output[name].item() for output in outputs]
+        assert not any(output[name].requires_grad for output in outputs)
+
+
+def test_the_discriminator_is_updated_more_often() -> None:
+    model = gan(discriminator_steps=3)
+    optim_wrapper = wrappers(model)
+    for batch in batches(2):
+        model.train_step(batch, optim_wrapper)
+    counts = {name: wrapper.inner_count for name, wrapper in optim_wrapper.items()}
+    assert counts == {"generator": 2, "discriminator": 6}
+
+
+def test_the_generators_step_leaves_the_discriminator_as_it_is_and_trainable() -> None:
+    model = gan()
+    model.discriminator[1].bias.requires_grad_(False)  # frozen by its user
+    optim_wrapper = wrappers(model)
+    before = [p.detach().clone() for p in model.discriminator.parameters()]
+    model.train_generator(6, optim_wrapper["generator"])
+    parameters = list(model.discriminator.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert all(p.grad is None for p in parameters)
+    trainable = {n for n, p in model.discriminator.named_parameters() if p.requires_grad}
+    assert trainable == {"1.weight", "3.weight", "3.bias", "5.weight", "5.bias"}
+
+
+def test_a_failing_step_leaves_the_discriminator_trainable() -> None:
+    model = gan()
+    optim_wrapper = wrappers(model)
+    model.discriminator[3].weight.data = torch.zeros(16, 1)
+    with pytest.raises(RuntimeError):
+        model.train_generator(6, optim_wrapper["generator"])
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_ranks_exchange_gradients_of_the_network_in_training_where_its_window_ends() -> None:
+    model = gan()
+    entered: list[tuple[str, bool]] = []
+
+    class Watched(OptimWrapper):
+        def sync_context(self, module: nn.Module) -> Any:
+            assert module is model.get_submodule(self.name)
+            entered.append((self.name, self.should_sync()))
+            return super().sync_context(module)
+
+    optim_wrapper = OptimWrapperDict(
+        generator=Watched(torch.optim.SGD(model.generator.parameters())),
+        discriminator=Watched(torch.optim.SGD(model.discriminator.parameters()), 2),
+    )
+    model.train_step(batches(1)[0], optim_wrapper)
+    assert entered == [("discriminator", False), ("discriminator", True), ("generator", True)]
+
+
+def train_on_two_ranks(accumulative_counts: int, find_unused: bool) -> list[Tensor]:
+    """Each child in DistributedDataParallel; each rank with images and latents of its own."""
+    model = gan()
+    options = {"discriminator": {"accumulative_counts": accumulative_counts}}
+    optim_wrapper = wrappers(model, **options)
+    for name, child in list(model.named_children()):
+        ddp = DistributedDataParallel(child, find_unused_parameters=find_unused)
+        setattr(model, name, ddp)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    for batch in batches(6)[rank::2]:
+        model.train_step(batch, optim_wrapper)
+    return [p.detach() for p in model.parameters()]
+
+
+def train_both_halves(accumulative_counts: int) -> list[Tensor]:
+    """What two ranks should do, in one process: the loss is the mean of those of the halves."""
+    model = gan()
+    windows = {"discriminator": accumulative_counts, "generator": 1}
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+
+    class Halves(HandWritten):
+        def latents(self, count: int) -> Tensor:
+            halves = [torch.randn(count // 2, 8, generator=g) for g in generators]
+            return torch.cat(halves)
+
+    reference = Halves(model, None, windows, 1e9)
+    rows = batches(6)
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        reference.step(torch.cat([first["image"], second["image"]]))
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+@pytest.mark.parametrize(("accumulative_counts", "find_unused"), [(1, True), (3, False)])
+def test_two_ranks_train_as_one_process_with_the_batches_of_both(
+    accumulative_counts: int, find_unused: bool
+) -> None:
+    first, second = run_ranks(train_on_two_ranks, 2, accumulative_counts, find_unused)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    torch.testing.assert_close(first, train_both_halves(accumulative_counts))
+
+
+def test_it_draws_one_image_for_each_latent() -> None:
+    images = gan()(fixed_latents(5, 8))
+    assert images.shape == (5, 1, 8, 8)
+    assert 0 <= images.min() <= images.max() <= 1
+
+
+def test_fixed_latents_are_the_same_each_time_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    assert torch.equal(fixed_latents(4, 8, seed=1), fixed_latents(4, 8, seed=1))
+    assert not torch.equal(fixed_latents(4, 8, seed=1), fixed_latents(4, 8, seed=2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["latent_size", "hidden_size", "discriminator_steps"])
+def test_an_argument_out_of_range_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, but got 0"):
+        DigitsGAN(**{name: 0})
+
+
+def test_latents_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must have shape \(N, 8\), but got \(5, 9\)"):
+        gan()(torch.zeros(5, 9))

@@ -1,0 +1,270 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hooktrain.model.text_gpt import SIZES, Block, TextGPT
+from hooktrain.solver import get_default_optimizer_params
+
+
+def make(dropout: float = 0.0, size: Any = "tiny", block_size: int = 12) -> TextGPT:
+    return TextGPT(11, block_size, size, dropout)
+
+
+def batch(count: int = 3, length: int = 12) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(11, (count, length + 1), generator=generator)
+    return {"tokens": text[:, :-1], "targets": text[:, 1:]}
+
+
+def reference_attention(block: Block, x: Tensor) -> Tensor:
+    """The attention of a block by the formulas, one head and one place at a time."""
+    batch, length, width = x.shape
+    size = width // block.heads
+    query, key, value = (x @ block.attention_in.weight.T).split(width, dim=-1)
+
+    def turned(vector: Tensor, place: int) -> Tensor:
+        pairs = torch.complex(vector[: size // 2], vector[size // 2 :])
+        speeds = 10000.0 ** (-2 * torch.arange(size // 2) / size)
+        pairs = pairs * torch.polar(torch.ones(size // 2), place * speeds)
+        return torch.cat([pairs.real, pairs.imag])
+
+    out = torch.zeros_like(x)
+    for n in range(batch):
+        for h in range(block.heads):
+            part = slice(h * size, (h + 1) * size)
+            keys = torch.stack([turned(key[n, s, part], s) for s in range(length)])
+            for t in range(length):
+                scores = keys[: t + 1] @ turned(query[n, t, part], t) / math.sqrt(size)
+                out[n, t, part] = scores.softmax(0) @ value[n, : t + 1, part]
+    return out @ block.attention_out.weight.T
+
+
+def test_the_logits_are_those_of_the_formulas() -> None:
+    model, data = make().eval(), batch()
+    for parameter in model.parameters():
+        parameter.data.mul_(torch.rand_like(parameter) * 10)
+    x = model.embedding.weight[data["tokens"]]
+    for block in model.blocks:
+        x = x + reference_attention(block, F.layer_norm(x, (32,), block.attention_norm.weight))
+        hidden = F.layer_norm(x, (32,), block.mlp_norm.weight) @ block.mlp_in.weight.T
+        x = x + F.gelu(hidden, approximate="tanh") @ block.mlp_out.weight.T
+    expected = F.layer_norm(x, (32,), model.norm.weight) @ model.head.weight.T
+    torch.testing.assert_close(model(data), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_training_gives_the_mean_cross_entropy_of_the_next_tokens() -> None:
+    model, data = make(), batch()
+    loss = model(data)
+    logits = model.eval()(data)
+    assert list(loss) == ["loss_lm"]
+    assert logits.shape == (3, 12, 11)
+    expected = F.cross_entropy(logits.flatten(0, 1), data["targets"].flatten())
+    assert torch.equal(loss["loss_lm"], expected)
+
+
+def test_places_without_a_target_do_not_count() -> None:
+    model, data = make(), batch(count=2)
+    masked = {**data, "targets": data["targets"].clone()}
+    masked["targets"][1] = -1
+    first = {key: value[:1] for key, value in data.items()}
+    torch.testing.assert_close(model(masked)["loss_lm"], model(first)["loss_lm"])
+
+
+def test_no_place_sees_what_comes_after_it() -> None:
+    model, tokens = make().eval(), batch()["tokens"]
+    changed = tokens.clone()
+    changed[:, 7] = (tokens[:, 7] + 1) % 11
+    before, after = model({"tokens": tokens}), model({"tokens": changed})
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert all(not torch.equal(before[:, t], after[:, t]) for t in range(7, 12))
+
+
+def test_it_tells_places_apart_by_their_distance() -> None:
+    model = make().eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention_out.weight.mul_(100)
+    near, far = model({"tokens": torch.tensor([[3, 5, 5, 2], [5, 3, 5, 2]])})[:, -1]
+    assert not torch.allclose(near, far)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    model = make(dropout=0.1)
+    model(batch())["loss_lm"].backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_it_starts_by_knowing_nothing() -> None:
+    assert make(size=(8, 64, 4))(batch(50))["loss_lm"].item() == pytest.approx(math.log(11), 0.03)
+
+
+def test_weights_start_like_those_of_gpt_2() -> None:
+    for name, weight in make(size=(8, 128, 4)).named_parameters():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.ones(128))
+        else:
+            deep = "_out." in name
+            assert weight.std().item() == pytest.approx(0.02 / 4 if deep else 0.02, rel=0.1), name
+
+
+def test_a_model_from_the_meta_device_can_be_given_its_weights() -> None:
+    expected = make()
+    with torch.device("meta"):
+        model = make()
+    model.to_empty(device="cpu")
+    for each in (expected, model):
+        torch.manual_seed(4)
+        each.init_weights()
+    assert torch.equal(model(batch())["loss_lm"], expected(batch())["loss_lm"])
+    assert not list(model.buffers())
+
+
+def test_dropout_is_random_in_training_and_off_in_evaluation() -> None:
+    model, data = make(dropout=0.5), batch()
+    assert not torch.equal(model(data)["loss_lm"], model(data)["loss_lm"])
+    model.eval()
+    assert torch.equal(model(data), model(data))
+
+
+def test_autocast_to_bfloat16_gives_nearly_the_same() -> None:
+    model, data = make(), batch()
+    exact = model(data)["loss_lm"]
+    with torch.autocast("cpu", torch.bfloat16):
+        coarse = model(data)["loss_lm"]
+    assert coarse.dtype == torch.float32
+    assert coarse.item() != exact.item()
+    assert coarse.item() == pytest.approx(exact.item(), rel=0.01)
+
+
+def test_layers_can_be_recomputed_one_by_one() -> None:
+    plain, data = make(), batch()
+    recomputed = make()
+    recomputed.load_state_dict(plain.state_dict())
+    for block in recomputed.blocks:
+        forward = block.forward
+        block.forward = lambda *x, f=forward: checkpoint(f, *x, use_reentrant=False)
+    for model in (plain, recomputed):
+        model(data)["loss_lm"].backward()
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_it_learns_a_text_by_heart_and_writes_it() -> None:
+    text = torch.tensor([1, 2, 3, 1, 4, 5, 1, 6, 7, 8, 9, 10, 1])
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model({"tokens": text[None, :-1], "targets": text[None, 1:]})["loss_lm"].backward()
+        optimizer.step()
+    assert torch.equal(model.eval().generate(text[:1], 12, temperature=0), text)
+
+
+def test_generated_texts_follow_from_the_generator_alone() -> None:
+    model, prompt = make(dropout=0.5).eval(), torch.tensor([3, 4])
+    state = torch.get_rng_state()
+    texts = [
+        model.generate(prompt, 30, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert texts[0].shape == (32,)
+    assert texts[0].dtype == torch.int64
+    assert texts[0][:2].tolist() == [3, 4]
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+    assert not texts[0].requires_grad
+
+
+def test_only_the_last_block_of_a_long_text_is_looked_at() -> None:
+    model, prompt = make(block_size=4).eval(), torch.arange(10)
+    whole = model.generate(prompt, 5, temperature=0)
+    short = model.generate(prompt[-4:], 5, temperature=0)
+    assert torch.equal(whole[-5:], short[-5:])
+    assert model.generate(prompt, 0).tolist() == prompt.tolist()
+
+
+def test_the_temperature_divides_the_logits() -> None:
+    model, prompt = make().eval(), torch.tensor([3])
+    model.head.weight.data.mul_(50)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [model.generate(prompt, 1, 0.5, generator)[1] for _ in range(1000)]
+    share = torch.bincount(torch.stack(drawn), minlength=11) / 1000
+    expected = (model({"tokens": prompt[None]})[0, -1] / 0.5).softmax(0)
+    assert expected.max() > 0.3
+    torch.testing.assert_close(share, expected, atol=0.06, rtol=0)
+
+
+def test_generating_needs_evaluation_mode_and_a_sensible_request() -> None:
+    model, prompt = make(), torch.tensor([3])
+    with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
+        model.generate(prompt, 1)
+    model.eval()
+    for bad in (prompt[None], prompt[:0]):
+        with pytest.raises(ValueError, match=r"prompt must have shape \(T,\)"):
+            model.generate(bad, 1)
+    with pytest.raises(ValueError, match="count must not be negative, but got -1"):
+        model.generate(prompt, -1)
+    for temperature in (-0.5, math.nan):
+        with pytest.raises(ValueError, match=f"temperature .* got {temperature}"):
+            model.generate(prompt, 1, temperature)
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 13), (3, 0), (3, 4, 1)])
+def test_tokens_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"T from 1 to block_size=12, but got \("):
+        make().eval()({"tokens": torch.zeros(shape).long()})
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    data = batch()
+    with pytest.raises(ValueError, match=r"shape of 'tokens', \(3, 12\), but got \(3, 11\)"):
+        make()({**data, "targets": data["targets"][:, 1:]})
+
+
+def test_sizes_go_by_name_or_by_numbers() -> None:
+    small = TextGPT(104, 128)
+    assert [type(block) for block in small.blocks] == [Block] * SIZES["small"][0]
+    assert small.head.weight.shape == (104, SIZES["small"][1])
+    assert len(make(size=[3, 16, 2]).blocks) == 3
+    with torch.device("meta"):
+        counts = {n: sum(p.numel() for p in TextGPT(104, 128, n).parameters()) for n in SIZES}
+    assert 80e6 < counts["large"] < 90e6
+    assert counts["tiny"] < counts["small"] < counts["medium"] < counts["large"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, but got 0"),
+        ({"block_size": 0}, "block_size must be at least 1, but got 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), but got 1.0"),
+        ({"size": "larg"}, "got 'larg'; did you mean 'large'"),
+        ({"size": (1, 2)}, r"\(depth, width, heads\).* got \(1, 2\)"),
+        ({"size": (0, 4, 2)}, r"got \(0, 4, 2\)"),
+        ({"size": (1, 6, 2)}, r"a multiple of twice the heads, but got \(1, 6, 2\)"),
+        ({"size": 4}, "got 4"),
+    ],
+)
+def test_arguments_out_of_range_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TextGPT(**{"vocab_size": 11, "block_size": 12, **arguments})
+
+
+def test_weight_decay_finds_the_norms_and_there_are_no_biases() -> None:
+    model = make()
+    groups = get_default_optimizer_params(
+        model,
+        weight_decay=0.1,
+        weight_decay_norm=0.0,
+        overrides={"embedding.weight": {"weight_decay": 0.0}},
+    )
+    spared = {n for g in groups for n in g["param_names"] if g["weight_decay"] == 0.0}
+    norms = {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)}
+    assert spared == {"embedding.weight", *(f"{norm}.weight" for norm in norms)}
+    assert all(not name.endswith("bias") for name, _ in model.named_parameters())
