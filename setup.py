@@ -30,6 +30,7 @@ setup(
             *TENSORBOARD,
             *PLOT,
             "hypothesis>=6.90",
+            "mmengine==0.10.7",
             "mypy>=1.11",
             "pytest>=8.0",
             "pytest-timeout>=2.3",

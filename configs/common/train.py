@@ -5,6 +5,7 @@ train = dict(
     init_checkpoint="",  # weights to start from; "" starts from scratch
     resume_parts=None,  # what --resume loads: None is all, else like ["model", "trainer.optimizer"]
     max_iter=90000,
+    epoch_length=None,  # iterations of an epoch, for schedules that step by epochs
     seed=1,  # None draws one and writes it into the saved configuration
     device="cuda",
     cudnn_benchmark=False,
@@ -12,7 +13,13 @@ train = dict(
     amp=dict(enabled=False, dtype="float16"),
     accumulative_counts=1,  # batches to one update
     clip_grad=None,  # like dict(max_norm=1.0), or dict(type="value", clip_value=0.5)
-    ddp=dict(broadcast_buffers=False, find_unused_parameters=False, fp16_compression=False),
+    # type chooses the wrapper by name, such as "SeparateDistributedDataParallel" for a GAN.
+    ddp=dict(
+        type=None,
+        broadcast_buffers=False,
+        find_unused_parameters=False,
+        fp16_compression=False,
+    ),
     ema=dict(enabled=False, decay=0.999),
     checkpointer=dict(period=5000, max_to_keep=100),
     eval_period=5000,  # 0 evaluates at the end only

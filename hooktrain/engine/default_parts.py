@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
@@ -25,7 +24,7 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
-from hooktrain.solver import ParamScheduler
+from hooktrain.model import BaseModel
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_all_rng
@@ -37,6 +36,7 @@ from hooktrain.utils.events import (
 )
 from hooktrain.utils.folder_lock import lock_folder
 from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.registries import MODEL_WRAPPERS
 
 __all__ = [
     "create_ddp_model",
@@ -50,22 +50,37 @@ logger = logging.getLogger(__name__)
 
 
 def create_ddp_model(
-    model: nn.Module, *, fp16_compression: bool = False, **kwargs: Any
+    model: nn.Module,
+    *,
+    type: str | None = None,
+    fp16_compression: bool = False,
+    **kwargs: Any,
 ) -> nn.Module:
     """Wrap a model in DistributedDataParallel if there are several ranks.
 
     Args:
         model: a model on its device, be that the CPU.
+        type: the name of the wrapper in ``MODEL_WRAPPERS``. None takes torch's, except for models
+            that own their training step: ``StepDistributedDataParallel`` for one with the step of
+            :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for others.
         fp16_compression: exchange gradients in float16.
-        **kwargs: passed to :class:`torch.nn.parallel.DistributedDataParallel`.
+        **kwargs: passed to the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        KeyError: if there is no such wrapper.
     """
+    if type is None:
+        step = getattr(model.__class__, "train_step", None)
+        kind = "Step" if step is BaseModel.train_step else "Separate" if step else ""
+        type = f"{kind}DistributedDataParallel"
+    wrapper = MODEL_WRAPPERS.get(type)
     if comm.get_world_size() == 1:
         return model
     if "device_ids" not in kwargs and next(model.parameters()).device.type != "cpu":
         kwargs["device_ids"] = [comm.get_local_rank()]
-    ddp = DistributedDataParallel(model, **kwargs)
+    ddp: nn.Module = wrapper(model, **kwargs)
     if fp16_compression:
-        ddp.register_comm_hook(state=None, hook=fp16_compress_hook)
+        ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
     return ddp
 
 
@@ -123,8 +138,11 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     Raises:
         RuntimeError: if another run is using the output folder.
+        ValueError: for keys at the places where detectron2's older configurations have them.
         OSError: if the folder cannot be written to.
     """
+    if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
+        raise ValueError(f"{yacs} would not be used: write train.output_dir and train.seed instead")
     train = cfg.get("train", {})
     output_dir, rank = train.get("output_dir", ""), comm.get_rank()
     eval_only = getattr(args, "eval_only", False)
@@ -177,7 +195,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
 
 def default_hooks(
     *,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | ParamScheduler,
+    scheduler: Any,
     checkpointer: Checkpointer,
     checkpoint_period: int,
     max_to_keep: int | None = None,
@@ -187,6 +205,7 @@ def default_hooks(
     best_mode: str = "max",
     writers: Sequence[EventWriter] = (),
     log_period: int = 20,
+    epoch_length: int | None = None,
 ) -> list[HookBase]:
     """The usual hooks in the order that makes resuming exact.
 
@@ -205,8 +224,10 @@ def default_hooks(
         best_mode: ``"max"`` or ``"min"``.
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: in iterations.
+        epoch_length: the iterations of an epoch, for schedules that step by epochs.
     """
-    hooks: list[HookBase] = [IterationTimer(), LRScheduler(scheduler=scheduler)]
+    schedule = LRScheduler(scheduler=scheduler, epoch_length=epoch_length)
+    hooks: list[HookBase] = [IterationTimer(), schedule]
     if eval_function is not None:
         hooks.append(EvalHook(eval_period, eval_function))
         if best_metric is not None:

@@ -1,6 +1,7 @@
 """A trainer that builds itself from a configuration."""
 
 import logging
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +27,13 @@ from hooktrain.evaluation import (
     print_csv_format,
     verify_results,
 )
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.solver import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_optim_wrapper,
+    build_param_scheduler,
+)
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
 
@@ -47,8 +54,12 @@ class DefaultTrainer(StepTrainer):
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
     ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists what
-    ``train`` can hold. To change one part, override the method that builds it. To change more,
-    write the dozen lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
+    ``train`` can hold. In place of ``optimizer`` and ``lr_multiplier`` it may have
+    ``optim_wrapper`` and ``param_scheduler``, as :func:`~hooktrain.solver.build_optim_wrapper` and
+    :func:`~hooktrain.solver.build_param_scheduler` take them: for several optimizers, or for
+    schedules of anything but the learning rate. ``hooks`` is a list of further hooks, which run
+    right before the evaluation. To change one part, override the method that builds it. To change
+    more, write the dozen lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
 
     Attributes:
         cfg: the configuration.
@@ -93,8 +104,12 @@ class DefaultTrainer(StepTrainer):
         return torch.device(name)
 
     @classmethod
-    def build_optimizer(cls, cfg: Any, model: nn.Module) -> OptimWrapper:
+    def build_optimizer(cls, cfg: Any, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """The optimizer in its wrapper: precision, accumulation and clipping."""
+        if "optim_wrapper" in cfg:
+            if "optimizer" in cfg:
+                raise ValueError("the configuration has both optimizer and optim_wrapper")
+            return build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
         cfg.optimizer.params.model = model
         try:
             optimizer = instantiate(cfg.optimizer)
@@ -110,9 +125,17 @@ class DefaultTrainer(StepTrainer):
         return OptimWrapper(optimizer, **options)
 
     @classmethod
-    def build_lr_scheduler(cls, cfg: Any) -> Any:
-        """The schedule, a multiplier of the learning rate."""
-        return instantiate(cfg.lr_multiplier)
+    def build_lr_scheduler(cls, cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> Any:
+        """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
+        if "param_scheduler" not in cfg:
+            return instantiate(cfg.lr_multiplier)
+        if "lr_multiplier" in cfg:
+            raise ValueError("the configuration has both lr_multiplier and param_scheduler")
+        run: dict[str, Any] = {"max_iters": cfg.train.max_iter}
+        if epoch_length := cfg.train.get("epoch_length"):
+            run["epoch_length"] = epoch_length
+            run["max_epochs"] = math.ceil(cfg.train.max_iter / epoch_length)
+        return build_param_scheduler(instantiate(cfg.param_scheduler), optim_wrapper, run)
 
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
@@ -142,7 +165,7 @@ class DefaultTrainer(StepTrainer):
         # A bound method in a hook of ours would be a cycle, which keeps the model's memory alive.
         me = weakref.proxy(self)
         hooks = default_hooks(
-            scheduler=self.build_lr_scheduler(self.cfg),
+            scheduler=self.build_lr_scheduler(self.cfg, self.optim_wrapper),
             checkpointer=self.checkpointer,
             checkpoint_period=train.checkpointer.period,
             max_to_keep=train.checkpointer.max_to_keep,
@@ -151,24 +174,36 @@ class DefaultTrainer(StepTrainer):
             best_metric=train.best_metric,
             writers=self.build_writers(),
             log_period=train.log_period,
+            epoch_length=train.get("epoch_length"),
         )
+        place = next(i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook))
+        hooks[place:place] = instantiate(self.cfg.get("hooks", []))
         if self.ema is not None:
-            place = next(i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook))
             hooks.insert(place, self.ema)
         return hooks
 
     def _evaluate(self) -> dict[str, Any]:
-        results = self.test(self.cfg, self.model)
+        results = self.test(self.cfg, self.model, step="val_step")
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
-            results = {**results, "ema": self.test(self.cfg, self.ema.average.module)}
+            results = {
+                **results,
+                "ema": self.test(self.cfg, self.ema.average.module, step="val_step"),
+            }
         self.last_results = results
         return results
 
     @classmethod
-    def test(cls, cfg: Any, model: nn.Module) -> dict[str, Any]:
-        """Evaluate a model on ``dataloader.test``. A collective: every rank calls it."""
-        results = inference_on_dataset(model, cls.build_test_loader(cfg), cls.build_evaluator(cfg))
+    def test(cls, cfg: Any, model: nn.Module, step: str = "test_step") -> dict[str, Any]:
+        """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
+
+        Args:
+            cfg: the configuration.
+            model: the model.
+            step: see :func:`~hooktrain.evaluation.inference_on_dataset`.
+        """
+        loader, evaluator = cls.build_test_loader(cfg), cls.build_evaluator(cfg)
+        results = inference_on_dataset(model, loader, evaluator, step=step)
         if comm.is_main_process():
             print_csv_format(results)
         return results

@@ -53,6 +53,11 @@ class StepTrainer(SimpleTrainer):
         options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
         super().__init__(model, data_loader, optimizer, *options)  # type: ignore[arg-type]
         self._owns_step = hasattr(model, "train_step")
+        if not self._owns_step and hasattr(getattr(model, "module", None), "train_step"):
+            raise TypeError(
+                f"{type(model).__name__} hides the train_step of the model in it; wrap it in "
+                f"StepDistributedDataParallel, which has one too"
+            )
         if isinstance(optimizer, OptimWrapperDict) and not self._owns_step:
             raise TypeError(
                 f"several optimizers, {list(optimizer)}, need a model with "

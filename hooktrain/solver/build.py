@@ -16,14 +16,8 @@ from torch import Tensor, nn
 ParamGroup = dict[str, Any]
 
 _NORMS: tuple[type[nn.Module], ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
+    nn.modules.batchnorm._NormBase,  # batch and instance norms, and what is made of them
     nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
     nn.LayerNorm,
     nn.LocalResponseNorm,
     nn.RMSNorm,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hooktrain.solver.clipping import build_clipping
 from hooktrain.solver.match_state import match_optimizer_state
-from hooktrain.solver.overruled import log_overruled_settings
+from hooktrain.solver.overruled import overrule_settings
 from hooktrain.solver.window import Window, load_gradients, mean_gradients
 from hooktrain.utils.events import get_event_storage, has_event_storage
 
@@ -274,8 +274,8 @@ class OptimWrapper:
         optimizer was built with, a table says so.
         """
         fitted, match = match_optimizer_state(self._optimizer, state_dict)
-        log_overruled_settings(self._optimizer.param_groups, fitted["param_groups"])
-        self._optimizer.load_state_dict(fitted)
+        groups = overrule_settings(self._optimizer.param_groups, fitted["param_groups"])
+        self._optimizer.load_state_dict({**fitted, "param_groups": groups})
         if self.base_param_settings is not None:
             self.base_param_settings.update(state_dict.get("base_param_settings", {}))
         self._window.load_state_dict(state_dict)

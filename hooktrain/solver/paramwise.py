@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 # Deformable convolutions, which are not torch's: known by the name of a class or a base class.
 _DCN = {"DeformConv2d", "ModulatedDeformConv2d"}
 
-# The base class of all batch and instance norms, also of those that are none of torch's.
-_ALL_NORMS = (*_NORMS, nn.modules.batchnorm._NormBase)
-
 
 @dataclass(frozen=True)
 class ParamwiseRules:
@@ -240,7 +237,7 @@ def _parents(name: str) -> Iterable[str]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _ALL_NORMS)
+    return isinstance(module, _NORMS)
 
 
 def _is_dcn(module: nn.Module) -> bool:

@@ -132,3 +132,13 @@ def test_a_clipping_configuration_serves_several_wrappers() -> None:
         model = nn.Linear(2, 2)
         OptimWrapper(sgd(model), clip_grad=config).update_params(model(torch.ones(2)).sum())
         assert config == {"type": "value", "clip_value": 0.5}
+
+
+def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state() -> None:
+    saved = OptimWrapper(sgd(linear(), foreach=True, weight_decay=0.5)).state_dict()
+    before = [dict(group) for group in saved["param_groups"]]
+    wrapper = OptimWrapper(sgd(linear(), fused=True))
+    wrapper.load_state_dict(saved)
+    group = wrapper.optimizer.param_groups[0]
+    assert (group["foreach"], group["fused"], group["weight_decay"]) == (None, True, 0.5)
+    assert saved["param_groups"] == before

@@ -1,0 +1,252 @@
+"""The scripts of the migration guide from a plain loop, MMCV and detectron2, run as they stand."""
+
+import copy
+import json
+import logging
+import math
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.data import TrainingSampler
+from hooktrain.engine import StepTrainer
+from hooktrain.solver import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, PolyLR
+from hooktrain.utils import comm
+from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts, write_script
+
+NAMES = [
+    "plain-before",
+    "plain-after",
+    "mmcv-after",
+    "mmcv-after-base-model",
+    "detectron2-after",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scripts")
+
+
+@pytest.fixture(scope="module")
+def weights(folder: Path) -> dict[str, Weights]:
+    return run_scripts(NAMES, folder)
+
+
+def test_the_plain_loop_and_the_trainer_end_with_the_same_weights(
+    weights: dict[str, Weights],
+) -> None:
+    assert_same_weights(weights["plain-after"], weights["plain-before"])
+
+
+def test_the_trainer_that_failed_and_was_started_again_ends_with_the_same_weights(
+    tmp_path: Path, weights: dict[str, Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_script("plain-after", tmp_path).parent)
+    monkeypatch.setattr("hooktrain.utils.logger.setup_logger", lambda: None)
+    updates, step = [], torch.optim.SGD.step
+
+    def failing_step(self: torch.optim.SGD) -> Any:
+        updates.append(1)
+        return step(self) if len(updates) <= 100 else 1 / 0
+
+    monkeypatch.setattr(torch.optim.SGD, "step", failing_step)
+    with pytest.raises(ZeroDivisionError):
+        runpy.run_path("script.py")
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    trainer = runpy.run_path("script.py")["trainer"]
+    assert trainer.start_iter == 80
+    assert_same_weights(trainer.model.model.state_dict(), weights["plain-before"])
+
+
+def test_the_weights_of_the_plain_loop_load(folder: Path, weights: dict[str, Weights]) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    path = folder / "plain-before" / "checkpoint_160.pth"
+    Checkpointer(model).load(path, checkpointables=[])
+    assert_same_weights(model.state_dict(), weights["plain-before"])
+
+
+class MMCVRunner:
+    """What MMCV's runner does with the hooks that the guide's script registers."""
+
+    def __init__(self, model: Any, optimizer: Any, max_epochs: int, **kwargs: Any) -> None:
+        self.model, self.optimizer, self.max_epochs = model, optimizer, max_epochs
+
+    def register_training_hooks(
+        self, lr_config: Any, optimizer_config: Any, checkpoint_config: Any, log_config: Any
+    ) -> None:
+        assert lr_config.pop("policy") == "step"
+        assert optimizer_config == {"grad_clip": None}
+        self.milestones = lr_config.pop("step")
+        assert not lr_config
+
+    def run(self, loaders: list[Any], workflow: list[tuple[str, int]]) -> None:
+        assert workflow == [("train", 1)]
+        (group,) = self.optimizer.param_groups
+        base_lr = group["lr"]
+        for epoch in range(self.max_epochs):
+            group["lr"] = base_lr * 0.1 ** sum(epoch >= m for m in self.milestones)
+            for data in loaders[0]:
+                outputs = self.model.train_step(data, self.optimizer)
+                self.optimizer.zero_grad()
+                outputs["loss"].backward()
+                self.optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def mmcv_weights(folder: Path) -> Weights:
+    runner, log = ModuleType("mmcv.runner"), ModuleType("mmcv.utils.logging")
+    runner.Runner, log.get_logger = MMCVRunner, logging.getLogger  # type: ignore[attr-defined]
+    path = write_script("mmcv-before", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mmcv.runner", runner)
+        patch.setitem(sys.modules, "mmcv.utils.logging", log)
+        for package in ("mmcv", "mmcv.utils"):
+            patch.setitem(sys.modules, package, ModuleType(package))
+        state: Weights = runpy.run_path(str(path))["model"].state_dict()
+    return state
+
+
+@pytest.mark.parametrize("name", ["mmcv-after", "mmcv-after-base-model"])
+def test_the_model_of_mmcv_is_trained_as_its_runner_and_hooks_do_it(
+    name: str, weights: dict[str, Weights], mmcv_weights: Weights
+) -> None:
+    assert_same_weights(weights[name], mmcv_weights)
+
+
+class OwnUpdate(nn.Module):
+    """A model of MMCV's kind that makes its update itself, as GANs do there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def train_step(self, data: torch.Tensor, optimizer: Any) -> dict[str, Any]:
+        loss = self.linear(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"log_vars": {"loss_disc": loss.item()}, "num_samples": len(data)}
+
+
+def test_a_model_of_mmcv_that_makes_its_update_itself_makes_it_once() -> None:
+    model = OwnUpdate()
+    expected = copy.deepcopy(model)
+    data = [torch.randn(3, 2) for _ in range(4)]
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for batch in data:
+        expected.train_step(batch, optimizer)
+    trainer = StepTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.train(max_iter=4)
+    assert_same_weights(model.state_dict(), expected.state_dict())
+    assert trainer.storage.latest()["loss_disc"][1] == 3
+
+
+def run_in_ranks(folder: str, text: str) -> Weights:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    Path(f"script{comm.get_rank()}.py").write_text(text)
+    names = runpy.run_path(f"script{comm.get_rank()}.py")
+    assert type(names["trainer"].model).__name__ == "ToyDistributedDataParallel"
+    state: Weights = names["model"].state_dict()
+    return state
+
+
+def test_two_ranks_train_the_model_of_mmcv_as_one_does(
+    tmp_path: Path, weights: dict[str, Weights]
+) -> None:
+    text = "from hooktrain.engine import create_ddp_model\n" + SCRIPTS["mmcv-wrapper"]
+    wrapped = 'create_ddp_model(model, type="ToyDistributedDataParallel")'
+    text += SCRIPTS["mmcv-after"].replace("StepTrainer(model,", f"StepTrainer({wrapped},")
+    for state in run_ranks(run_in_ranks, 2, str(tmp_path), text):
+        assert_same_weights(state, weights["mmcv-after"])
+
+
+def test_what_the_model_of_mmcv_logs_is_written_down(
+    folder: Path, weights: dict[str, Weights]
+) -> None:
+    text = (folder / "mmcv-after" / "work_dir" / "metrics.json").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["iteration"] for line in lines] == [*range(9, 125, 10), 124]
+    assert {"loss", "loss1", "loss2", "lr"} <= set(lines[-1])
+    rates = {line["iteration"]: line["lr"] for line in lines}
+    assert [rates[i] for i in (49, 59, 79)] == pytest.approx([1e-2, 1e-3, 1e-4])
+
+
+def rates(scheduler: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    made = scheduler(optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        made.step()
+    return found
+
+
+def test_the_policies_of_mmcv_are_the_schedulers_that_the_table_names() -> None:
+    """Formulas of MMCV's updaters, with a base of 0.5, of which the minimum is 0.1."""
+    n = 8
+    assert rates(lambda o: MultiStepLR(o, milestones=[2, 3], gamma=0.1), n) == pytest.approx(
+        [0.5, 0.5, 0.05] + [0.005] * 5
+    )
+    assert rates(lambda o: CosineAnnealingLR(o, T_max=n, eta_min=0.1), n) == pytest.approx(
+        [0.1 + 0.2 * (1 + math.cos(math.pi * i / n)) for i in range(n)]
+    )
+    assert rates(lambda o: PolyLR(o, power=0.9, eta_min=0.1, end=n + 1), n) == pytest.approx(
+        [0.4 * (1 - i / n) ** 0.9 + 0.1 for i in range(n)]
+    )
+    assert rates(lambda o: ExponentialLR(o, gamma=0.7), n) == pytest.approx(
+        [0.5 * 0.7**i for i in range(n)]
+    )
+    warmup = 5
+    assert rates(
+        lambda o: LinearLR(o, start_factor=0.2, by_epoch=False, end=warmup + 1), n
+    ) == pytest.approx([0.5 * (1 - max(0, 1 - i / warmup) * (1 - 0.2)) for i in range(n)])
+
+
+def test_the_class_of_mmcvs_model_is_unchanged() -> None:
+    def model(name: str) -> str:
+        return str(SCRIPTS[name].split("class ")[1].split("\n\n\n")[0])
+
+    assert model("mmcv-before") == model("mmcv-after")
+
+
+def test_the_script_of_detectron2_changes_its_imports_only() -> None:
+    text = SCRIPTS["detectron2-before"]
+    text = text.replace("fvcore.common.checkpoint", "hooktrain.checkpoint")
+    text = text.replace("fvcore.common.param_scheduler", "hooktrain.solver")
+    assert text.replace("detectron2", "hooktrain") == SCRIPTS["detectron2-after"]
+
+
+def test_the_script_of_detectron2_trains_as_its_trainer_does(
+    folder: Path, weights: dict[str, Weights]
+) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 8)
+    targets = inputs.sum(dim=1, keepdim=True)
+    fc = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(fc.parameters(), lr=0.05, momentum=0.9)
+    order = list(islice(TrainingSampler(64, seed=0), 1600))
+    for iteration in range(100):
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 * (1 + math.cos(math.pi * iteration / 100))
+        batch = order[16 * iteration : 16 * iteration + 16]
+        error = fc(inputs[batch]) - targets[batch]
+        optimizer.zero_grad()
+        (error.square().mean() + 0.1 * error.abs().mean()).backward()
+        optimizer.step()
+    output = folder / "detectron2-after" / "output"
+    names = {path.name for path in output.glob("*.pth")}
+    assert names == {"model_0000039.pth", "model_0000079.pth", "model_final.pth"}
+    state = torch.load(output / "model_final.pth")["model"]
+    assert_same_weights(state, {f"fc.{key}": value for key, value in fc.state_dict().items()})
