@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there."""
+"""The README's programs run as they stand there."""
 
 import re
 import subprocess
@@ -11,14 +11,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def program() -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    return str(block)
+LOGGED = "import logging; logging.basicConfig(level=logging.INFO)\n"
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def run(folder: Path) -> str:
+def run(folder: Path, program: str) -> str:
     script = folder / "train_net.py"
-    script.write_text(program())
+    script.write_text(program)
     result = subprocess.run(
         [sys.executable, "-W", "error", script], cwd=folder, capture_output=True, text=True
     )
@@ -27,14 +26,19 @@ def run(folder: Path) -> str:
 
 
 def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(tmp_path: Path) -> None:
-    run(tmp_path)
+    run(tmp_path, PROGRAMS[0])
     output = tmp_path / "output" / "readme"
     assert {"model_0000099.pth", "model_final.pth", "last_checkpoint", "metrics.json"} <= {
         path.name for path in output.iterdir()
     }
     final = (output / "model_final.pth").read_bytes()
-    run(tmp_path)
+    run(tmp_path, PROGRAMS[0])
     assert (output / "model_final.pth").read_bytes() == final
+
+
+def test_the_program_with_a_model_that_owns_its_step_trains(tmp_path: Path) -> None:
+    assert "Starting training" in run(tmp_path, LOGGED + PROGRAMS[1])
+    assert len(PROGRAMS) == 2
 
 
 @pytest.mark.parametrize(

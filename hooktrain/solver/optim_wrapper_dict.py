@@ -1,6 +1,6 @@
 """Several optimizers by name, for models that own their step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -9,6 +9,18 @@ from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.utils.registry import did_you_mean
 
 __all__ = ["OptimWrapperDict"]
+
+
+def _needs_one(method: str) -> Callable[..., NoReturn]:
+    """A method that is refused: which optimizer is meant?"""
+
+    def refuse(self: "OptimWrapperDict", *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"there are several optimizers, {list(self)}: call {method} of one of them, such as "
+            f"optim_wrapper[{next(iter(self))!r}].{method}(...)"
+        )
+
+    return refuse
 
 
 class OptimWrapperDict(Mapping[str, OptimWrapper]):
@@ -94,28 +106,13 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.prepare_state()
 
-    def update_params(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: which optimizer is meant?"""
-        self._refuse("update_params")
-
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: which optimizer is meant?"""
-        self._refuse("backward")
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: which optimizer is meant?"""
-        self._refuse("step")
-
-    def optim_context(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: which optimizer is meant?"""
-        self._refuse("optim_context")
-
-    def _refuse(self, method: str) -> NoReturn:
-        first = next(iter(self))
-        raise NotImplementedError(
-            f"there are several optimizers, {list(self)}: call {method} of one of them, such as "
-            f"optim_wrapper[{first!r}].{method}(...)"
-        )
+    update_params = _needs_one("update_params")
+    scale_loss = _needs_one("scale_loss")
+    backward = _needs_one("backward")
+    step = _needs_one("step")
+    optim_context = _needs_one("optim_context")
+    sync_context = _needs_one("sync_context")
+    precision_context = _needs_one("precision_context")
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each, by name."""

@@ -74,7 +74,7 @@ def test_a_graph_with_many_paths_is_walked_once() -> None:
     model = nn.Linear(1, 1)
     value = model.weight.sum()
     for _ in range(60):
-        value = value + value  # 2 ** 60 paths
+        value = 2 * value + 3 * value  # 2 ** 60 paths
     assert detect_anomalous_params(value, model) == ["bias"]
 
 

@@ -249,7 +249,7 @@ def test_a_wrapper_is_told_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert not is_model_wrapper(nn.Linear(1, 1))
     assert not is_model_wrapper(Mine())
     registry = Registry("model wrappers")
-    registry.register(Mine)
     registry.register(lambda model: model, name="a function")
+    registry.register(Mine)
     monkeypatch.setattr("hooktrain.model.wrappers.MODEL_WRAPPERS", registry)
     assert is_model_wrapper(Mine())

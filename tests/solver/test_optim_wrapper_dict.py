@@ -93,7 +93,11 @@ def test_the_gradients_of_all_are_forgotten_together() -> None:
     assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
 
 
-@pytest.mark.parametrize("method", ["update_params", "backward", "step", "optim_context"])
+@pytest.mark.parametrize(
+    "method",
+    ["update_params", "scale_loss", "backward", "step"]
+    + ["optim_context", "sync_context", "precision_context"],
+)
 def test_what_needs_one_optimizer_says_how_to_choose_it(method: str) -> None:
     _, _, wrappers = two()
     with pytest.raises(NotImplementedError, match=rf"optim_wrapper\['a'\]\.{method}\(\.\.\.\)"):

@@ -24,8 +24,9 @@ class CommonMetricPrinter(EventWriter):
     """Logs the iteration, losses, times, learning rate and memory in one line.
 
     These are the metrics whose names say that they are a loss (``total_loss``, ``rpn/loss_box``)
-    or contain ``[metric]``, and those called ``time``, ``data_time`` and ``lr``. For others, write
-    a printer of your own. The main process logs, the others do not.
+    or contain ``[metric]``, and those called ``time``, ``data_time`` and ``lr``, or with several
+    optimizers ``generator.lr`` and the like. For others, write a printer of your own. The main
+    process logs, the others do not.
 
     The time that is left is estimated from the median of the last ``time``, and put into the
     storage as ``eta_seconds``. Without ``time`` it comes from the clock, between two writes.
@@ -56,14 +57,15 @@ class CommonMetricPrinter(EventWriter):
             return
         histories = storage.histories()
         eta = self._eta(storage, histories)
-        lr = f"{histories['lr'].latest():.5g}" if "lr" in histories else "N/A"
+        rates = [name for name in histories if name == "lr" or name.endswith(".lr")]
+        lr = "  ".join(f"{n}: {histories[n].latest():.5g}" for n in rates) or "lr: N/A"
         losses = [name for name in histories if _LOSS.search(name) and "[metric]" not in name]
         others = [name for name in histories if "[metric]" in name]
         self.logger.info(
             f" {eta}iter: {storage.iter}"
             f"  {self._medians(histories, losses)}"
             f"  {self._medians(histories, others)}"
-            f"  {self._times(histories)} lr: {lr}  {_peak_memory()}"
+            f"  {self._times(histories)} {lr}  {_peak_memory()}"
         )
 
     def rewind(self, iteration: int) -> None:

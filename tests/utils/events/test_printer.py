@@ -44,6 +44,15 @@ def test_the_line_has_all_fields(log: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_with_several_optimizers_each_rate_is_shown(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage(3) as storage:
+        storage.put_scalar("generator.lr", 0.5)
+        storage.put_scalar("discriminator.lr", 0.25)
+        CommonMetricPrinter().write()
+    assert log.messages[0].split("  ")[-2:] == ["discriminator.lr: 0.25", ""]
+    assert " generator.lr: 0.5  discriminator.lr: 0.25" in log.messages[0]
+
+
 def test_without_metrics_the_line_still_makes_sense(log: pytest.LogCaptureFixture) -> None:
     with EventStorage(3):
         CommonMetricPrinter().write()
