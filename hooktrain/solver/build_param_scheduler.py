@@ -5,7 +5,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from hooktrain.solver.group_scheduler import GroupParamScheduler, HasParamGroups
+from hooktrain.solver.group_scheduler import GroupParamScheduler
+from hooktrain.solver.group_values import HasParamGroups
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils.registries import PARAM_SCHEDULERS
@@ -102,7 +103,7 @@ def _set_end(
     if defaults.get(key) is not None:
         arguments["end"] = defaults[key]
         return
-    needed = getattr(scheduler, "LENGTH_ARGUMENTS", ())
+    needed = scheduler.curve.length_arguments
     if needed and all(arguments.get(name) is None for name in needed):
         raise ValueError(
             f"{key} must be specified in default_args, or {' or '.join(needed)} in the "

@@ -1,6 +1,6 @@
 """Schedulers of the parameters of an optimizer's groups, by MMEngine's names.
 
-Each combines a curve, what applies it, and the parameter that it is for. Several of them on one
+Each applies a row of the table in ``param_curves.py`` to one parameter. Several of them on one
 optimizer, stepped in order, compose: one range after the other chains, overlapping ranges multiply,
 and in a gap the value stays::
 
@@ -11,203 +11,132 @@ and in a gap the value stays::
     for scheduler in schedulers:  # after each iteration
         scheduler.step()
 
-A curve of your own is a dataclass with a method ``share``, and a scheduler of it three lines::
+A curve of your own is a function; :func:`make_scheduler` makes a scheduler of it.
 
-    @dataclass(eq=False)
-    class MyLR(CurveScheduler, MyCurve, OfLR):
-        pass
-
-Five of the names for any parameter, such as :class:`LinearParamScheduler`, are also those of pure
+Five of the names for any parameter, such as :data:`LinearParamScheduler`, are also those of pure
 functions in ``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
 """
 
 import inspect
-from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
-from hooktrain.solver.curve_scheduler import CurveScheduler
-from hooktrain.solver.group_scheduler import (
-    GroupParamScheduler,
-    LastStepFirst,
-    OfLR,
-    OfMomentum,
-    OfParam,
-)
+from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.lr_multiplier import LRMultiplier as LRMultiplier  # its first home
-from hooktrain.solver.one_cycle import OneCycleCurve
-from hooktrain.solver.param_curves import (
-    ConstantCurve,
-    CosineAnnealingCurve,
-    CosineRestartCurve,
-    Curve,
-    ExponentialCurve,
-    LinearCurve,
-    MultiStepCurve,
-    PolyCurve,
-    StepCurve,
-)
-from hooktrain.solver.plateau import PlateauScheduler, ReduceOnPlateau
+from hooktrain.solver.param_curves import CURVES, Curve
+from hooktrain.solver.plateau import PLATEAU, PlateauScheduler
+from hooktrain.solver.scheduler_arguments import curve_arguments, keywords, signature_of
 from hooktrain.utils.registries import PARAM_SCHEDULERS
+
+S = TypeVar("S", bound=GroupParamScheduler)
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name
 
-
-@dataclass(eq=False)
-class ConstantParamScheduler(CurveScheduler, ConstantCurve, OfParam):
-    """Any parameter of the groups by a constant factor."""
+# The parameter that the end of a name stands for. "momentum" is also the first of Adam's betas.
+_PARAMETERS = {"LR": "lr", "Momentum": "momentum", "ParamScheduler": None}
 
 
-@dataclass(eq=False)
-class ConstantLR(CurveScheduler, ConstantCurve, OfLR):
-    """The learning rate by a constant factor."""
+def make_scheduler(
+    name: str, curve: Curve, param_name: str | None = None, *, module: str = __name__
+) -> type[GroupParamScheduler]:
+    """The class of a scheduler that applies a curve.
+
+    Example::
+
+        def saw_tooth(k, length, *, period):
+            return 1 - (k % period) / period
+
+        SawToothLR = make_scheduler("SawToothLR", Curve(saw_tooth), "lr", module=__name__)
+        PARAM_SCHEDULERS.register(SawToothLR)  # for configurations
+
+        SawToothLR(optimizer, period=10, end=100)
+
+    Args:
+        name: the name of the class, that of the variable which it is assigned to.
+        curve: the curve, and what is to be known of its arguments.
+        param_name: what the groups call the parameter, such as ``"lr"``. None makes it an argument
+            of the scheduler.
+        module: the ``__name__`` of the module where the class can be imported from.
+
+    Raises:
+        TypeError: if the function of the curve is not one of ``k`` and ``length``, with all other
+            arguments by keyword only.
+        ValueError: if an argument of the curve has the name of something else.
+    """
+    if len(inspect.signature(curve.function).parameters) != 2 + len(keywords(curve.function)):
+        raise TypeError(f"the curve must be a function(k, length, *, ...): {curve.function!r}")
+    for argument in curve_arguments(curve):
+        if argument in [*dir(GroupParamScheduler), *GroupParamScheduler.__annotations__]:
+            raise ValueError(f"a scheduler has another {argument!r}: rename that of the curve")
+    return _make(GroupParamScheduler, name, curve, param_name, module)
 
 
-@dataclass(eq=False)
-class ConstantMomentum(CurveScheduler, ConstantCurve, OfMomentum):
-    """The momentum by a constant factor."""
+def _make(
+    base: type[S], name: str, curve: Curve, param_name: str | None, module: str = __name__
+) -> type[S]:
+    what = f"Schedules {param_name or 'param_name'!r} of the parameter groups."
+    docs = [what, inspect.getdoc(curve.function) or ""]
+    docs += [inspect.getdoc(part) or "" for part in base.__mro__[:-1]]
+    members: dict[str, Any] = {key: _argument(key) for key in curve_arguments(curve)}
+    members |= {
+        "__doc__": "\n\n".join(docs),
+        "__module__": module,
+        "__signature__": signature_of(curve, param_name),
+        "curve": curve,
+    }
+    if param_name is not None:
+        members["param_name"] = param_name
+    return cast(type[S], type(name, (base,), members))
 
 
-@dataclass(eq=False)
-class LinearParamScheduler(CurveScheduler, LinearCurve, OfParam):
-    """Any parameter of the groups by a line."""
+def _argument(name: str) -> property:
+    return property(lambda scheduler: scheduler.arguments[name])
 
 
-@dataclass(eq=False)
-class LinearLR(CurveScheduler, LinearCurve, OfLR):
-    """The learning rate by a line."""
+def _scheduler(family: str, form: str) -> type[GroupParamScheduler]:
+    made = _make(GroupParamScheduler, family + form, CURVES[family], _PARAMETERS[form])
+    return PARAM_SCHEDULERS.register(made)
 
 
-@dataclass(eq=False)
-class LinearMomentum(CurveScheduler, LinearCurve, OfMomentum):
-    """The momentum by a line."""
+def _plateau(form: str) -> type[PlateauScheduler]:
+    made = _make(PlateauScheduler, f"ReduceOnPlateau{form}", PLATEAU, _PARAMETERS[form])
+    return PARAM_SCHEDULERS.register(made)
 
 
-@dataclass(eq=False)
-class StepParamScheduler(CurveScheduler, StepCurve, OfParam):
-    """Any parameter of the groups by equal steps."""
+ConstantLR = _scheduler("Constant", "LR")
+ConstantMomentum = _scheduler("Constant", "Momentum")
+ConstantParamScheduler = _scheduler("Constant", "ParamScheduler")
 
+LinearLR = _scheduler("Linear", "LR")
+LinearMomentum = _scheduler("Linear", "Momentum")
+LinearParamScheduler = _scheduler("Linear", "ParamScheduler")
 
-@dataclass(eq=False)
-class StepLR(CurveScheduler, StepCurve, OfLR):
-    """The learning rate by equal steps."""
+StepLR = _scheduler("Step", "LR")
+StepMomentum = _scheduler("Step", "Momentum")
+StepParamScheduler = _scheduler("Step", "ParamScheduler")
 
+MultiStepLR = _scheduler("MultiStep", "LR")
+MultiStepMomentum = _scheduler("MultiStep", "Momentum")
+MultiStepParamScheduler = _scheduler("MultiStep", "ParamScheduler")
 
-@dataclass(eq=False)
-class StepMomentum(CurveScheduler, StepCurve, OfMomentum):
-    """The momentum by equal steps."""
+ExponentialLR = _scheduler("Exponential", "LR")
+ExponentialMomentum = _scheduler("Exponential", "Momentum")
+ExponentialParamScheduler = _scheduler("Exponential", "ParamScheduler")
 
+CosineAnnealingLR = _scheduler("CosineAnnealing", "LR")
+CosineAnnealingMomentum = _scheduler("CosineAnnealing", "Momentum")
+CosineAnnealingParamScheduler = _scheduler("CosineAnnealing", "ParamScheduler")
 
-@dataclass(eq=False)
-class MultiStepParamScheduler(CurveScheduler, LastStepFirst, MultiStepCurve, OfParam):
-    """Any parameter of the groups by milestones."""
+PolyLR = _scheduler("Poly", "LR")
+PolyMomentum = _scheduler("Poly", "Momentum")
+PolyParamScheduler = _scheduler("Poly", "ParamScheduler")
 
+CosineRestartLR = _scheduler("CosineRestart", "LR")
+CosineRestartMomentum = _scheduler("CosineRestart", "Momentum")
+CosineRestartParamScheduler = _scheduler("CosineRestart", "ParamScheduler")
 
-@dataclass(eq=False)
-class MultiStepLR(CurveScheduler, LastStepFirst, MultiStepCurve, OfLR):
-    """The learning rate by milestones."""
+OneCycleLR = _scheduler("OneCycle", "LR")
+OneCycleParamScheduler = _scheduler("OneCycle", "ParamScheduler")
 
-
-@dataclass(eq=False)
-class MultiStepMomentum(CurveScheduler, LastStepFirst, MultiStepCurve, OfMomentum):
-    """The momentum by milestones."""
-
-
-@dataclass(eq=False)
-class ExponentialParamScheduler(CurveScheduler, ExponentialCurve, OfParam):
-    """Any parameter of the groups by an exponential."""
-
-
-@dataclass(eq=False)
-class ExponentialLR(CurveScheduler, ExponentialCurve, OfLR):
-    """The learning rate by an exponential."""
-
-
-@dataclass(eq=False)
-class ExponentialMomentum(CurveScheduler, ExponentialCurve, OfMomentum):
-    """The momentum by an exponential."""
-
-
-@dataclass(eq=False)
-class CosineAnnealingParamScheduler(CurveScheduler, CosineAnnealingCurve, OfParam):
-    """Any parameter of the groups by half of a cosine."""
-
-
-@dataclass(eq=False)
-class CosineAnnealingLR(CurveScheduler, CosineAnnealingCurve, OfLR):
-    """The learning rate by half of a cosine."""
-
-
-@dataclass(eq=False)
-class CosineAnnealingMomentum(CurveScheduler, CosineAnnealingCurve, OfMomentum):
-    """The momentum by half of a cosine."""
-
-
-@dataclass(eq=False)
-class PolyParamScheduler(CurveScheduler, PolyCurve, OfParam):
-    """Any parameter of the groups by a polynomial."""
-
-
-@dataclass(eq=False)
-class PolyLR(CurveScheduler, PolyCurve, OfLR):
-    """The learning rate by a polynomial."""
-
-
-@dataclass(eq=False)
-class PolyMomentum(CurveScheduler, PolyCurve, OfMomentum):
-    """The momentum by a polynomial."""
-
-
-@dataclass(eq=False)
-class CosineRestartParamScheduler(CurveScheduler, CosineRestartCurve, OfParam):
-    """Any parameter of the groups by a cosine with restarts."""
-
-
-@dataclass(eq=False)
-class CosineRestartLR(CurveScheduler, CosineRestartCurve, OfLR):
-    """The learning rate by a cosine with restarts."""
-
-
-@dataclass(eq=False)
-class CosineRestartMomentum(CurveScheduler, CosineRestartCurve, OfMomentum):
-    """The momentum by a cosine with restarts."""
-
-
-@dataclass(eq=False)
-class OneCycleParamScheduler(CurveScheduler, OneCycleCurve, OfParam):
-    """Any parameter of the groups by the 1cycle policy."""
-
-
-@dataclass(eq=False)
-class OneCycleLR(CurveScheduler, OneCycleCurve, OfLR):
-    """The learning rate by the 1cycle policy."""
-
-
-@dataclass(eq=False)
-class ReduceOnPlateauParamScheduler(PlateauScheduler, OfParam):
-    """Any parameter of the groups, reduced when a metric no longer improves."""
-
-
-@dataclass(eq=False)
-class ReduceOnPlateauLR(PlateauScheduler, OfLR):
-    """The learning rate, reduced when a metric no longer improves."""
-
-
-@dataclass(eq=False)
-class ReduceOnPlateauMomentum(PlateauScheduler, OfMomentum):
-    """The momentum, reduced when a metric no longer improves."""
-
-
-def _complete_docstring(scheduler: type[GroupParamScheduler]) -> None:
-    """Add what the curve and the range say about themselves and their arguments."""
-    curve = next(
-        part
-        for part in scheduler.__mro__
-        if issubclass(part, Curve | ReduceOnPlateau) and not issubclass(part, GroupParamScheduler)
-    )
-    docs = [inspect.getdoc(part) or "" for part in (scheduler, curve, GroupParamScheduler)]
-    scheduler.__doc__ = "\n\n".join(docs)
-
-
-for _scheduler in [*globals().values()]:
-    if isinstance(_scheduler, type) and _scheduler.__module__ == __name__:
-        _complete_docstring(_scheduler)
-        PARAM_SCHEDULERS.register(_scheduler)
+ReduceOnPlateauLR = _plateau("LR")
+ReduceOnPlateauMomentum = _plateau("Momentum")
+ReduceOnPlateauParamScheduler = _plateau("ParamScheduler")

@@ -1,20 +1,35 @@
 """What reduces a parameter of an optimizer's groups when a metric no longer improves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from hooktrain.solver.group_scheduler import GroupParamScheduler, Scheduled
+from hooktrain.solver.group_scheduler import GroupParamScheduler
+from hooktrain.solver.group_values import read
+from hooktrain.solver.param_curves import Curve, of_group
 
 
-@dataclass(eq=False)
-class ReduceOnPlateau(Scheduled):
-    """Multiplies by ``factor`` when a metric has not improved for more than ``patience`` values.
+def reduce_on_plateau(
+    k: int,
+    length: int,
+    *,
+    monitor: str = "loss",
+    rule: Literal["less", "greater"] = "less",
+    factor: float = 0.1,
+    patience: int = 10,
+    threshold: float = 1e-4,
+    threshold_rule: Literal["rel", "abs"] = "rel",
+    cooldown: int = 0,
+    min_value: float | Sequence[float] = 0.0,
+    eps: float = 1e-8,
+) -> float:
+    """``factor`` after more than ``patience`` values of a metric without improvement, otherwise 1.
 
     Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only counts an
     epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
 
     Args:
+        k: how many values in a row were no improvement.
+        length: makes no difference.
         monitor: the name of the metric.
         rule: ``"less"`` if less is better, ``"greater"`` if more is.
         factor: what to multiply with, in [0, 1).
@@ -25,55 +40,32 @@ class ReduceOnPlateau(Scheduled):
         min_value: the least value to reduce to; or one for each parameter group.
         eps: a reduction by no more than this is not made.
     """
-
-    monitor: str = "loss"
-    rule: Literal["less", "greater"] = "less"
-    factor: float = 0.1
-    patience: int = 10
-    threshold: float = 1e-4
-    threshold_rule: Literal["rel", "abs"] = "rel"
-    cooldown: int = 0
-    min_value: float | Sequence[float] = 0.0
-    eps: float = 1e-8
-
-    def check(self, groups: int) -> None:
-        """Refuse impossible arguments, for an optimizer with so many parameter groups.
-
-        Raises:
-            ValueError: for an argument out of range.
-        """
-        if self.rule not in ("less", "greater"):
-            raise ValueError(f"rule must be 'less' or 'greater': {self.rule!r}")
-        if self.threshold_rule not in ("rel", "abs"):
-            raise ValueError(f"threshold_rule must be 'rel' or 'abs': {self.threshold_rule!r}")
-        if not 0 <= self.factor < 1:
-            raise ValueError(f"factor must lie in [0, 1): {self.factor!r}")
-        if not self.threshold >= 0:
-            raise ValueError(f"threshold must not be negative: {self.threshold!r}")
-        if isinstance(self.min_value, Sequence) and len(self.min_value) != groups:
-            raise ValueError(
-                f"min_value must be a number or one for each of the {groups} parameter groups: "
-                f"{self.min_value!r}"
-            )
-
-    def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value is an improvement on the best one; the first one always is."""
-        if best is None:
-            return True
-        margin = self.threshold * (best if self.threshold_rule == "rel" else 1.0)
-        return value < best - margin if self.rule == "less" else value > best + margin
-
-    def least(self, group: int) -> float:
-        """The least value of a group."""
-        if not isinstance(self.min_value, Sequence):
-            return self.min_value
-        # The settings that stand beside the groups have the last one's.
-        return self.min_value[min(group, len(self.min_value) - 1)]
+    if rule not in ("less", "greater"):
+        raise ValueError(f"rule must be 'less' or 'greater': {rule!r}")
+    if threshold_rule not in ("rel", "abs"):
+        raise ValueError(f"threshold_rule must be 'rel' or 'abs': {threshold_rule!r}")
+    if not 0 <= factor < 1:
+        raise ValueError(f"factor must lie in [0, 1): {factor!r}")
+    if not threshold >= 0:
+        raise ValueError(f"threshold must not be negative: {threshold!r}")
+    return factor if k > patience else 1.0
 
 
-@dataclass(eq=False)
-class PlateauScheduler(GroupParamScheduler, ReduceOnPlateau):
-    """Applies :class:`ReduceOnPlateau` to the groups of an optimizer.
+def is_better(
+    value: float, best: float | None, *, rule: str, threshold: float, threshold_rule: str
+) -> bool:
+    """Whether a value is an improvement on the best one; the first one always is."""
+    if best is None:
+        return True
+    margin = threshold * (best if threshold_rule == "rel" else 1.0)
+    return value < best - margin if rule == "less" else value > best + margin
+
+
+PLATEAU = Curve(reduce_on_plateau, per_group=["min_value"])
+
+
+class PlateauScheduler(GroupParamScheduler):
+    """Reduces one parameter of an optimizer's groups when a metric no longer improves.
 
     Attributes:
         best: the best value so far, or None.
@@ -81,9 +73,15 @@ class PlateauScheduler(GroupParamScheduler, ReduceOnPlateau):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._go_to(self.global_step + 1)
+    PROGRESS: ClassVar[tuple[str, ...]] = ("best", "num_bad_epochs", "cooldown_counter")
+
+    monitor: str
+    cooldown: int
+    min_value: float | Sequence[float]
+    eps: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.best: float | None = None
         self.num_bad_epochs = 0
         self.cooldown_counter = 0
@@ -94,7 +92,7 @@ class PlateauScheduler(GroupParamScheduler, ReduceOnPlateau):
                 f"by_epoch=False: {type(self).__name__} steps after evaluations, and its begin and "
                 f"end are epochs"
             )
-        self.check(self.own_groups)
+        super()._check_arguments()
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
         """Take in the metrics of an evaluation; without any, count an epoch.
@@ -112,12 +110,13 @@ class PlateauScheduler(GroupParamScheduler, ReduceOnPlateau):
             return
         if self.monitor not in metrics:
             raise KeyError(f"there is no metric {self.monitor!r} to monitor in {sorted(metrics)}")
-        if self._wants_less(float(metrics[self.monitor])):
-            self._reduce()
+        share = self._take_in(float(metrics[self.monitor]))
+        if share < 1:
+            self._reduce(share)
 
-    def _wants_less(self, value: float) -> bool:
-        """Take in a value of the metric: whether patience is at its end."""
-        if self.is_better(value, self.best):
+    def _take_in(self, value: float) -> float:
+        """Count a value of the metric: what to multiply with."""
+        if self._bound(is_better)(value, self.best):
             self.best = value
             self.num_bad_epochs = 0
         else:
@@ -125,30 +124,16 @@ class PlateauScheduler(GroupParamScheduler, ReduceOnPlateau):
         if self.cooldown_counter > 0:
             self.cooldown_counter -= 1
             self.num_bad_epochs = 0
-        if self.num_bad_epochs <= self.patience:
-            return False
-        self.cooldown_counter = self.cooldown
-        self.num_bad_epochs = 0
-        return True
+        share = self._share(self.num_bad_epochs, self.end - self.begin)
+        if share < 1:
+            self.cooldown_counter = self.cooldown
+            self.num_bad_epochs = 0
+        return share
 
-    def _reduce(self) -> None:
+    def _reduce(self, share: float) -> None:
         for i, group in enumerate(self.groups()):
             # Synchronises with the device, if it is a tensor there.
-            current = float(self._read(group))
-            reduced = max(current * self.factor, self.least(i))
+            current = float(read(group, self.param_name))
+            reduced = max(current * share, of_group(self.min_value, i))
             if current - reduced > self.eps:
                 self._write(group, reduced)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Also the best value and the counters."""
-        progress = {
-            "best": self.best,
-            "num_bad_epochs": self.num_bad_epochs,
-            "cooldown_counter": self.cooldown_counter,
-        }
-        return {**super().state_dict(), **progress}
-
-    def _load_progress(self, state: Mapping[str, Any]) -> None:
-        self.best = state["best"]
-        self.num_bad_epochs = state["num_bad_epochs"]
-        self.cooldown_counter = state["cooldown_counter"]

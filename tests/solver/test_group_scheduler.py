@@ -1,185 +1,260 @@
-"""What the parameter schedulers are, and what they refuse."""
+"""Where our parameter schedulers differ from MMEngine's, and their states."""
 
-import doctest
+import copy
+import json
 import logging
-from dataclasses import dataclass
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from scheduler_toys import ours, rates, run, sgd, theirs
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_toys import SAME_EACH_TIME, chains, ours, rates, run, schedulers, sgd, theirs
 
-from hooktrain.solver import OptimWrapper, one_cycle, param_curves
-from hooktrain.solver.curve_scheduler import CurveScheduler
-from hooktrain.solver.group_scheduler import GroupParamScheduler, OfLR
-from hooktrain.solver.param_curves import Curve
 from hooktrain.solver.param_scheduler import (
     ConstantLR,
-    ConstantMomentum,
     CosineAnnealingLR,
-    CosineRestartLR,
     ExponentialLR,
     LinearLR,
-    LinearParamScheduler,
-    MultiStepLR,
-    OneCycleLR,
     PolyLR,
-    ReduceOnPlateauLR,
     StepLR,
 )
-from hooktrain.utils.registries import PARAM_SCHEDULERS
 
-W = torch.nn.Parameter(torch.zeros(1))
-
-
-@pytest.mark.parametrize("module", [param_curves, one_cycle])
-def test_the_examples_of_the_curves_are_right(module: Any) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0
+# What MMEngine cannot do: shares of 0
 
 
-# What the classes are
-
-
-@pytest.mark.parametrize("name", [n for n in dir(theirs) if n[0] != "_" and n[0].isupper()])
-def test_every_scheduler_has_one_base_and_is_registered(name: str) -> None:
-    scheduler = getattr(ours, name)
-    assert issubclass(scheduler, ours._ParamScheduler)
-    assert ours._ParamScheduler is GroupParamScheduler
-    assert PARAM_SCHEDULERS.get(name) is scheduler
-    assert "Args:" in scheduler.__doc__
-    assert "optimizer:" in scheduler.__doc__
-
-
-def test_a_scheduler_shows_its_arguments_and_is_equal_to_itself_only() -> None:
-    optimizer = sgd(0.1)
-    a, b = LinearLR(optimizer, 0.5, end=3), LinearLR(optimizer, 0.5, end=3)
-    assert repr(a).startswith("LinearLR(start_factor=0.5, end_factor=1.0, begin=0, end=3")
-    assert a != b
-    assert len({a, b}) == 2
-
-
-def test_a_curve_of_your_own_is_a_function() -> None:
-    @dataclass(eq=False)
-    class SawTooth(Curve):
-        period: int
-
-        def share(self, k: int, length: int) -> float:
-            return 1 - (k % self.period) / self.period
-
-    @dataclass(eq=False)
-    class SawToothLR(CurveScheduler, SawTooth, OfLR):
-        pass
-
+def test_a_warm_up_may_begin_with_0() -> None:
     optimizer = sgd(1.0)
-    assert run(optimizer, [SawToothLR(optimizer, 2, end=5)], 5) == [1.0, 0.5, 1.0, 0.5, 1.0]
-    with pytest.raises(NotImplementedError, match=r"share\(k, length\)"):
-        Curve().share(0, 1)
+    assert run(optimizer, [LinearLR(optimizer, 0.0, end=5)], 6) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_each_change_is_logged_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rate_may_be_held_at_0_and_comes_back() -> None:
+    optimizer = sgd(0.3)
+    assert run(optimizer, [ConstantLR(optimizer, 0.0, end=4)], 5) == [0.0, 0.0, 0.0, 0.3, 0.3]
+
+
+def test_a_warm_up_from_0_composes_with_a_schedule_over_the_same_steps() -> None:
     optimizer = sgd(1.0)
-    with caplog.at_level(logging.INFO):
-        ExponentialLR(optimizer, 0.5, verbose=True).step()
-    assert "Step 1: lr becomes 5.0000e-01" in caplog.text
+    made = [LinearLR(optimizer, 0.0, end=5), StepLR(optimizer, 2, gamma=0.5)]
+    expected = [0.0, 0.25, 0.25, 0.375, 0.25, 0.25, 0.125]
+    assert run(optimizer, made, 7) == pytest.approx(expected, rel=1e-12)
 
 
-# What is refused
-
-
-def test_a_group_added_later_is_an_error() -> None:
+def test_the_base_stays_where_a_change_cannot_be_divided_by_0() -> None:
     optimizer = sgd(1.0)
-    scheduler = StepLR(optimizer, 2)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match=r"now has 2 parameter groups, and StepLR was made for 1"):
-        scheduler.step()
-
-
-def test_a_cycle_ends_after_its_steps() -> None:
-    optimizer = sgd(1.0)
-    scheduler = OneCycleLR(optimizer, 1.0, total_steps=3)
-    seen = run(optimizer, [scheduler], 3)
-    assert rates(optimizer) == [seen[-1]]
-    with pytest.raises(ValueError, match="total_steps=3, and this is step 4"):
-        scheduler.step()
-
-
-def test_a_cycle_has_a_maximum_for_each_group_and_overwrites_what_others_set() -> None:
-    optimizer = OptimWrapper(sgd(1.0, 1.0))
-    scheduler = OneCycleLR(optimizer, [1.0, 3.0], 10, div_factor=10.0)
-    assert rates(optimizer) == pytest.approx([0.1, 0.3, 0.3])
-    optimizer.param_groups[0]["lr"] = 50.0
+    scheduler = CosineAnnealingLR(optimizer, T_max=2)
+    run(optimizer, [scheduler], 2)
+    assert rates(optimizer) == [0.0]
+    optimizer.param_groups[0]["lr"] = 0.5
     scheduler.step()
-    assert rates(optimizer)[0] == pytest.approx(rates(optimizer)[1] / 3)
+    assert rates(optimizer) == pytest.approx([0.5])
+
+
+def test_alone_it_does_not_drift() -> None:
+    optimizer = sgd(0.1)
+    scheduler = ExponentialLR(optimizer, 0.999)
+    seen = run(optimizer, [scheduler], 5000)
+    assert seen == [0.1 * 0.999**k for k in range(5000)]
+
+
+def test_the_step_of_the_optimizer_is_left_alone() -> None:
+    optimizer = sgd(0.1)
+    step = optimizer.step.__func__  # type: ignore[attr-defined]
+    StepLR(optimizer, 2)
+    assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
+
+
+# State
+
+
+@SAME_EACH_TIME
+@given(st.one_of(chains(), st.lists(schedulers(), min_size=1, max_size=3)), st.integers(0, 90))
+def test_a_resumed_run_has_the_same_bits(specs: Any, at: int) -> None:
+    def make(optimizer: Any) -> list[Any]:
+        return [getattr(ours, family + "LR")(optimizer, **args) for family, args in specs]
+
+    whole = sgd(0.1, 0.37)
+    before = make(whole)
+    run(whole, before, at)
+    whole.param_groups[0]["lr"] *= 1.7  # by somebody else, after the last step
+    saved = json.loads(json.dumps([scheduler.state_dict() for scheduler in before]))
+    state = copy.deepcopy(whole.state_dict())
+    rest = run(whole, before, 100 - at)
+    for optimizer, with_optimizer in ((sgd(0.1, 0.37), True), (sgd(0.1, 0.37), False)):
+        after = make(optimizer)
+        if with_optimizer:
+            optimizer.load_state_dict(state)
+        for scheduler, loaded in zip(after, saved, strict=True):
+            scheduler.load_state_dict(loaded)
+        assert run(optimizer, after, 100 - at) == rest
+        assert [s.state_dict() for s in after] == [s.state_dict() for s in before]
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2), st.integers(0, 90))
+def test_states_of_mmengine_load(specs: Any, at: int) -> None:
+    def make(library: Any, optimizer: Any) -> list[Any]:
+        return [getattr(library, family + "LR")(optimizer, **args) for family, args in specs]
+
+    reference, optimizer = sgd(0.1, 0.37), sgd(0.1, 0.37)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = make(theirs, reference)
+        run(reference, before, at)
+        after = make(ours, optimizer)
+        for scheduler, old in zip(after, before, strict=True):
+            scheduler.load_state_dict(old.state_dict())
+        mine, expected = (run(o, s, 100 - at) for o, s in ((optimizer, after), (reference, before)))
+    assert mine == pytest.approx(expected, rel=1e-11, abs=1e-15)
+
+
+def test_a_resumed_run_keeps_its_initial_values() -> None:
+    def make(optimizer: Any) -> Any:
+        return ours.CosineRestartLR(optimizer, [3, 3], [1.0, 0.5], eta_min_ratio=0.1)
+
+    first, second = make(sgd(1.0)), make(sgd(8.0))
+    run(first.optimizer, [first], 2)
+    second.load_state_dict(first.state_dict())
+    assert run(second.optimizer, [second], 4) == run(first.optimizer, [first], 4)
+    assert second.initial_values == [1.0]
+
+
+def test_a_plateau_goes_on_where_it_was_and_loads_the_state_of_mmengine() -> None:
+    def make(library: Any, optimizer: Any) -> Any:
+        return library.ReduceOnPlateauLR(optimizer, "loss", factor=0.5, patience=3, cooldown=2)
+
+    def feed(scheduler: Any, times: int) -> list[float]:
+        seen = []
+        for _ in range(times):
+            scheduler.step({"loss": 1.0})
+            scheduler.step()
+            seen += rates(scheduler.optimizer)
+        return seen
+
+    whole = feed(make(ours, sgd(1.0)), 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        foreign = make(theirs, sgd(1.0))
+    for first in (make(ours, sgd(1.0)), foreign):
+        feed(first, 7)
+        second = make(ours, sgd(1.0))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert feed(second, 13) == whole[7:]
+    assert whole[-1] == 0.125
+
+
+def test_the_state_names_what_it_holds() -> None:
+    optimizer = sgd(1.0)
+    scheduler = StepLR(optimizer, 1, gamma=0.5, begin=1, end=8, by_epoch=False)
+    assert scheduler.state_dict()["written_values"] == []
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.state_dict() == {
+        "param_name": "lr",
+        "by_epoch": False,
+        "begin": 1,
+        "end": 8,
+        "last_step": 2,
+        "global_step": 3,
+        "initial_values": [1.0],
+        "start_values": [1.0],
+        "written_values": [0.25],
+        "group_values": [0.25],
+    }
+
+
+def test_another_range_than_that_of_the_state_is_used_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = LinearLR(sgd(1.0), 0.0, end=5)
+    run(first.optimizer, [first], 2)
+    optimizer = sgd(1.0)
+    second = LinearLR(optimizer, 0.0, end=9)
+    with caplog.at_level(logging.WARNING):
+        second.load_state_dict(first.state_dict())
+    assert "LinearLR goes on at step 2 with the range [0, 9), which was [0, 5)" in caplog.text
+    second.step()
+    assert rates(optimizer) == [0.375]
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("change", "error", "message"),
     [
-        (lambda o: StepLR("adam", 2), TypeError, "optimizer must be .*: 'adam'"),
-        (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
-        (lambda o: StepLR(o, 2, begin=-1), ValueError, "begin=-1"),
-        (lambda o: StepLR(o, 2, last_step=-2), ValueError, "last_step must be at least -1: -2"),
-        (lambda o: StepLR(o, 0), ValueError, r"step_size must lie in \[1, inf\]: 0"),
-        (lambda o: StepLR(o, 1, -0.1), ValueError, "gamma must lie in .*: -0.1"),
-        (lambda o: MultiStepLR(o, [3, -1]), ValueError, r"milestones must .*: \[3, -1\]"),
-        (lambda o: ExponentialLR(o, -1.0), ValueError, "gamma must lie in .*: -1.0"),
-        (lambda o: ConstantLR(o, 1.5), ValueError, r"factor must lie in \[0, 1\]: 1.5"),
-        (lambda o: LinearLR(o, -0.5), ValueError, "start_factor must lie in .*: -0.5"),
-        (lambda o: LinearLR(o, 0.5, 2.0), ValueError, "end_factor must lie in .*: 2.0"),
-        (lambda o: PolyLR(o, power=-1.0), ValueError, "power must lie in .*: -1.0"),
-        (lambda o: CosineAnnealingLR(o, 0), ValueError, "T_max must lie in .*: 0"),
-        (
-            lambda o: CosineAnnealingLR(o, 5, 0.1, begin=3, eta_min_ratio=0.2),
-            ValueError,
-            "eta_min=0.1 or eta_min_ratio=0.2, not both",
-        ),
-        (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\] and \(1,\)"),
-        (lambda o: CosineRestartLR(o, [0]), ValueError, r"periods must lie in .*: \[0\]"),
-        (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
-        (lambda o: OneCycleLR(o, 1.0, 0), ValueError, "total_steps must lie in .*: 0"),
-        (lambda o: OneCycleLR(o, 1.0, 9, 1.5), ValueError, "pct_start must lie in .*: 1.5"),
-        (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or 'linear': 'cosine'"),
-        (lambda o: OneCycleLR(o, 1.0, 9, div_factor=0.0), ValueError, "div_factor .*: 0.0"),
-        (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
-        (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
-        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"factor .*\[0, 1\): 1.0"),
-        (lambda o: ReduceOnPlateauLR(o, threshold=-1), ValueError, "threshold must not .*: -1"),
-        (lambda o: ReduceOnPlateauLR(o, min_value=[0, 1]), ValueError, r"each of the 1 .*\[0, 1\]"),
-        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
-        (lambda o: LinearParamScheduler(o, "weight_decya"), ValueError, "mean 'weight_decay'"),
-        (lambda o: ConstantMomentum(torch.optim.Adagrad([W])), ValueError, "no 'momentum'"),
-        (lambda o: StepLR.build_iter_from_epoch(o, 2), ValueError, "epoch_length .*: None"),
-        (lambda o: StepLR.build_iter_from_epoch(o, 2, epoch_length=0), ValueError, "least 1: 0"),
-        (
-            lambda o: StepLR.build_iter_from_epoch(o, 2, by_epoch=False, epoch_length=3),
-            ValueError,
-            "by_epoch=False: these arguments of StepLR are iterations",
-        ),
+        ({"start_values": [1.0]}, ValueError, "has 1 start_values, and the optimizer 2"),
+        ({"initial_values": [1.0] * 3}, ValueError, "has 3 initial_values, and the optimizer 2"),
+        ({"group_values": []}, ValueError, "has 0 group_values, and the optimizer 2"),
+        ({"by_epoch": False}, ValueError, "by_epoch=False, not True"),
+        ({"param_name": "momentum"}, ValueError, "param_name='momentum', not 'lr'"),
+        ({"global_step": None}, KeyError, r"has no \['global_step'\]"),
     ],
 )
-def test_a_wrong_argument_is_refused_and_writes_nothing(
-    make: Any, error: type[Exception], message: str
+def test_a_foreign_state_is_refused_and_changes_nothing(
+    change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    optimizer = sgd(0.1)
-    before = [*optimizer.param_groups[0].items()]
+    optimizer = sgd(1.0, 2.0)
+    scheduler = StepLR(optimizer, 1)
+    scheduler.step()
+    before = scheduler.state_dict()
+    state = {**before, "global_step": 7, "group_values": [5.0, 5.0], **change}
+    if state["global_step"] is None:
+        del state["global_step"]
     with pytest.raises(error, match=message):
-        make(optimizer)
-    assert [*optimizer.param_groups[0].items()] == before
+        scheduler.load_state_dict(state)
+    assert scheduler.state_dict() == before
+    assert rates(optimizer) == [0.1, 0.2]
 
 
-def test_a_plateau_refuses_metrics_that_are_not_there() -> None:
-    scheduler = ReduceOnPlateauLR(sgd(0.1), "acc")
-    with pytest.raises(KeyError, match=r"no metric 'acc' to monitor in \['loss'\]"):
-        scheduler.step({"loss": 1.0})
-    with pytest.raises(TypeError, match=r"dict of numbers by name: 0\.5"):
-        scheduler.step(0.5)  # type: ignore[arg-type]
+def test_a_run_goes_on_from_its_last_step_without_a_state() -> None:
+    whole = sgd(0.8)
+    expected = run(whole, [PolyLR(whole, begin=3, end=13)], 14)
+    optimizer = sgd(0.8)
+    optimizer.param_groups[0]["lr"] = expected[8]
+    with pytest.raises(KeyError, match="initial_lr"):
+        PolyLR(optimizer, begin=3, end=13, last_step=5)
+    optimizer.param_groups[0]["initial_lr"] = 0.8
+    scheduler = PolyLR(optimizer, begin=3, end=13, last_step=5)
+    assert run(optimizer, [scheduler], 5) == pytest.approx(expected[9:], rel=1e-12)
 
 
-def test_several_optimizers_are_refused() -> None:
-    class Both:
-        param_groups = {"a": [], "b": []}  # noqa: RUF012
+# Tensors
 
-    with pytest.raises(TypeError, match="one scheduler for each of them"):
-        StepLR(Both(), 2)  # type: ignore[arg-type]
+
+def test_a_rate_in_a_tensor_is_filled_in_place_and_composes() -> None:
+    lr = torch.tensor(1.0)
+    optimizer = sgd(lr)
+    made = [LinearLR(optimizer, 0.25, end=4), StepLR(optimizer, 2, gamma=0.5)]
+    assert run(optimizer, made, 5) == [0.25, 0.5, 0.375, 0.5, 0.25]
+    assert rates(optimizer)[0] is lr
+    assert type(optimizer.param_groups[0]["initial_lr"]) is float
+
+
+def test_a_rate_in_a_tensor_is_not_read_while_nobody_else_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = sgd(torch.tensor(0.1))
+    scheduler = ExponentialLR(optimizer, 0.9)
+
+    def refuse(tensor: Any) -> None:
+        raise AssertionError("a host-device synchronisation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", refuse)
+        patch.setattr(torch.Tensor, "__float__", refuse)
+        for _ in range(10):
+            scheduler.step()
+    assert rates(optimizer)[0].item() == pytest.approx(0.1 * 0.9**10, rel=1e-6)
+
+
+def test_a_resumed_rate_in_a_tensor_has_the_same_bits() -> None:
+    def make() -> tuple[Any, Any]:
+        optimizer = sgd(torch.tensor(0.1))
+        return optimizer, CosineAnnealingLR(optimizer, T_max=50, eta_min=0.003)
+
+    whole, first = make()
+    run(whole, [first], 17)
+    optimizer, second = make()
+    optimizer.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(first.state_dict())
+    assert run(optimizer, [second], 30) == run(whole, [first], 30)
+    assert second.state_dict() == first.state_dict()

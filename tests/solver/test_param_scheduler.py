@@ -1,218 +1,229 @@
+"""What the parameter schedulers are, and what they refuse."""
+
 import copy
-import warnings
+import inspect
+import logging
+import pickle
+import pydoc
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from scheduler_toys import ours, rates, run, sgd, theirs
 
-from hooktrain.solver.composite import WarmupParamScheduler
-from hooktrain.solver.param_scheduler import LRMultiplier
-from hooktrain.solver.schedule import (
-    ConstantParamScheduler,
-    CosineParamScheduler,
+from hooktrain.solver import OptimWrapper
+from hooktrain.solver.group_scheduler import GroupParamScheduler
+from hooktrain.solver.param_curves import Curve
+from hooktrain.solver.param_scheduler import (
+    ConstantLR,
+    ConstantMomentum,
+    CosineAnnealingLR,
+    CosineRestartLR,
+    ExponentialLR,
+    LinearLR,
     LinearParamScheduler,
-    MultiStepParamScheduler,
-    ParamScheduler,
-    StepParamScheduler,
-    StepWithFixedGammaParamScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolyLR,
+    ReduceOnPlateauLR,
+    StepLR,
+    make_scheduler,
 )
+from hooktrain.utils.registries import PARAM_SCHEDULERS
 
-LINE = LinearParamScheduler(1.0, 0.0)
-
-
-def sgd(*lrs: float | torch.Tensor) -> torch.optim.SGD:
-    groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in lrs]
-    return torch.optim.SGD(groups, lr=1.0)
+W = torch.nn.Parameter(torch.zeros(1))
 
 
-def rates(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [group["lr"] for group in optimizer.param_groups]
+# What the classes are
 
 
-def run(scheduler: LRMultiplier, steps: int) -> list[float]:
-    """The rate of the first group at each step."""
-    used = []
-    for _ in range(steps):
-        used.append(rates(scheduler.optimizer)[0])
-        scheduler.step()
-    return used
+@pytest.mark.parametrize("name", [n for n in dir(theirs) if n[0] != "_" and n[0].isupper()])
+def test_every_scheduler_has_one_base_and_is_registered(name: str) -> None:
+    scheduler = getattr(ours, name)
+    assert issubclass(scheduler, ours._ParamScheduler)
+    assert ours._ParamScheduler is GroupParamScheduler
+    assert PARAM_SCHEDULERS.get(name) is scheduler
+    assert "Args:" in scheduler.__doc__
+    assert "optimizer:" in scheduler.__doc__
 
 
-def test_each_group_gets_its_base_rate_times_the_schedule() -> None:
-    optimizer = sgd(0.5, 2.0)
-    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    assert isinstance(scheduler, LRScheduler)
-    seen = []
-    for _ in range(4):
-        seen.append(rates(optimizer))
-        scheduler.step()
-    assert seen == [[0.5, 2.0], [0.375, 1.5], [0.25, 1.0], [0.125, 0.5]]
+def test_a_scheduler_shows_its_arguments_and_is_equal_to_itself_only() -> None:
+    optimizer = sgd(0.1)
+    a, b = LinearLR(optimizer, 0.5, end=3), LinearLR(optimizer, 0.5, end=3)
+    assert repr(a).startswith("LinearLR(start_factor=0.5, end_factor=1.0, begin=0, end=3")
+    assert a != b
+    assert len({a, b}) == 2
 
 
-def test_the_rates_are_those_of_a_lambda_of_torch() -> None:
-    schedule = WarmupParamScheduler(CosineParamScheduler(1.0, 0.01), 0.001, 0.1)
-    ours, theirs = sgd(0.3), sgd(0.3)
-    reference = LambdaLR(theirs, lambda step: schedule(step / 50))
-    expected = []
-    for _ in range(50):
-        expected += rates(theirs)
-        theirs.step()
-        reference.step()
-    assert run(LRMultiplier(ours, schedule, max_iter=50), 50) == expected
+def saw_tooth(k: int, length: int, *, period: int, low: float = 0.0) -> float:
+    """From 1 down to ``low``, again and again."""
+    return 1 - (1 - low) * (k % period) / period
 
 
-def test_the_warm_up_applies_to_the_first_step() -> None:
+SawToothLR = make_scheduler("SawToothLR", Curve(saw_tooth), "lr", module=__name__)
+
+
+def test_a_curve_of_your_own_is_a_function() -> None:
     optimizer = sgd(1.0)
-    LRMultiplier(optimizer, WarmupParamScheduler(LINE, 0.25, 0.5), max_iter=10)
-    assert rates(optimizer) == [0.25]
+    assert run(optimizer, [SawToothLR(optimizer, 2, end=5)], 5) == [1.0, 0.5, 1.0, 0.5, 1.0]
+    assert pickle.loads(pickle.dumps(SawToothLR)) is SawToothLR
+    curve = Curve(saw_tooth, {"period": (1, 9)}, step_arguments=["period"])
+    saw_tooth_param = make_scheduler("SawToothParam", curve)
+    made = saw_tooth_param.build_iter_from_epoch(optimizer, "momentum", 2, 0.5, epoch_length=3)
+    assert repr(made).startswith("SawToothParam(param_name='momentum', period=6, low=0.5, begin=0,")
+    with pytest.raises(ValueError, match=r"period must lie in \[1, 9\]: 10"):
+        saw_tooth_param(optimizer, "momentum", 10)
 
 
-def test_milestones_in_iterations_change_the_rate_at_these_iterations() -> None:
-    schedule = MultiStepParamScheduler([1, 0.5, 0.25], milestones=[10, 15, 20])
-    used = run(LRMultiplier(sgd(4.0), schedule, max_iter=20), 20)
-    assert used == [4.0] * 10 + [2.0] * 5 + [1.0] * 5
+def test_a_function_that_cannot_be_a_curve_is_refused() -> None:
+    def by_position(k: int, length: int, period: int = 2) -> float:
+        return 1.0
+
+    def taken(k: int, length: int, *, begin: int = 0) -> float:
+        return 1.0
+
+    with pytest.raises(TypeError, match=r"must be a function\(k, length, \*, ...\)"):
+        make_scheduler("MyLR", Curve(by_position), "lr")
+    with pytest.raises(ValueError, match="has another 'begin': rename that of the curve"):
+        make_scheduler("MyLR", Curve(taken), "lr")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "final"),
-    [
-        (ConstantParamScheduler(0.5), 0.5),
-        (StepParamScheduler(5, [1.0, 0.25]), 0.25),
-        (StepWithFixedGammaParamScheduler(1.0, 2, 0.5, 5), 0.25),
-        (LINE, 0.0),
-    ],
-)
-def test_steps_after_the_last_iteration_keep_the_final_rate(
-    schedule: ParamScheduler, final: float
-) -> None:
-    scheduler = LRMultiplier(sgd(1.0), schedule, max_iter=5)
-    assert run(scheduler, 9)[5:] == [final] * 4
-    assert scheduler.last_epoch == 9
+def test_a_scheduler_is_a_class_with_a_name_a_place_a_signature_and_help() -> None:
+    assert (LinearLR.__name__, LinearLR.__qualname__) == ("LinearLR", "LinearLR")
+    assert LinearLR.__module__ == "hooktrain.solver.param_scheduler"
+    assert pickle.loads(pickle.dumps(LinearLR)) is LinearLR
+    assert str(inspect.signature(SawToothLR)).endswith(
+        "HasParamGroups, period: int, low: float = 0.0, begin: int = 0, end: int = 1000000000, "
+        "last_step: int = -1, by_epoch: bool = True, verbose: bool = False)"
+    )
+    shown = pydoc.plain(pydoc.render_doc(SawToothLR))
+    for part in (
+        "period: int, low",
+        "From 1 down to ``low``",
+        "begin: the first step of the range",
+    ):
+        assert part in shown
 
 
-def test_no_warning_about_the_order_of_steps() -> None:
+def test_a_scheduler_survives_being_pickled_and_copied() -> None:
+    scheduler = LinearLR(sgd(1.0), 0.25, end=4)
+    for twin in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
+        assert repr(twin) == repr(scheduler)
+        assert run(twin.optimizer, [twin], 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_the_arguments_of_a_curve_cannot_be_changed_later() -> None:
+    scheduler = StepLR(sgd(1.0), 2)
+    assert scheduler.arguments == {"step_size": 2, "gamma": 0.1}
+    assert scheduler.gamma == 0.1  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        scheduler.gamma = 0.5  # type: ignore[attr-defined]
+
+
+def test_each_change_is_logged_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = sgd(1.0)
-    step = optimizer.step.__func__  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        LRMultiplier(optimizer, LINE, max_iter=5).step()
-    assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO):
+        ExponentialLR(optimizer, 0.5, verbose=True).step()
+    assert "Step 1: lr becomes 5.0000e-01" in caplog.text
 
 
-def test_a_step_can_jump_to_an_iteration() -> None:
-    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
-    scheduler.step(3)
-    assert scheduler.get_last_lr() == [0.25]
-    scheduler.step()
-    assert scheduler.last_epoch == 4
-
-
-def test_a_rate_in_a_tensor_is_filled_in_place_and_read_as_a_float() -> None:
-    lr = torch.tensor(0.5)
-    optimizer = sgd(lr, 0.25)
-    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    scheduler.step()
-    scheduler.step()
-    assert rates(optimizer) == [lr, 0.125]
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert lr.item() == 0.25
-    assert [type(value) for value in scheduler.get_last_lr()] == [float, float]
-    assert scheduler.get_last_lr() == [0.25, 0.125]
-    assert scheduler.state_dict()["base_lrs"] == [0.5, 0.25]
-
-
-def test_the_rates_given_out_are_a_copy() -> None:
-    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
-    scheduler.get_last_lr().clear()
-    assert scheduler.get_last_lr() == [1.0]
-    scheduler.state_dict()["base_lrs"].clear()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.75]
-
-
-def test_the_state_holds_base_rates_and_the_step_only() -> None:
-    scheduler = LRMultiplier(sgd(0.5, 2.0), LINE, max_iter=4)
-    scheduler.step()
-    assert scheduler.state_dict() == {"base_lrs": [0.5, 2.0], "last_epoch": 1}
-
-
-def test_loading_a_state_sets_the_rates_at_once() -> None:
-    first = LRMultiplier(sgd(1.0, 2.0), LINE, max_iter=4)
-    first.step()
-    first.step()
-    optimizer = sgd(8.0, 8.0)
-    second = LRMultiplier(optimizer, LINE, max_iter=4)
-    second.load_state_dict(first.state_dict())
-    assert rates(optimizer) == second.get_last_lr() == [0.5, 1.0]
-    second.step()
-    assert rates(optimizer) == [0.25, 0.5]
-
-
-def test_a_loaded_optimizer_is_still_scheduled() -> None:
-    optimizer = sgd(1.0)
-    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces its groups
-    scheduler.step()
-    assert rates(optimizer) == [0.75]
-
-
-def test_a_run_continues_from_its_last_iteration_without_any_saved_state() -> None:
-    whole = run(LRMultiplier(sgd(0.3), LINE, max_iter=10), 10)
-    rest = run(LRMultiplier(sgd(0.3), LINE, max_iter=10, last_iter=5), 4)
-    assert rest == whole[6:]
-
-
-def test_a_run_continues_from_the_base_rate_in_the_optimizer_state() -> None:
-    before = sgd(0.3)
-    whole = run(LRMultiplier(before, LINE, max_iter=10), 6)
-    after = sgd(7.0)
-    after.load_state_dict(before.state_dict())
-    scheduler = LRMultiplier(after, LINE, max_iter=10, last_iter=5)
-    assert scheduler.base_lrs == [0.3]
-    assert scheduler.get_last_lr()[0] == 0.3 * LINE(0.6) != whole[5]
+# What is refused
 
 
 def test_a_group_added_later_is_an_error() -> None:
     optimizer = sgd(1.0)
-    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match=r"now has 2 parameter groups.*made for 1"):
+    scheduler = StepLR(optimizer, 2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match=r"now has 2 parameter groups, and StepLR was made for 1"):
         scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("state", "error", "message"),
-    [
-        ({"base_lrs": [1.0]}, KeyError, "no 'last_epoch'"),
-        ({"last_epoch": 3}, KeyError, "no 'base_lrs'"),
-        ({"base_lrs": [1.0, 2.0], "last_epoch": 3}, ValueError, "of 2 parameter groups.*has 1"),
-    ],
-)
-def test_a_foreign_state_is_refused_and_changes_nothing(
-    state: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
-    with pytest.raises(error, match=message):
-        scheduler.load_state_dict(state)
-    assert scheduler.state_dict() == {"base_lrs": [1.0], "last_epoch": 0}
+def test_a_cycle_ends_after_its_steps() -> None:
+    optimizer = sgd(1.0)
+    scheduler = OneCycleLR(optimizer, 1.0, total_steps=3)
+    seen = run(optimizer, [scheduler], 3)
+    assert rates(optimizer) == [seen[-1]]
+    with pytest.raises(ValueError, match="total_steps=3, and this is step 4"):
+        scheduler.step()
+
+
+def test_a_cycle_has_a_maximum_for_each_group_and_overwrites_what_others_set() -> None:
+    optimizer = OptimWrapper(sgd(1.0, 1.0))
+    scheduler = OneCycleLR(optimizer, [1.0, 3.0], 10, div_factor=10.0)
+    assert rates(optimizer) == pytest.approx([0.1, 0.3, 0.3])
+    optimizer.param_groups[0]["lr"] = 50.0
+    scheduler.step()
+    assert rates(optimizer)[0] == pytest.approx(rates(optimizer)[1] / 3)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
+    ("make", "error", "message"),
     [
-        ({"multiplier": lambda where: where}, TypeError, "multiplier must be a ParamScheduler"),
-        ({"multiplier": 0.5}, TypeError, "multiplier must be a ParamScheduler.*: 0.5"),
-        ({"optimizer": nn.Linear(1, 1)}, TypeError, "optimizer must be a torch.optim.Optimizer"),
-        ({"max_iter": 0}, ValueError, "max_iter must be at least 1: 0"),
-        ({"max_iter": -3}, ValueError, "max_iter must be at least 1: -3"),
-        ({"last_iter": -2}, ValueError, "last_iter must be at least -1: -2"),
+        (lambda o: StepLR("adam", 2), TypeError, "optimizer must be .*: 'adam'"),
+        (lambda o: StepLR(o, 2, gama=0.5), TypeError, "^StepLR: .*'gama'; did you mean 'gamma'"),
+        (lambda o: StepLR(o), TypeError, "StepLR: missing a required argument: 'step_size'"),
+        (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
+        (lambda o: StepLR(o, 2, begin=-1), ValueError, "begin=-1"),
+        (lambda o: StepLR(o, 2, last_step=-2), ValueError, "last_step must be at least -1: -2"),
+        (lambda o: StepLR(o, 0), ValueError, r"step_size must lie in \[1, inf\]: 0"),
+        (lambda o: StepLR(o, 1, -0.1), ValueError, "gamma must lie in .*: -0.1"),
+        (lambda o: MultiStepLR(o, [3, -1]), ValueError, r"milestones must .*: \[3, -1\]"),
+        (lambda o: ExponentialLR(o, -1.0), ValueError, "gamma must lie in .*: -1.0"),
+        (lambda o: ConstantLR(o, 1.5), ValueError, r"factor must lie in \[0, 1\]: 1.5"),
+        (lambda o: LinearLR(o, -0.5), ValueError, "start_factor must lie in .*: -0.5"),
+        (lambda o: LinearLR(o, 0.5, 2.0), ValueError, "end_factor must lie in .*: 2.0"),
+        (lambda o: PolyLR(o, power=-1.0), ValueError, "power must lie in .*: -1.0"),
+        (lambda o: CosineAnnealingLR(o, 0), ValueError, "T_max must lie in .*: 0"),
+        (
+            lambda o: CosineAnnealingLR(o, 5, 0.1, begin=3, eta_min_ratio=0.2),
+            ValueError,
+            "eta_min=0.1 or eta_min_ratio=0.2, not both",
+        ),
+        (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\] and \(1,\)"),
+        (lambda o: CosineRestartLR(o, [0]), ValueError, r"periods must lie in .*: \[0\]"),
+        (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
+        (lambda o: OneCycleLR(o, 1.0, 0), ValueError, "total_steps must lie in .*: 0"),
+        (lambda o: OneCycleLR(o, 1.0, 9, 1.5), ValueError, "pct_start must lie in .*: 1.5"),
+        (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or 'linear': 'cosine'"),
+        (lambda o: OneCycleLR(o, 1.0, 9, div_factor=0.0), ValueError, "div_factor .*: 0.0"),
+        (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
+        (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
+        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"factor .*\[0, 1\): 1.0"),
+        (lambda o: ReduceOnPlateauLR(o, threshold=-1), ValueError, "threshold must not .*: -1"),
+        (lambda o: ReduceOnPlateauLR(o, min_value=[0, 1]), ValueError, r"each of the 1 .*\[0, 1\]"),
+        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
+        (lambda o: LinearParamScheduler(o, "weight_decya"), ValueError, "mean 'weight_decay'"),
+        (lambda o: ConstantMomentum(torch.optim.Adagrad([W])), ValueError, "no 'momentum'"),
+        (lambda o: StepLR.build_iter_from_epoch(o, 2), ValueError, "epoch_length .*: None"),
+        (lambda o: StepLR.build_iter_from_epoch(o, 2, epoch_length=0), ValueError, "least 1: 0"),
+        (
+            lambda o: StepLR.build_iter_from_epoch(o, 2, by_epoch=False, epoch_length=3),
+            ValueError,
+            "by_epoch=False: these arguments of StepLR are iterations",
+        ),
     ],
 )
-def test_a_wrong_argument_is_refused(
-    kwargs: dict[str, Any], error: type[Exception], message: str
+def test_a_wrong_argument_is_refused_and_writes_nothing(
+    make: Any, error: type[Exception], message: str
 ) -> None:
-    arguments: dict[str, Any] = {"optimizer": sgd(1.0), "multiplier": LINE, "max_iter": 4}
+    optimizer = sgd(0.1)
+    before = [*optimizer.param_groups[0].items()]
     with pytest.raises(error, match=message):
-        LRMultiplier(**(arguments | kwargs))
+        make(optimizer)
+    assert [*optimizer.param_groups[0].items()] == before
+
+
+def test_a_plateau_refuses_metrics_that_are_not_there() -> None:
+    scheduler = ReduceOnPlateauLR(sgd(0.1), "acc")
+    with pytest.raises(KeyError, match=r"no metric 'acc' to monitor in \['loss'\]"):
+        scheduler.step({"loss": 1.0})
+    with pytest.raises(TypeError, match=r"dict of numbers by name: 0\.5"):
+        scheduler.step(0.5)  # type: ignore[arg-type]
+
+
+def test_several_optimizers_are_refused() -> None:
+    class Both:
+        param_groups = {"a": [], "b": []}  # noqa: RUF012
+
+    with pytest.raises(TypeError, match="one scheduler for each of them"):
+        StepLR(Both(), 2)  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
-from hooktrain.solver.group_scheduler import INF, GroupParamScheduler
+from hooktrain.solver.group_scheduler import GroupParamScheduler
+from hooktrain.solver.param_curves import INF
 from hooktrain.solver.plateau import PlateauScheduler
 
 __all__ = ["LRScheduler", "ParamSchedulerHook"]
