@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from hooktrain.engine.hook_base import HookBase
+from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
 from hooktrain.utils.file_io import is_disk_full
 
@@ -22,7 +23,8 @@ class PeriodicWriter(HookBase):
 
     Args:
         writers: the writers, called in order.
-        period: in iterations, at least 1.
+        period: in iterations, at least 1; with several ranks a multiple of the trainer's
+            ``gather_metric_period``, since losses cannot be read in between.
 
     Raises:
         TypeError: for something that is not an ``EventWriter``.
@@ -42,6 +44,13 @@ class PeriodicWriter(HookBase):
         """Make the writers forget what lies after the state that the run starts from."""
         for writer in self._writers:
             writer.rewind(self.trainer.start_iter)
+        if comm.get_world_size() > 1 and self._period % self.trainer.sync_period:
+            logger.warning(
+                "Metrics are written every %d iterations, but the ranks bring theirs together "
+                "every %d: the lines in between have no losses. Set gather_metric_period",
+                self._period,
+                self.trainer.sync_period,
+            )
 
     def after_step(self) -> None:
         """Write where a period ends."""

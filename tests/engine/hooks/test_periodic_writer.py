@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hooktrain.engine.hooks import CallbackHook, PeriodicWriter
+from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter, JSONWriter, get_event_storage
 from toy import Idle
 
@@ -71,6 +72,18 @@ def test_a_full_disk_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture)
 def test_a_disk_that_is_full_at_the_end_is_an_error() -> None:
     with pytest.raises(OSError, match="No space left"):
         Idle(PeriodicWriter([Full()], period=9)).train(0, 3)
+
+
+@pytest.mark.parametrize(("ranks", "warned"), [(1, False), (2, True)])
+def test_a_period_between_the_exchanges_of_the_ranks_is_worth_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int, warned: bool
+) -> None:
+    trainer = Idle(hook := PeriodicWriter([], period=10))
+    trainer.sync_period = 20
+    monkeypatch.setattr(comm, "get_world_size", lambda: ranks)
+    hook.before_train()
+    told = "every 10 iterations, but the ranks bring theirs together every 20"
+    assert (told in caplog.text) is warned
 
 
 @pytest.mark.parametrize("period", [0, -5])
