@@ -3,13 +3,15 @@
 from hooktrain.checkpoint.checkpointer import Checkpointer
 from hooktrain.checkpoint.periodic import PeriodicCheckpointer
 from hooktrain.checkpoint.retention import files_to_delete
+from hooktrain.checkpoint.sources import local_path, register_scheme
+from hooktrain.checkpoint.state_names import revise_names, take_prefix
 from hooktrain.checkpoint.storage import (
     CorruptCheckpointError,
     load_file,
     save_file,
     verify_file,
 )
-from hooktrain.checkpoint.surgery import IncompatibleKeys, load_model_state
+from hooktrain.checkpoint.surgery import IncompatibleKeys, load_checkpoint, load_model_state
 
 __all__ = [
     "Checkpointer",
@@ -17,8 +19,13 @@ __all__ = [
     "IncompatibleKeys",
     "PeriodicCheckpointer",
     "files_to_delete",
+    "load_checkpoint",
     "load_file",
     "load_model_state",
+    "local_path",
+    "register_scheme",
+    "revise_names",
     "save_file",
+    "take_prefix",
     "verify_file",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hooktrain.checkpoint.discovery import (
     POINTER,
@@ -18,10 +17,12 @@ from hooktrain.checkpoint.discovery import (
     resumable_names,
 )
 from hooktrain.checkpoint.reading import read_checkpoint, read_on_all_ranks
+from hooktrain.checkpoint.sources import digest_in_name, local_path
 from hooktrain.checkpoint.storage import save_file
 from hooktrain.checkpoint.surgery import load_model_state
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import atomic_write, sweep_temporary_files
+from hooktrain.utils.unwrap import unwrap_model
 
 __all__ = ["Checkpointer"]
 
@@ -60,7 +61,7 @@ class Checkpointer:
         save_to_disk: bool | None = None,
         **checkpointables: Any,
     ) -> None:
-        self.model = _unwrap(model)
+        self.model = unwrap_model(model)
         self.save_dir = os.fspath(save_dir)
         self.logger = logging.getLogger(__name__)
         self.checkpointables: dict[str, Any] = {}
@@ -106,12 +107,15 @@ class Checkpointer:
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
-            ValueError: if ``name`` has a folder, or an extra entry has the name of a state.
+            ValueError: if ``name`` has a folder or seems to end with a digest (``-`` and eight or
+                more hexadecimal digits), or an extra entry has the name of a state.
             TypeError: if a state holds what could not be loaded back; it names the key.
             OSError: if the disk is full or fails; the files are as they were.
         """
         if not name or name in (".", "..") or name != os.path.basename(name):
             raise ValueError(f"name must be a file name without a folder, got {name!r}")
+        if digest_in_name(name + ".pth"):  # which would be checked on loading
+            raise ValueError(f"name must not end with what looks like a digest, got {name!r}")
         taken = sorted(extra.keys() & {"model", *self.checkpointables})
         if taken:
             raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
@@ -145,7 +149,8 @@ class Checkpointer:
         Nothing is changed unless the file is intact and all that was asked for is in it.
 
         Args:
-            path: the file; "" loads nothing.
+            path: the file, or its address (:func:`~hooktrain.checkpoint.local_path`); "" loads
+                nothing.
             checkpointables: names of those to load beside the model; by default all. A dotted name
                 such as ``"trainer.optimizer"`` selects a component of a checkpointable whose
                 ``load_state_dict`` takes ``only={"optimizer"}``.
@@ -158,7 +163,7 @@ class Checkpointer:
             CorruptCheckpointError: if the file is broken or unsafe.
             ValueError: if a name in ``checkpointables`` is unknown, or not in the file.
         """
-        path = os.fspath(path)
+        path = local_path(path)
         if not path:
             self.logger.info("No checkpoint found. Initializing model from scratch")
             return {}
@@ -178,8 +183,8 @@ class Checkpointer:
         Broken files are passed over with a warning each. For all ranks to call.
 
         Args:
-            path: the model to start from where there is no checkpoint, or "" for none. Of it only
-                the model is loaded.
+            path: the model to start from where there is no checkpoint, a file or an address as in
+                :meth:`load`, or "" for none. Of it only the model is loaded.
             resume: whether to look into ``save_dir``.
             checkpointables: what to resume beside the model, as in :meth:`load`; by default all,
                 and it is an error if the checkpoint lacks one.
@@ -288,7 +293,3 @@ def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> No
         near = difflib.get_close_matches(part, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {sorted(known)}"
         raise ValueError(f"checkpointables: {name!r} {problem}{hint}")
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model

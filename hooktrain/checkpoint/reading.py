@@ -1,13 +1,17 @@
 """From a file to a checked state, the same one on every rank."""
 
+import errno
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hooktrain.checkpoint.sources import check_digest
 from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file
 from hooktrain.utils import comm
+from hooktrain.utils.names import did_you_mean
 
 __all__ = ["Found", "read_checkpoint", "read_on_all_ranks"]
 
@@ -17,26 +21,49 @@ Found = tuple[str, dict[str, Any]]
 """The path of a checkpoint and its content."""
 
 
-def read_checkpoint(path: str) -> dict[str, Any]:
+def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> dict[str, Any]:
     """Load and check a file; the result has the model's state under ``"model"``.
 
-    A bare state dict (tensors by name) is taken as the model's.
+    A bare state dict (tensors by name) is taken as the model's, and so is ``"state_dict"``, its
+    name in the files of MMEngine and Lightning. A digest in the name of the file is compared with
+    its content; see :func:`digest_in_name`.
+
+    Args:
+        path: of the file.
+        map_location: the device on which the tensors arrive.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds no model's state.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
-    state = load_file(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(errno.ENOENT, f"No such file{_nearest(path)}", path)
+    check_digest(path)
+    state = load_file(path, map_location)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path} is no checkpoint: it holds a {type(state).__name__}")
     if isinstance(state.get("model"), dict):
         return state
-    if state and all(isinstance(value, torch.Tensor) for value in state.values()):
+    if isinstance(state.get("state_dict"), dict):
+        return {"model" if key == "state_dict" else key: item for key, item in state.items()}
+    if state and all(_is_state(name, value) for name, value in state.items()):
         return {"model": state}
     raise CorruptCheckpointError(
-        f"{path} is no checkpoint: it has no dict under 'model' and is no dict of tensors; "
-        f"its keys are {list(state)[:10]!r}"
+        f"{path} is no checkpoint: it has no dict under 'model' or 'state_dict', and is no dict of "
+        f"tensors; its keys are {list(state)[:10]!r}"
     )
+
+
+def _is_state(name: object, value: object) -> bool:
+    # Modules may keep what they like under the second name (Module.get_extra_state).
+    return isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
+
+
+def _nearest(path: str) -> str:
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return f", nor a folder {folder!r}"
+    return did_you_mean(name, sorted(os.listdir(folder or ".")))
 
 
 def read_on_all_ranks(find: Callable[[], Found | None]) -> Found | None:

@@ -1,7 +1,12 @@
 """Models that own their step, their wrappers, and what a trainer does to models."""
 
 from hooktrain.model.anomalous_params import detect_anomalous_params
-from hooktrain.model.averaged import ExponentialMovingAverage
+from hooktrain.model.averaged import BaseAveragedModel
+from hooktrain.model.averages import (
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+)
 from hooktrain.model.base_model import BaseModel
 from hooktrain.model.batch_norm import BatchNormXd, convert_sync_batchnorm, revert_sync_batchnorm
 from hooktrain.model.digits_cnn import DigitsCNN
@@ -13,6 +18,7 @@ from hooktrain.model.trained_digits_cnn import trained_digits_cnn
 from hooktrain.model.wrappers import StepDistributedDataParallel, is_model_wrapper
 
 __all__ = [
+    "BaseAveragedModel",
     "BaseDataPreprocessor",
     "BaseModel",
     "BatchNormXd",
@@ -20,8 +26,10 @@ __all__ = [
     "DigitsGAN",
     "ExponentialMovingAverage",
     "ImgDataPreprocessor",
+    "MomentumAnnealingEMA",
     "SeparateDistributedDataParallel",
     "StepDistributedDataParallel",
+    "StochasticWeightAverage",
     "convert_sync_batchnorm",
     "detect_anomalous_params",
     "fixed_latents",

@@ -1,6 +1,7 @@
-"""Averages of the weights that a model goes through during training."""
+"""What all averages of a model's weights have in common; the kinds stand in ``averages.py``."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -8,43 +9,63 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hooktrain.utils.unwrap import unwrap_model
+
+__all__ = ["BaseAveragedModel"]
+
 # Where a module keeps a tensor: its `_parameters` or `_buffers`, and the key there. Walking through
 # a model takes much longer than looking into known places, which also hold what was replaced.
 _Place: TypeAlias = tuple[dict[str, Any], str]
 
 
-class ExponentialMovingAverage:
-    """The exponential moving average of a model's weights.
+class BaseAveragedModel(ABC):
+    """An average of the weights that a model has had.
 
-    ``average = decay * average + (1 - decay) * weight`` at each :meth:`update`, starting from the
-    weights at construction (Polyak averaging; the averages of Mean Teacher, arXiv:1703.01780).
+    ``average = (1 - w) * average + w * weight`` at an :meth:`update`, starting from the weights at
+    construction. A subclass says what ``w`` is, by :meth:`blending_weight`.
 
     Parameters are averaged in their own data type, so keep those of the model in float32: in
-    bfloat16 a decay near 1 changes nothing. Buffers are copied, those of floats too: statistics
-    such as BatchNorm's are averages already, and have to fit the counters beside them.
+    bfloat16 a ``w`` near 0 changes nothing. Buffers are copied at every update, those of floats
+    too: statistics such as BatchNorm's are averages already, and have to fit the counters beside
+    them.
+
+    They are statistics of the model's own weights, though. That is good enough for a moving
+    average, which stays close to the model. For others, replace them right before the average is
+    used, with the average's BatchNorm layers in training mode::
+
+        average.module.train()
+        update_bn_stats(average.module, data_loader)
+        average.module.eval()
 
     Args:
         model: is copied; data parallel wrappers and ``torch.compile`` are looked through.
-        decay: in [0, 1); 0 keeps a plain copy.
-        warmup: use ``min(decay, (1 + n) / (10 + n))`` after ``n`` updates, which forgets the
-            start sooner.
+        interval: take in the parameters at the first update and every so many from there, at
+            least 1.
 
     Attributes:
         module: the averaged model, in eval mode, without gradients.
-        updates: how many updates it has seen.
+        interval: see above.
+        updates: how many updates it has seen, all of them.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999, *, warmup: bool = False) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must be in [0, 1): {decay!r}")
-        self.decay = decay
-        self.warmup = warmup
+    def __init__(self, model: nn.Module, *, interval: int = 1) -> None:
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval must be an integer of at least 1: {interval!r}")
+        self.interval = interval
         self.updates = 0
         # Copying a parameter does not copy its gradient.
-        self.module = copy.deepcopy(_unwrapped(model)).eval().requires_grad_(False)
+        self.module = copy.deepcopy(unwrap_model(model)).eval().requires_grad_(False)
         self._linked: list[nn.Module] = []
         self._blended: list[tuple[list[_Place], list[_Place]]] = []
         self._copied: list[tuple[list[_Place], list[_Place]]] = []
+
+    @abstractmethod
+    def blending_weight(self, updates: int) -> float:
+        """How much of the present weights comes in, in [0, 1]; 1 forgets the average.
+
+        Args:
+            updates: how many were made before, a multiple of ``interval``.
+        """
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -55,11 +76,14 @@ class ExponentialMovingAverage:
         Raises:
             ValueError: the model has other parameters or buffers than the averaged one.
         """
-        n = self.updates
-        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
         self._link(model)
-        for averages, weights in self._blended:
-            torch._foreach_lerp_(_tensors(averages), _tensors(weights), 1 - decay)
+        if self.updates % self.interval == 0:
+            weight = self.blending_weight(self.updates)
+            for averages, weights in self._blended:
+                if weight == 1:  # whatever the average is, be it not a number
+                    torch._foreach_copy_(_tensors(averages), _tensors(weights))
+                else:
+                    torch._foreach_lerp_(_tensors(averages), _tensors(weights), weight)
         for averages, weights in self._copied:
             torch._foreach_copy_(_tensors(averages), _tensors(weights))
         self.updates += 1
@@ -119,7 +143,7 @@ class ExponentialMovingAverage:
 
         They are kept until the model consists of other modules than last time.
         """
-        model = _unwrapped(model)
+        model = unwrap_model(model)
         modules = list(model.modules())
         if modules == self._linked:
             return
@@ -139,17 +163,6 @@ class ExponentialMovingAverage:
         self._blended = [group for (average, *_), group in groups.items() if average]
         self._copied = [group for (average, *_), group in groups.items() if not average]
         self._linked = modules
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of data parallel wrappers and ``torch.compile``."""
-    while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:  # importing the class of torch.compile takes seconds
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
 
 
 def _places(model: nn.Module, kind: str) -> dict[str, _Place]:

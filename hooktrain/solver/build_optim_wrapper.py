@@ -7,12 +7,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hooktrain.config import instantiate
-from hooktrain.solver.build import _DATA_PARALLEL
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_constructor import DefaultOptimWrapperConstructor
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.registries import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from hooktrain.utils.unwrap import unwrap_model
 
 __all__ = ["build_optim_wrapper"]
 
@@ -119,7 +119,7 @@ def _build_named(model: nn.Module | None, name: str, item: Any) -> Any:
         )
     if model is None or isinstance(item.get("optimizer"), Optimizer):
         return build_optim_wrapper(None, item)
-    inner = _unwrapped(model)
+    inner = unwrap_model(model)
     try:
         submodule = inner.get_submodule(name)
     except AttributeError:
@@ -128,14 +128,3 @@ def _build_named(model: nn.Module | None, name: str, item: Any) -> Any:
             f"{name!r} is to be optimized, and no submodule of that name{near}"
         ) from None
     return build_optim_wrapper(submodule, item)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside data parallel wrappers and ``torch.compile``, in any order."""
-    while True:
-        if isinstance(model, _DATA_PARALLEL):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model

@@ -248,12 +248,14 @@ class GroupParamScheduler:
         """Go on where the state was taken, and give the groups their values of then.
 
         The arguments stay those of this scheduler: another range than that of the state is used,
-        with a warning. States of MMEngine's schedulers load too.
+        with a warning. If the optimizer has other groups than then, they keep the values that its
+        own state has given them, and what lies ahead follows from these. States of MMEngine's
+        schedulers load too.
 
         Raises:
             KeyError: if an entry is missing.
-            ValueError: if the state is of another parameter or other groups, or counts iterations
-                where this scheduler counts epochs. Nothing is loaded then.
+            ValueError: if the state is of another parameter, or counts iterations where this
+                scheduler counts epochs. Nothing is loaded then.
         """
         state = self._checked_state(state_dict)
         self._go_to(int(state["global_step"]))
@@ -286,12 +288,10 @@ class GroupParamScheduler:
         for key, mine in (("param_name", self.param_name), ("by_epoch", self.by_epoch)):
             if state[key] != mine:
                 raise ValueError(f"the state of {name} is of {key}={state[key]!r}, not {mine!r}")
-        count = len(self.initial_values)
-        for key, values in state.items():
-            not_begun = key == "written_values" and not values
-            if key.endswith("_values") and len(values) != count and not not_begun:
-                raise ValueError(
-                    f"the state of {name} has {len(values)} {key}, and the optimizer {count} "
-                    f"parameter groups"
-                )
+        counts = {len(values) for key, values in state.items() if key.endswith("_values")}
+        if counts - {0} != {len(self.initial_values)}:
+            logger.warning("%s takes its values from the groups, since others were saved", name)
+            first = [float(group[f"initial_{self.param_name}"]) for group in self.groups()]
+            state |= {"initial_values": first, "group_values": self.get_last_value()}
+            state |= {"start_values": first, "written_values": []}
         return state

@@ -1,5 +1,6 @@
 """A schedule of the learning rate, as a factor over the whole run."""
 
+import logging
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hooktrain.solver.composite import check_is_schedule
 from hooktrain.solver.schedule import ParamScheduler
+
+logger = logging.getLogger(__name__)
 
 
 class LRMultiplier(LRScheduler):
@@ -95,18 +98,23 @@ class LRMultiplier(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the saved step, and set the rates at once.
 
+        If the optimizer has another number of groups than then, their ``initial_lr`` counts.
+
         Raises:
             KeyError: an entry is missing.
-            ValueError: the state has another number of groups than the optimizer.
         """
         for key in ("base_lrs", "last_epoch"):
             if key not in state_dict:
                 raise KeyError(f"the state of LRMultiplier has no {key!r}: {sorted(state_dict)}")
+        groups = self.optimizer.param_groups
         base_lrs = [float(lr) for lr in state_dict["base_lrs"]]
-        if len(base_lrs) != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"the state of LRMultiplier is of {len(base_lrs)} parameter groups, and the "
-                f"optimizer has {len(self.optimizer.param_groups)}"
+        if len(base_lrs) != len(groups):
+            logger.warning(
+                "The state is of %d parameter groups, and the optimizer has %d: the base rates are "
+                "their initial_lr",
+                len(base_lrs),
+                len(groups),
             )
+            base_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
         self.base_lrs = list(base_lrs)
         self.step(int(state_dict["last_epoch"]))

@@ -100,7 +100,7 @@ def match_optimizer_state(
     ids = [k for group in saved for k in group["params"]]
     found = _find(saved, optimizer.param_groups)
     match = _compare(optimizer, [state.get(k) for k in ids], saved, found)
-    if match.positions == list(range(len(ids))):
+    if match.positions == list(range(len(ids))) and _sizes(saved) == _sizes(optimizer.param_groups):
         return {"state": state, "param_groups": saved}, match
     _log(match)
     fitted = {k: item for k, item in state.items() if not isinstance(k, int)}
@@ -138,7 +138,7 @@ def name_param_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 def _find(saved: ParamGroups, ours: ParamGroups) -> list[int | None]:
     """For each of our parameters, in order, which of the saved ones it is."""
-    sizes, our_sizes = ([len(group["params"]) for group in groups] for groups in (saved, ours))
+    sizes, our_sizes = _sizes(saved), _sizes(ours)
     names, our_names = _names(saved), _names(ours)
     if sizes == our_sizes and (names is None or our_names is None or names == our_names):
         return list(range(sum(sizes)))
@@ -163,6 +163,10 @@ def _find(saved: ParamGroups, ours: ParamGroups) -> list[int | None]:
             "weights, go on without the optimizer's state (train.resume_parts)"
         )
     return found
+
+
+def _sizes(groups: ParamGroups) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def _names(groups: ParamGroups) -> list[str] | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooktrain.checkpoint.surgery import load_model_state, strip_prefix
+from hooktrain.checkpoint.surgery import load_model_state
 
 
 def test_an_equal_model_loads_in_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,33 +51,91 @@ def test_each_kind_of_difference_is_told_in_one_table(caplog: pytest.LogCaptureF
     assert len(state) == 6  # the caller's dict is as it was
 
 
-def test_the_prefix_of_a_wrapped_model_is_taken_off_with_its_metadata() -> None:
-    source = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    wrapped = nn.DataParallel(source).state_dict()
-    assert all(name.startswith("module.") for name in wrapped)
-    stripped = strip_prefix(wrapped, "module.")
-    assert list(stripped) == list(source.state_dict())
-    assert stripped._metadata == source.state_dict()._metadata
-    target = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    assert load_model_state(target, wrapped) == ([], [], [])
+def test_the_prefix_of_a_wrapped_model_is_taken_off() -> None:
+    source, target = (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
+    assert load_model_state(target, nn.DataParallel(source).state_dict()) == ([], [], [])
     assert torch.equal(target[1].weight, source[1].weight)
 
 
-def test_the_version_in_the_metadata_reaches_the_module() -> None:
-    # Batch norm before version 2 had no num_batches_tracked, and must not report it missing.
-    old = nn.BatchNorm1d(2).state_dict()
-    del old["num_batches_tracked"]
-    old._metadata[""]["version"] = 1
-    assert load_model_state(nn.BatchNorm1d(2), old).missing_keys == []
-    wrapped = OrderedDict((f"module.{name}", value) for name, value in old.items())
-    wrapped._metadata = {"": {"version": 1}, "module": {"version": 1}}  # type: ignore[attr-defined]
-    assert load_model_state(nn.BatchNorm1d(2), wrapped).missing_keys == []
+class Versioned(nn.Linear):
+    """Its first version called the weight ``kernel``."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state, prefix, metadata, *args)  # type: ignore[no-untyped-call]
 
 
-def test_a_prefix_that_not_every_name_has_stays() -> None:
-    state = {"module.a": 1, "b": 2}
-    assert strip_prefix(state, "module.") == state
-    assert strip_prefix({}, "module.") == {}
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_version_in_the_metadata_reaches_the_module(strict: bool) -> None:
+    new = nn.Sequential(Versioned(2, 1)).state_dict()
+    old = OrderedDict([("0.kernel", torch.ones(1, 2)), ("0.bias", torch.ones(1))])
+    old._metadata = OrderedDict([("0", {"version": 1})])  # type: ignore[attr-defined]
+    for state, revise in ((new, ()), (old, ()), (old, [("^0", "module.0")])):
+        model = nn.Sequential(Versioned(2, 1))
+        assert load_model_state(model, state, strict, revise) == ([], [], [])
+    assert torch.equal(model[0].weight, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_counter_of_batch_norm_is_never_missing(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    del state["0.num_batches_tracked"]
+    assert load_model_state(nn.Sequential(nn.BatchNorm1d(2)), state, strict) == ([], [], [])
+    assert caplog.records == []
+
+
+def test_a_module_whose_name_begins_like_that_of_a_wrapper_is_loaded() -> None:
+    def make() -> nn.Module:
+        return nn.ModuleDict({"modules_list": nn.Linear(2, 1), "module2": nn.Linear(2, 1)})
+
+    source, target = make(), make()
+    for state in (source.state_dict(), nn.DataParallel(source).state_dict()):
+        assert load_model_state(target, state, strict=True) == ([], [], [])
+        assert torch.equal(target["modules_list"].weight, source["modules_list"].weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a.bias": None}, "of the model are not in the checkpoint"),
+        ({"c.bias": torch.ones(1)}, "of the checkpoint are not in the model"),
+        ({"a.bias": torch.ones(7)}, "have another shape in the model"),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_a_strict_load_changes_all_or_nothing(
+    change: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.BatchNorm1d(2)))
+    model(torch.randn(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pointers = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    good = {name: torch.full_like(value, 5) for name, value in before.items()}
+    bad = {name: value for name, value in {**good, **change}.items() if value is not None}
+    with pytest.raises(RuntimeError, match=rf"(?s)strict=True.*{message}.*bias"):
+        load_model_state(model, bad, strict=True)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert pointers == [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    assert load_model_state(model, good, strict=True) == ([], [], [])
+    assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
+    assert caplog.records == []
+
+
+def test_names_are_revised_before_they_are_compared() -> None:
+    source, target = nn.Linear(3, 2), nn.ModuleDict({"fc": nn.Linear(3, 2)})
+    state = {f"net.{name}": value for name, value in source.state_dict().items()}
+    revise = [(r"^net\.", ""), (r"^", "fc.")]
+    assert load_model_state(target, state, strict=True, revise_keys=revise) == ([], [], [])
+    assert torch.equal(target["fc"].weight, source.weight)
+    assert list(state) == ["net.weight", "net.bias"]
 
 
 def test_a_model_whose_own_names_have_the_prefix_loads() -> None:

@@ -181,9 +181,6 @@ def test_another_range_than_that_of_the_state_is_used_and_said(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"start_values": [1.0]}, ValueError, "has 1 start_values, and the optimizer 2"),
-        ({"initial_values": [1.0] * 3}, ValueError, "has 3 initial_values, and the optimizer 2"),
-        ({"group_values": []}, ValueError, "has 0 group_values, and the optimizer 2"),
         ({"by_epoch": False}, ValueError, "by_epoch=False, not True"),
         ({"param_name": "momentum"}, ValueError, "param_name='momentum', not 'lr'"),
         ({"global_step": None}, KeyError, r"has no \['global_step'\]"),

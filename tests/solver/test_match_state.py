@@ -1,103 +1,25 @@
 """The state of an optimizer finds the parameters of the same names."""
 
 import copy
-import io
-import logging
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from match_toys import (
+    Make,
+    check_that_training_goes_on,
+    every_optimizer,
+    groups_of,
+    load,
+    net,
+    same,
+    sgd,
+    train,
+)
+from torch import nn
 
 from hooktrain.solver import get_default_optimizer_params
-from hooktrain.solver.match_state import StateMatch, match_optimizer_state, name_param_groups
-
-Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
-    "Adam": lambda groups: torch.optim.Adam(groups, lr=0.1),
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, foreach=True),
-    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),
-}
-every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-sgd = OPTIMIZERS["SGD"]
-
-
-def net(*names: str) -> nn.Sequential:
-    return nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in names))
-
-
-def groups_of(model: nn.Module, *prefixes: str, **options: Any) -> list[dict[str, Any]]:
-    """One group of the parameters under each prefix."""
-    found = []
-    for prefix in prefixes or ("",):
-        named = [(n, p) for n, p in model.named_parameters() if n.startswith(prefix)]
-        found.append({"params": [p for _, p in named], "param_names": [n for n, _ in named]})
-    return [{**group, **options} for group in found]
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    generator = torch.Generator().manual_seed(steps)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 3, generator=generator)).square().sum().backward()
-        optimizer.step()
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[parameter]: state for parameter, state in optimizer.state.items()}
-
-
-def load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StateMatch:
-    """Through a file, as a run does it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    fitted, match = match_optimizer_state(optimizer, torch.load(file, weights_only=True))
-    optimizer.load_state_dict(fitted)
-    return match
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
-
-
-def check_that_training_goes_on(
-    make: Make,
-    old: tuple[nn.Module, list[dict[str, Any]]],
-    new: tuple[nn.Module, list[dict[str, Any]]],
-    without: tuple[str, ...] = (),
-) -> StateMatch:
-    """Compare training after a match with that of an optimizer whose state was put in by hand."""
-    old_model, model = old[0], new[0]
-    old_optimizer = make(old[1])
-    train(old_model, old_optimizer)
-    weights = {n: v for n, v in old_model.state_dict().items() if n not in without}
-    model.load_state_dict(weights, strict=False)
-    # What was built is the same for both; the reference gets copies of the same parameters.
-    expected_model, expected_groups = copy.deepcopy((model, new[1]))
-    expected = make(expected_groups)
-    saved = state_of(old_model, old_optimizer)
-    optimized = {parameter for group in expected.param_groups for parameter in group["params"]}
-    for name, parameter in expected_model.named_parameters():
-        if name in saved and name not in without and parameter in optimized:
-            expected.state[parameter] = copy.deepcopy(saved[name])
-    optimizer = make(new[1])
-    match = load(optimizer, old_optimizer.state_dict())
-    assert same(state_of(model, optimizer), state_of(expected_model, expected))
-    train(model, optimizer, 2)
-    train(expected_model, expected, 2)
-    for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    return match
+from hooktrain.solver.match_state import StateMatch, match_optimizer_state
 
 
 @every_optimizer
@@ -130,29 +52,27 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make) -> None:
         assert match.moved == match.reshaped == []
 
 
-KINDS = ("weight", "bias")
-
-
 @every_optimizer
-def test_a_group_may_be_split(make: Make) -> None:
+@pytest.mark.parametrize("order", ["abc", "bac"])
+def test_a_group_may_be_split(order: str, make: Make) -> None:
     old, new = net("a", "b", "c"), net("a", "b", "c")
-    match = check_that_training_goes_on(
-        make, (old, groups_of(old)), (new, groups_of(new, "b", "a", "c"))
-    )
+    match = check_that_training_goes_on(make, (old, groups_of(old)), (new, groups_of(new, *order)))
     assert match.new == match.missing == match.reshaped == []
     assert match.groups == [0, 0, 0]
-    assert match.moved == [(f"{n}.{k}", 0, i + 1) for i, n in enumerate("ac") for k in KINDS]
-    assert match.positions == [2, 3, 0, 1, 4, 5]
+    assert match.moved == [
+        (f"{n}.{kind}", 0, i) for i, n in enumerate(order) if i for kind in ("weight", "bias")
+    ]
+    positions = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+    assert match.positions == [k for n in order for k in positions[n]]
 
 
 @every_optimizer
-def test_groups_may_be_merged(make: Make) -> None:
+@pytest.mark.parametrize(("order", "moved"), [("ab", "b"), ("ba", "a")])
+def test_groups_may_be_merged(order: str, moved: str, make: Make) -> None:
     old, new = net("a", "b"), net("a", "b")
-    match = check_that_training_goes_on(
-        make, (old, groups_of(old, "b", "a")), (new, groups_of(new))
-    )
+    match = check_that_training_goes_on(make, (old, groups_of(old, *order)), (new, groups_of(new)))
     assert match.groups == [0]
-    assert match.moved == [("a.weight", 1, 0), ("a.bias", 1, 0)]
+    assert match.moved == [(f"{moved}.weight", 1, 0), (f"{moved}.bias", 1, 0)]
 
 
 @every_optimizer
@@ -267,109 +187,6 @@ def test_the_table_tells_every_change(caplog: pytest.LogCaptureFixture) -> None:
     assert "groups [1] are new" in settings
 
 
-@every_optimizer
-def test_the_same_parameters_get_the_very_state_that_was_saved(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = net("a", "b")
-    optimizer = make(groups_of(model, "a", "b"))
-    train(model, optimizer)
-    saved = {**optimizer.state_dict(), "inner_count": 7}
-    fitted, match = match_optimizer_state(optimizer, saved)
-    assert fitted.keys() == {"state", "param_groups"}
-    assert fitted["state"] is saved["state"]
-    assert fitted["param_groups"] is saved["param_groups"]
-    assert match == StateMatch([], [], [], [], [0, 1], [0, 1, 2, 3])
-    assert caplog.records == []
-
-
-def test_without_names_groups_of_the_same_sizes_match_by_position() -> None:
-    model = net("a", "b")
-    named, nameless = sgd(groups_of(model)), torch.optim.SGD(model.parameters(), momentum=0.9)
-    train(model, named)
-    train(model, nameless)
-    for ours, theirs in ((named, nameless), (nameless, named), (nameless, nameless)):
-        saved = theirs.state_dict()
-        fitted, match = match_optimizer_state(ours, saved)
-        assert fitted["state"] is saved["state"]
-        assert match.positions == [0, 1, 2, 3]
-
-
-def test_without_names_another_shape_is_seen_too() -> None:
-    old, new = nn.Linear(3, 4), nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(old.parameters(), momentum=0.9)
-    train(old, optimizer)
-    match = load(torch.optim.SGD(new.parameters(), momentum=0.9), optimizer.state_dict())
-    assert match.reshaped == [("#0", (4, 3), (5, 3)), ("#1", (4,), (5,))]
-
-
-def test_without_names_other_groups_are_refused_with_a_way_out() -> None:
-    old, new = net("a"), net("a", "b")
-    nameless = torch.optim.SGD(old.parameters())
-    with pytest.raises(
-        ValueError, match=r"sizes \[2\].*\[4\].*saved state has no param_names.*Make"
-    ):
-        match_optimizer_state(sgd(groups_of(new)), nameless.state_dict())
-    with pytest.raises(ValueError, match=r"this optimizer has no param_names.*train\.resume_parts"):
-        match_optimizer_state(nameless, sgd(groups_of(new)).state_dict())
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"none of .*\(a.weight, a.bias, ...\).*\(b.weight"):
-        match_optimizer_state(sgd(groups_of(net("a"))), sgd(groups_of(net("b"))).state_dict())
-
-
-def test_names_that_stand_for_two_parameters_cannot_be_matched() -> None:
-    one, two = net("a"), net("a")
-    both = sgd([*groups_of(one), *groups_of(two)])
-    assert match_optimizer_state(both, both.state_dict())[1].positions == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"unique.*\['a.weight', 'a.bias'\]"):
-        match_optimizer_state(sgd(groups_of(one)), both.state_dict())
-
-
-def test_too_few_names_are_refused() -> None:
-    (group,) = groups_of(net("a"))
-    group["param_names"] = ["a.weight"]
-    optimizer = sgd([group])
-    with pytest.raises(ValueError, match=r"2 params have 1 param_names: \['a.weight'\]"):
-        match_optimizer_state(optimizer, optimizer.state_dict())
-
-
-@pytest.mark.parametrize("key", ["state", "param_groups"])
-def test_an_incomplete_state_is_refused(key: str) -> None:
-    optimizer = sgd(groups_of(net("a")))
-    state = optimizer.state_dict()
-    del state[key]
-    with pytest.raises(KeyError, match=f"needs '{key}'"):
-        match_optimizer_state(optimizer, state)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        nn.DataParallel,
-        lambda model: torch.compile(model, backend="eager"),
-        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
-    ],
-    ids=["DataParallel", "compile", "both"],
-)
-def test_what_wrappers_add_to_names_does_not_count(wrap: Callable[[nn.Module], Any]) -> None:
-    model = net("a", "b")
-    inside = torch.optim.SGD(list(model.named_parameters()), momentum=0.9)
-    outside = torch.optim.SGD(list(wrap(model).named_parameters())[:2], momentum=0.9)
-    for ours, theirs in ((inside, outside), (outside, inside)):
-        _, match = match_optimizer_state(ours, theirs.state_dict())
-        assert match.new + match.missing == ["b.weight", "b.bias"]
-        assert match.moved == []
-
-
-def test_a_part_of_the_model_may_be_called_module() -> None:
-    model = nn.Sequential(OrderedDict(module=net("a", "b")))
-    inside = torch.optim.SGD(list(model.named_parameters()))
-    outside = torch.optim.SGD(list(nn.DataParallel(model).named_parameters())[2:])
-    assert match_optimizer_state(inside, outside.state_dict())[1].positions == [None, None, 0, 1]
-
-
 def test_what_an_optimizer_of_others_keeps_is_not_judged_by_its_shape() -> None:
     class Projected(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -404,24 +221,3 @@ def test_nothing_of_the_caller_is_changed() -> None:
     assert saved["param_groups"] == before["param_groups"]
     assert [{**g, "params": len(g["params"])} for g in ours.param_groups] == groups
     assert not ours.state
-
-
-def test_an_optimizer_gets_the_names_of_its_model() -> None:
-    model = net("a", "b")
-    optimizer = torch.optim.SGD([{"params": model.b.parameters()}, {"params": [model.a.weight]}])
-    name_param_groups(optimizer, nn.DataParallel(model))
-    names = [group["param_names"] for group in optimizer.param_groups]
-    assert names == [["b.weight", "b.bias"], ["a.weight"]]
-    assert optimizer.state_dict()["param_groups"][1]["param_names"] == ["a.weight"]
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
-    with pytest.raises(ValueError, match=r"group 0 .* not in the model, of the shapes \[\(7,\)\]"):
-        name_param_groups(optimizer, model)
-    assert "param_names" not in optimizer.param_groups[0]
-
-
-def test_the_warning_is_told_through_the_logger_of_the_module(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING, "hooktrain.solver.match_state"):
-        match_optimizer_state(sgd(groups_of(net("a", "b"))), sgd(groups_of(net("a"))).state_dict())
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]

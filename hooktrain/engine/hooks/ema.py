@@ -1,5 +1,6 @@
-"""An exponential moving average of the model, beside the raw weights."""
+"""An average of the model's weights, beside the raw ones."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,9 +8,13 @@ from typing import Any
 from torch import nn
 
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.model import ExponentialMovingAverage
+from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage
 
 __all__ = ["EMA"]
+
+logger = logging.getLogger(__name__)
+
+_DECAY, _WARMUP = 0.999, True
 
 
 class EMA(HookBase):
@@ -22,23 +27,63 @@ class EMA(HookBase):
         with ema.swap():
             evaluate(model)
 
+    Another average, here stochastic weight averaging of the end of a run::
+
+        hooks.EMA(model, average=StochasticWeightAverage(model, interval=50), begin_iter=1000)
+
     Args:
         model: the model; DDP is looked through.
-        decay: the part of the old average that stays, in (0, 1).
+        decay: the part of the old average that stays, in [0, 1).
         warmup: let the decay grow from small values, so that the random start is forgotten soon.
+        average: takes the place of the one that ``decay`` and ``warmup`` make.
+        begin_iter: how many iterations the first update comes after; up to there the average is a
+            copy of the weights. 0 and 1 are the same.
 
     Attributes:
-        average: the :class:`~hooktrain.model.ExponentialMovingAverage`; ``average.module`` is the
+        average: the :class:`~hooktrain.model.BaseAveragedModel`; ``average.module`` is the
             averaged model.
+
+    Raises:
+        TypeError: if ``average`` is no averaged model.
+        ValueError: if ``decay`` or ``begin_iter`` is out of its range, or there is an ``average``
+            and ``decay`` or ``warmup`` too.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999, warmup: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = _DECAY,
+        warmup: bool = _WARMUP,
+        *,
+        average: BaseAveragedModel | None = None,
+        begin_iter: int = 0,
+    ) -> None:
+        if begin_iter < 0:
+            raise ValueError(f"begin_iter must not be negative: {begin_iter!r}")
+        if average is None:
+            average = ExponentialMovingAverage(model, decay=decay, warmup=warmup)
+        elif not isinstance(average, BaseAveragedModel):
+            raise TypeError(f"average must be a BaseAveragedModel: {average!r}")
+        elif (decay, warmup) != (_DECAY, _WARMUP):
+            raise ValueError("give decay and warmup to the average itself")
         self._model = model
-        self.average = ExponentialMovingAverage(model, decay=decay, warmup=warmup)
+        self.average = average
+        self.begin_iter = begin_iter
+
+    def before_train(self) -> None:
+        """Warn if there will be nothing but a copy."""
+        if self.begin_iter > self.trainer.max_iter:
+            logger.warning(
+                "There will be no average: it begins after %d iterations, training ends after %d",
+                *(self.begin_iter, self.trainer.max_iter),
+            )
 
     def after_step(self) -> None:
         """Take the new weights in."""
-        self.average.update(self._model)
+        if self.trainer.iter + 1 < self.begin_iter:
+            self.average.reset(self._model)
+        else:
+            self.average.update(self._model)
 
     def swap(self) -> AbstractContextManager[None]:
         """Inside, the model has the averaged weights; afterwards exactly the raw ones again."""

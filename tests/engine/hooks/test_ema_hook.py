@@ -1,7 +1,11 @@
+import copy
+
+import pytest
 import torch
 
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA
+from hooktrain.engine.hooks import EMA, CallbackHook
+from hooktrain.model import MomentumAnnealingEMA, StochasticWeightAverage
 from toy import linear_trainer
 
 
@@ -45,3 +49,69 @@ def test_swap_shows_the_average_inside_and_the_exact_raw_weights_afterwards() ->
     with ema.swap():
         assert torch.equal(trainer.model.fc.weight, ema.average.module.fc.weight)
     assert torch.equal(trainer.model.fc.weight, raw)
+
+
+def test_until_it_begins_the_average_is_a_copy() -> None:
+    trainer = linear_trainer()
+    average = StochasticWeightAverage(trainer.model, interval=2)
+    hook = EMA(trainer.model, average=average, begin_iter=3)
+    weights, seen = [], []
+
+    def watch(trainer: SimpleTrainer) -> None:
+        weights.append(trainer.model.fc.weight.detach().clone())
+        seen.append(average.module.fc.weight.clone())
+
+    trainer.register_hooks([hook, CallbackHook(after_step=watch)])
+    trainer.train(0, 6)
+    assert hook.average is average
+    assert average.updates == 4
+    assert [torch.equal(a, b) for a, b in zip(weights, seen, strict=True)] == [True] * 3 + [
+        False
+    ] * 3
+    assert torch.equal(seen[3], weights[2])
+    torch.testing.assert_close(seen[5], (weights[2] + weights[4]) / 2)
+
+
+@pytest.mark.parametrize("begin_iter", [1, 3, 4, 5, 6])
+def test_another_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) -> None:
+    def make() -> tuple[EMA, SimpleTrainer]:
+        trainer = linear_trainer()
+        average = MomentumAnnealingEMA(trainer.model, 0.6, 2, interval=2)
+        hook = EMA(trainer.model, average=average, begin_iter=begin_iter)
+        trainer.register_hooks([hook])
+        return hook, trainer
+
+    whole, whole_trainer = make()
+    whole_trainer.train(0, 4)
+    resumed, resumed_trainer = make()
+    resumed_trainer.model.load_state_dict(whole_trainer.model.state_dict())
+    resumed_trainer.load_state_dict(copy.deepcopy(whole_trainer.state_dict()))
+    whole_trainer.train(max_iter=10)
+    resumed_trainer.train(max_iter=10)
+    assert resumed.average.updates == whole.average.updates == 11 - begin_iter
+    assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
+
+
+def test_a_run_that_ends_before_the_average_begins_is_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
+    trainer.train(0, 3)
+    assert caplog.records == []
+    trainer = linear_trainer()
+    trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
+    trainer.train(0, 2)
+    assert "begins after 3 iterations, training ends after 2" in caplog.text
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    average = StochasticWeightAverage(model)
+    for arguments in ({"decay": 0.5}, {"warmup": False}):
+        with pytest.raises(ValueError, match="give decay and warmup to the average itself"):
+            EMA(model, average=average, **arguments)
+    with pytest.raises(TypeError, match="average must be a BaseAveragedModel: Linear"):
+        EMA(model, average=model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="begin_iter must not be negative: -1"):
+        EMA(model, begin_iter=-1)
