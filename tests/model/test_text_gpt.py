@@ -178,7 +178,13 @@ def test_generated_texts_follow_from_the_generator_alone() -> None:
     assert texts[0][:2].tolist() == [3, 4]
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
-    assert not texts[0].requires_grad
+
+
+def test_generating_keeps_no_graph() -> None:
+    model, seen = make().eval(), []
+    model.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    model.generate(torch.tensor([3]), 2)
+    assert seen == [False, False]
 
 
 def test_only_the_last_block_of_a_long_text_is_looked_at() -> None:

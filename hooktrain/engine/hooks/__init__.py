@@ -8,12 +8,15 @@ from hooktrain.engine.hooks.early_stopping import EarlyStopping
 from hooktrain.engine.hooks.ema import EMA
 from hooktrain.engine.hooks.eval_hook import EvalHook
 from hooktrain.engine.hooks.iteration_timer import IterationTimer
-from hooktrain.engine.hooks.lr_scheduler import LRScheduler
+from hooktrain.engine.hooks.lr_scheduler import LRScheduler, ParamSchedulerHook
 from hooktrain.engine.hooks.periodic_checkpointer import PeriodicCheckpointer
 from hooktrain.engine.hooks.periodic_writer import PeriodicWriter
 from hooktrain.engine.hooks.precise_bn import PreciseBN
+from hooktrain.engine.hooks.sample_writer import SampleWriter
+from hooktrain.engine.hooks.text_sampler import TextSampler
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import TorchProfiler
+from hooktrain.utils.registries import HOOKS
 
 __all__ = [
     "EMA",
@@ -25,9 +28,16 @@ __all__ = [
     "HookBase",
     "IterationTimer",
     "LRScheduler",
+    "ParamSchedulerHook",
     "PeriodicCheckpointer",
     "PeriodicWriter",
     "PreciseBN",
+    "SampleWriter",
+    "TextSampler",
     "TorchMemoryStats",
     "TorchProfiler",
 ]
+
+for _name in __all__:
+    if _name != "HookBase":
+        HOOKS.register(globals()[_name], name=_name)

@@ -1,0 +1,120 @@
+"""Shows what a language model writes, as the training goes on."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hooktrain.data.text import CharVocabulary
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.evaluation import inference_context
+from hooktrain.utils import comm
+from hooktrain.utils.env import get_rng_state, set_rng_state
+from hooktrain.utils.file_io import atomic_write, is_disk_full
+
+__all__ = ["TextSampler"]
+
+logger = logging.getLogger(__name__)
+
+
+class TextSampler(HookBase):
+    """Lets the model continue a text every so often.
+
+    What it writes is logged, and comes into ``<output_dir>/samples/<iteration>.txt``, with the
+    number that a checkpoint of the same weights has. Where the trainer has an averaged model
+    (``trainer.ema``), that one writes. The random numbers are the same each time, so that texts
+    differ by the weights alone; those of the run go on as if nothing had been drawn.
+
+    Register it on every rank: each one samples, since parts of a model may communicate; the main
+    rank writes. A full disk is logged and does not end the run.
+
+    Args:
+        period: in iterations; the last iteration samples too, and with 0 no other.
+        vocabulary: turns text into tokens and back; anything with its ``encode`` and ``decode``
+            will do.
+        output_dir: the folder of the run.
+        prompt: what the text begins with, not empty.
+        length: how many tokens to add, at least 1.
+        temperature: see :meth:`hooktrain.model.text_gpt.TextGPT.generate`; models of another class
+            need a method like it.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        vocabulary: CharVocabulary,
+        output_dir: str | os.PathLike[str],
+        *,
+        prompt: str = "\n",
+        length: int = 400,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> None:
+        if period < 0:
+            raise ValueError(f"period must not be negative, but got {period!r}")
+        if not prompt:
+            raise ValueError(f"prompt must not be empty, but got {prompt!r}")
+        if length < 1:
+            raise ValueError(f"length must be at least 1, but got {length!r}")
+        if not temperature >= 0:
+            raise ValueError(f"temperature must not be negative, but got {temperature!r}")
+        self._period = period
+        self._vocabulary = vocabulary
+        self._folder = Path(output_dir) / "samples"
+        self._prompt = prompt
+        self._length = length
+        self._temperature = temperature
+        self._seed = seed
+
+    def before_train(self) -> None:
+        """Refuse a model that cannot write before it has learnt for hours."""
+        if not hasattr(model := self._model(), "generate"):
+            raise TypeError(
+                f"TextSampler needs a model with a method generate; {type(model).__name__} has none"
+            )
+
+    def after_step(self) -> None:
+        """Sample where a period ends, and at the last iteration."""
+        done = self.trainer.iter + 1
+        if done == self.trainer.max_iter or (self._period > 0 and done % self._period == 0):
+            text = self.sample()
+            if comm.is_main_process():
+                logger.info("After %d iterations the model writes:\n%s", done, text)
+                self._write(self._folder / f"{self.trainer.iter:07d}.txt", text)
+
+    def sample(self) -> str:
+        """The prompt, and how the model goes on from it now."""
+        model = self._model()
+        prompt = self._vocabulary.encode(self._prompt)
+        generator = torch.Generator().manual_seed(self._seed)
+        random_state = get_rng_state()
+        try:
+            with inference_context(model), torch.no_grad():
+                tokens: Tensor = model.generate(prompt, self._length, self._temperature, generator)
+        finally:
+            set_rng_state(random_state)
+        return self._vocabulary.decode(tokens)
+
+    def _model(self) -> Any:
+        if getattr(self.trainer, "ema", None) is not None:
+            return self.trainer.ema.average.module
+        model = self.trainer.model
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path, "w") as file:
+                file.write(text)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            logger.error("NOT WRITTEN: %s. Training goes on", error)

@@ -1,0 +1,142 @@
+"""configs/text_gpt.py as a user runs it, at a tiny size."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hooktrain.config import LazyConfig, instantiate
+from hooktrain.data.text import python_docs_vocabulary
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = str(ROOT / "configs" / "text_gpt.py")
+TINY = [
+    "model.size=tiny",
+    "model.dropout=0.1",
+    "dataloader.train.dataset.block_size=32",
+    "dataloader.train.total_batch_size=8",
+    "dataloader.test.batch_size=400",
+    "train.max_iter=20",
+    "train.checkpointer.period=6",
+    "train.eval_period=10",
+    "train.log_period=4",
+    "hooks.0.length=20",
+]
+TIMES = ("time", "data_time", "eta_seconds")
+
+
+def run(folder: Path, *args: str, exit_code: int = 0) -> str:
+    command = [sys.executable, str(ROOT / "tools" / "train_net.py"), "--config-file", CONFIG]
+    flags, overrides = [a for a in args if a[:2] == "--"], [a for a in args if a[:2] != "--"]
+    result = subprocess.run(
+        [*command, *flags, *TINY, f"train.output_dir={folder}", *overrides],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert result.returncode == exit_code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def samples(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "samples").iterdir()}
+
+
+def assert_equal(ours: Any, theirs: Any, path: str) -> None:
+    assert type(ours) is type(theirs), path
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), path
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs), path
+        for key in ours:
+            assert_equal(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), path
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_equal(a, b, f"{path}[{i}]")
+    else:
+        assert ours == theirs, path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder, run(folder)
+
+
+def test_a_run_learns_evaluates_and_writes_samples(undisturbed: tuple[Path, str]) -> None:
+    folder, printed = undisturbed
+    lines = metrics(folder)
+    losses = [line["loss_lm"] for line in lines if "loss_lm" in line]
+    assert losses[-1] < losses[0]
+    assert "grad_norm" in lines[0]
+    last = lines[-1]
+    for name in ("text", "ema/text"):
+        bits, nats = last[f"{name}/bits_per_character"], last[f"{name}/val_loss"]
+        assert 3 < bits < 6.7
+        assert bits == pytest.approx(nats * 1.442695040888963)
+    assert "copypaste: bits_per_character,val_loss" in printed
+    assert sorted(samples(folder)) == ["0000009.txt", "0000019.txt"]
+    text = samples(folder)["0000019.txt"]
+    assert text.startswith("The ")
+    assert text in printed
+
+    evaluated = run(folder, "--eval-only", "--resume")
+    raw = [line for line in printed.splitlines() if "copypaste: " in line][-4].split()[-1]
+    assert f"copypaste: {raw}" in evaluated
+
+
+def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
+    tmp_path: Path, undisturbed: tuple[Path, str]
+) -> None:
+    kill = "+hooks.1={'_target_': 'killing.Kill', 'iteration': 15}"
+    run(tmp_path, kill, exit_code=-signal.SIGKILL)
+    printed = run(tmp_path, "--resume", "dataloader.train.num_workers=2")
+    assert "Starting training from iteration 12" in printed
+    expected_folder, _ = undisturbed
+    ours, theirs = (
+        torch.load(folder / "model_final.pth", weights_only=True)
+        for folder in (tmp_path, expected_folder)
+    )
+    assert_equal(ours["model"], theirs["model"], "model")
+    for part in ("iteration", "optimizer", "hooks", "data", "rng"):
+        assert_equal(ours["trainer"][part], theirs["trainer"][part], part)
+    assert ours["trainer"]["data"]["loader"]["batches"] == 40
+    assert metrics(tmp_path) == metrics(expected_folder)
+    assert samples(tmp_path) == samples(expected_folder)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("medium", 19.0), ("large", 85.1)])
+def test_one_override_makes_it_larger(size: str, millions: float) -> None:
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(CONFIG), [f"model.size={size}"])
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_one_override_changes_the_block_size_everywhere() -> None:
+    cfg = LazyConfig.load(CONFIG)
+    LazyConfig.apply_overrides(cfg, ["dataloader.train.dataset.block_size=48", "model.size=tiny"])
+    train, test = (instantiate(cfg.dataloader[name]) for name in ("train", "test"))
+    assert next(iter(test))["tokens"].shape[1] == 48
+    assert next(iter(train))["targets"].shape[1] == 48
+    model = instantiate(cfg.model)
+    assert model.block_size == 48
+    assert model.head.out_features == len(python_docs_vocabulary())
+
+
+def test_the_configuration_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    cfg = LazyConfig.load(CONFIG)
+    LazyConfig.save(cfg, tmp_path / "config.py")
+    assert LazyConfig.load(tmp_path / "config.py") == cfg
