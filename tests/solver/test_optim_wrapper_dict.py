@@ -95,8 +95,15 @@ def test_the_gradients_of_all_are_forgotten_together() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["update_params", "scale_loss", "backward", "step"]
-    + ["optim_context", "sync_context", "precision_context"],
+    [
+        "update_params",
+        "scale_loss",
+        "backward",
+        "step",
+        "optim_context",
+        "sync_context",
+        "precision_context",
+    ],
 )
 def test_what_needs_one_optimizer_says_how_to_choose_it(method: str) -> None:
     _, _, wrappers = two()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from wrapper_toys import batches, linear, loss_of, same, sgd
 
 from gloo import run_ranks
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 from hooktrain.utils import comm
-from wrapper_toys import batches, linear, loss_of, same, sgd
 
 
 def reference_run(sizes: list[int], data: list[torch.Tensor]) -> nn.Module:
