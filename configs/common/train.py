@@ -24,6 +24,7 @@ train = dict(
     checkpointer=dict(period=5000, max_to_keep=100),
     eval_period=5000,  # 0 evaluates at the end only
     best_metric=None,  # such as "classification/accuracy": keeps model_best.pth
+    best_mode="max",  # or "min"
     expected_results=None,  # like [("classification", "accuracy", 99.0, 1.0)]: checked at the end
     log_period=20,
 )

@@ -172,6 +172,7 @@ class DefaultTrainer(StepTrainer):
             eval_function=lambda: me._evaluate(),
             eval_period=train.eval_period,
             best_metric=train.best_metric,
+            best_mode=train.get("best_mode", "max"),
             writers=self.build_writers(),
             log_period=train.log_period,
             epoch_length=train.get("epoch_length"),

@@ -8,7 +8,7 @@ from hooktrain.evaluation.language import BitsPerCharacterEvaluator
 dataloader = dict(
     train=L(build_train_loader)(
         dataset=L(PythonDocs)(part="train", block_size=128),
-        total_batch_size=16,
+        total_batch_size=8,
         num_workers=0,
         seed="${train.seed}",
     ),
