@@ -29,7 +29,10 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+# Also what the first optimizer and the first sharded model import, which takes seconds.
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp"]
+)
 
 
 def run_ranks(

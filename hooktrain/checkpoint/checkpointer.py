@@ -21,6 +21,7 @@ from hooktrain.checkpoint.sources import digest_in_name, local_path
 from hooktrain.checkpoint.storage import save_file
 from hooktrain.checkpoint.surgery import load_model_state
 from hooktrain.utils import comm
+from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.file_io import atomic_write, sweep_temporary_files
 from hooktrain.utils.unwrap import unwrap_model
 
@@ -37,8 +38,8 @@ class Checkpointer:
     holds the name of the one to resume from.
 
     Every rank may call :meth:`save` (a state may need collectives to be gathered), and so may one
-    rank alone; there is no barrier in it. :meth:`load` and :meth:`resume_or_load` must be called by
-    all ranks, which agree on one file.
+    rank alone, unless the model is sharded; there is no barrier in it. :meth:`load` and
+    :meth:`resume_or_load` must be called by all ranks, which agree on one file.
 
     Attributes:
         model: the model, without the wrapper of DDP or DataParallel if it had one.
@@ -124,9 +125,8 @@ class Checkpointer:
                 self.logger.warning("Nothing is saved, since save_dir is empty")
             self._is_first_save = False
             return
-        state = {"model": self.model.state_dict()}
-        state.update((key, item.state_dict()) for key, item in self.checkpointables.items())
-        state.update(extra)
+        items = {"model": self.model, **self.checkpointables}
+        state = full_tensors({key: item.state_dict() for key, item in items.items()} | extra)
         if self.save_to_disk:
             self._write(name + ".pth", state, tag)
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from hooktrain.checkpoint.reading import read_checkpoint
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.checkpoint.state_names import revise_names, strip_prefix, take_prefix
+from hooktrain.utils.dtensor import shard_like
 
 __all__ = ["IncompatibleKeys", "load_checkpoint", "load_model_state"]
 
@@ -93,7 +94,8 @@ def load_model_state(
     A prefix ``module.`` on every name is taken off (a file of a wrapped model). Parameters that are
     still uninitialised (lazy modules) take the shape of the file. A missing name whose tensor was
     loaded under another name, because the model shares it, counts as loaded. Batch norm's counter
-    ``num_batches_tracked``, which old files do not have, is never missing.
+    ``num_batches_tracked``, which old files do not have, is never missing. Each rank takes its part
+    of what the model has sharded: a collective then.
 
     Args:
         model: changed in place.
@@ -118,6 +120,8 @@ def load_model_state(
     ]
     for name, _, _ in incorrect:
         del loadable[name]
+    for name in [name for name in in_model if name in loadable]:  # in one order on all ranks
+        loadable[name] = shard_like(loadable[name], in_model[name])
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     before = copy.deepcopy(in_model) if strict else None
     result = model.load_state_dict(loadable, strict=False)

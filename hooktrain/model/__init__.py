@@ -8,28 +8,41 @@ from hooktrain.model.averages import (
     StochasticWeightAverage,
 )
 from hooktrain.model.base_model import BaseModel
-from hooktrain.model.batch_norm import BatchNormXd, convert_sync_batchnorm, revert_sync_batchnorm
+from hooktrain.model.batch_norm import (
+    BatchNormXd,
+    CPUSyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
 from hooktrain.model.digits_cnn import DigitsCNN
 from hooktrain.model.digits_gan import DigitsGAN, fixed_latents
 from hooktrain.model.precise_bn import get_bn_modules, update_bn_stats
 from hooktrain.model.preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
 from hooktrain.model.separate_wrapper import SeparateDistributedDataParallel
+from hooktrain.model.text_gpt import TextGPT
 from hooktrain.model.trained_digits_cnn import trained_digits_cnn
-from hooktrain.model.wrappers import StepDistributedDataParallel, is_model_wrapper
+from hooktrain.model.wrappers import (
+    NamingDistributedDataParallel,
+    StepDistributedDataParallel,
+    is_model_wrapper,
+)
 
 __all__ = [
     "BaseAveragedModel",
     "BaseDataPreprocessor",
     "BaseModel",
     "BatchNormXd",
+    "CPUSyncBatchNorm",
     "DigitsCNN",
     "DigitsGAN",
     "ExponentialMovingAverage",
     "ImgDataPreprocessor",
     "MomentumAnnealingEMA",
+    "NamingDistributedDataParallel",
     "SeparateDistributedDataParallel",
     "StepDistributedDataParallel",
     "StochasticWeightAverage",
+    "TextGPT",
     "convert_sync_batchnorm",
     "detect_anomalous_params",
     "fixed_latents",

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hooktrain.utils.dtensor import is_sharded, load_full_state_dict, local_tensor
 from hooktrain.utils.unwrap import unwrap_model
 
 __all__ = ["BaseAveragedModel"]
@@ -43,7 +44,8 @@ class BaseAveragedModel(ABC):
             least 1.
 
     Attributes:
-        module: the averaged model, in eval mode, without gradients.
+        module: the averaged model, in eval mode, without gradients. That of a sharded model has its
+            shards by their names, and cannot be called: evaluate it by :meth:`swap`.
         interval: see above.
         updates: how many updates it has seen, all of them.
     """
@@ -53,9 +55,9 @@ class BaseAveragedModel(ABC):
             raise ValueError(f"interval must be an integer of at least 1: {interval!r}")
         self.interval = interval
         self.updates = 0
-        # Copying a parameter does not copy its gradient.
-        self.module = copy.deepcopy(unwrap_model(model)).eval().requires_grad_(False)
+        self.module = _copied(unwrap_model(model)).eval().requires_grad_(False)
         self._linked: list[nn.Module] = []
+        self._sharded: list[Any] = []
         self._blended: list[tuple[list[_Place], list[_Place]]] = []
         self._copied: list[tuple[list[_Place], list[_Place]]] = []
 
@@ -117,6 +119,7 @@ class BaseAveragedModel(ABC):
                     torch._foreach_copy_(_tensors(weights), _tensors(averages))
             yield
         finally:
+            _reshard(self._sharded)
             with torch.no_grad():
                 for (_, weights), own in zip(pairs, raw, strict=True):
                     torch._foreach_copy_(_tensors(weights), own)
@@ -135,7 +138,7 @@ class BaseAveragedModel(ABC):
         for key in ("module", "updates"):
             if key not in state_dict:
                 raise KeyError(f"the state of an average has no {key!r}: {sorted(state_dict)}")
-        self.module.load_state_dict(state_dict["module"])
+        load_full_state_dict(self.module, state_dict["module"])
         self.updates = int(state_dict["updates"])
 
     def _link(self, model: nn.Module) -> None:
@@ -146,7 +149,10 @@ class BaseAveragedModel(ABC):
         model = unwrap_model(model)
         modules = list(model.modules())
         if modules == self._linked:
+            _reshard(self._sharded)
             return
+        self._sharded = [module for module in modules if hasattr(module, "reshard")]
+        _reshard(self._sharded)
         groups: dict[Any, tuple[list[_Place], list[_Place]]] = {}
         for kind in ("_parameters", "_buffers"):
             averages, weights = _places(self.module, kind), _places(model, kind)
@@ -157,12 +163,35 @@ class BaseAveragedModel(ABC):
                     tensor.is_floating_point() or tensor.is_complex()
                 )
                 # One kernel takes many tensors, if they are of one data type on one device.
-                group = groups.setdefault((average, tensor.dtype, tensor.device), ([], []))
+                kind_of = (average, tensor.dtype, tensor.device, is_sharded(tensor))
+                group = groups.setdefault(kind_of, ([], []))
                 group[0].append(averages[name])
                 group[1].append(weights[name])
         self._blended = [group for (average, *_), group in groups.items() if average]
         self._copied = [group for (average, *_), group in groups.items() if not average]
         self._linked = modules
+
+
+def _reshard(modules: Iterable[Any]) -> None:
+    """Put back the shards into a sharded model, which has whole tensors after an evaluation."""
+    for module in modules:
+        module.reshard()
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy without gradients; of a sharded model, which torch cannot copy, the tensors alone."""
+    sharded = [module for module in model.modules() if hasattr(module, "reshard")]
+    if not sharded:
+        return copy.deepcopy(model)  # copying a parameter does not copy its gradient
+    _reshard(sharded)
+    copies: dict[nn.Module, nn.Module] = {module: nn.Module() for module in model.modules()}
+    memo: dict[int, Any] = {}  # so that a shared tensor stays one
+    for module, shell in copies.items():
+        shell._parameters = copy.deepcopy(module._parameters, memo)
+        shell._buffers = copy.deepcopy(module._buffers, memo)
+        shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        shell._modules = {name: child and copies[child] for name, child in module._modules.items()}
+    return copies[model]
 
 
 def _places(model: nn.Module, kind: str) -> dict[str, _Place]:
@@ -192,4 +221,5 @@ def _check_alike(kind: str, averages: dict[str, _Place], weights: dict[str, _Pla
 
 
 def _tensors(places: Iterable[_Place]) -> list[Tensor]:
-    return [tensors[key] for tensors, key in places]
+    found = [tensors[key] for tensors, key in places]
+    return [local_tensor(t) for t in found] if found and is_sharded(found[0]) else found

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functional
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BatchNormXd", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+__all__ = ["BatchNormXd", "CPUSyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
 
 class BatchNormXd(nn.BatchNorm2d):
@@ -19,16 +22,62 @@ class BatchNormXd(nn.BatchNorm2d):
             raise ValueError(f"the input must be of shape (N, C, ...), but got {input.shape}")
 
 
+class CPUSyncBatchNorm(BatchNormXd):
+    """Batch norm with the mean and the variance of all ranks' batches together, on the CPU.
+
+    What :class:`torch.nn.SyncBatchNorm` does on accelerators: it refuses the CPU, and so does
+    DistributedDataParallel for it. Forward and backward communicate twice each, in training only.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise an input of shape (N, C) or (N, C, ...)."""
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        dims = [0, *range(2, input.dim())]
+        size = input.new_tensor([input.numel() / input.shape[1]])
+        total = _sum_of_ranks(torch.cat([input.sum(dims), size]))
+        size = total[-1].detach()
+        mean = total[:-1] / size
+        centered = input - mean.view(shape)
+        # A second exchange, as the mean of the squares less the square of the mean loses digits.
+        var = _sum_of_ranks(centered.square().sum(dims)) / size
+        self._track(mean, var * size / (size - 1))
+        output = centered * (var + self.eps).rsqrt().view(shape)
+        return output * self.weight.view(shape) + self.bias.view(shape) if self.affine else output
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, unbiased_var: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        # Without a momentum, the mean over all batches.
+        share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(unbiased_var, share)
+
+
+def _sum_of_ranks(values: Tensor) -> Tensor:
+    total: Tensor = dist_functional.all_reduce(values)  # type: ignore[no-untyped-call]
+    return total
+
+
+_SYNCHRONISED: dict[str, type[_BatchNorm]] = {"torch": nn.SyncBatchNorm, "cpu": CPUSyncBatchNorm}
+
+
 def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> nn.Module:
     """Replace each batch norm by a :class:`torch.nn.SyncBatchNorm`, in place.
 
     Parameters, buffers and mode stay, and a layer that stands at several places is still one.
-    (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of it.) It runs on
-    accelerators only; convert before the model is wrapped in DistributedDataParallel.
+    (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of it.) Convert before the
+    model is wrapped in DistributedDataParallel.
 
     Args:
         module: the model.
-        implementation: ``"torch"``; there is no other here.
+        implementation: ``"torch"``, which runs on accelerators only, or ``"cpu"`` for
+            :class:`~hooktrain.model.CPUSyncBatchNorm`.
 
     Returns:
         The module, or what took its place if it was a batch norm itself.
@@ -36,25 +85,25 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
     Raises:
         ValueError: for another implementation.
     """
-    if implementation != "torch":
-        raise ValueError(f"implementation must be 'torch', but got {implementation!r}")
+    if implementation not in _SYNCHRONISED:
+        raise ValueError(f"implementation must be 'torch' or 'cpu', but got {implementation!r}")
     return _replace(
         module,
-        lambda m: isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm),
-        nn.SyncBatchNorm,
+        lambda m: isinstance(m, _BatchNorm) and type(m) not in _SYNCHRONISED.values(),
+        _SYNCHRONISED[implementation],
     )
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace each :class:`torch.nn.SyncBatchNorm` by a :class:`BatchNormXd`, in place.
+    """Replace each batch norm that communicates by a :class:`BatchNormXd`, in place.
 
     So a model that was trained on several accelerators runs on the CPU too. Parameters, buffers
     and mode stay, and a layer that stands at several places is still one.
 
     Returns:
-        The module, or what took its place if it was a SyncBatchNorm itself.
+        The module, or what took its place if it was such a batch norm itself.
     """
-    return _replace(module, lambda m: isinstance(m, nn.SyncBatchNorm), BatchNormXd)
+    return _replace(module, lambda m: isinstance(m, (*_SYNCHRONISED.values(),)), BatchNormXd)
 
 
 def _replace(

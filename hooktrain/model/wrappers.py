@@ -1,4 +1,4 @@
-"""DistributedDataParallel for models that own their training step."""
+"""DistributedDataParallel that names unused parameters, and one for models that own their step."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ from hooktrain.model.base_model import BaseModel
 from hooktrain.model.step import train_step
 from hooktrain.utils.registries import MODEL_WRAPPERS
 
-__all__ = ["StepDistributedDataParallel", "is_model_wrapper"]
+__all__ = ["NamingDistributedDataParallel", "StepDistributedDataParallel", "is_model_wrapper"]
 
 # In DDP's message about parameters whose gradients did not come.
 _INDICES = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
@@ -25,8 +25,45 @@ def is_model_wrapper(model: nn.Module) -> bool:
     return isinstance(model, wrappers)
 
 
+@MODEL_WRAPPERS.register_module()
+class NamingDistributedDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that names parameters which got no gradient, where torch counts them.
+
+    Args:
+        module: the model, on its device.
+        **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`.
+    """
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self._names = [
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Raises:
+            RuntimeError: if parameters got no gradient in the step before; it names them.
+        """
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            unused = _INDICES.search(str(error))
+            if unused is None:
+                raise
+            names = [self._names[int(index)] for index in unused.group(1).split()]
+            raise RuntimeError(
+                f"the last loss did not depend on the parameters {names}. Use them for it or "
+                "freeze them by requires_grad_(False) before the model is wrapped; or where that "
+                "differs from step to step, wrap it with find_unused_parameters=True"
+            ) from error
+
+
 @MODEL_WRAPPERS.register_module(name=["StepDistributedDataParallel", "MMDistributedDataParallel"])
-class StepDistributedDataParallel(DistributedDataParallel):
+class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`~hooktrain.model.BaseModel`, with its steps.
 
     The training step calls the model through DDP, so that the ranks exchange gradients. Where
@@ -56,11 +93,6 @@ class StepDistributedDataParallel(DistributedDataParallel):
         # The argument of this name goes out of use in torch, and would concern the start too.
         self.broadcast_buffers = broadcast_buffers
         self.detect_anomalous_params = detect_anomalous_params
-        self._names = [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on one batch; see :func:`hooktrain.model.step.train_step`.
@@ -87,22 +119,3 @@ class StepDistributedDataParallel(DistributedDataParallel):
     def test_step(self, data: Any) -> Any:
         """The model's own; the ranks do not communicate."""
         return self.module.test_step(data)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model.
-
-        Raises:
-            RuntimeError: if parameters got no gradient in the step before; it names them.
-        """
-        try:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            unused = _INDICES.search(str(error))
-            if unused is None:
-                raise
-            names = [self._names[int(index)] for index in unused.group(1).split()]
-            raise RuntimeError(
-                f"the last loss did not depend on the parameters {names}. Use them for it or "
-                "freeze them by requires_grad_(False) before the model is wrapped; or where that "
-                "differs from step to step, wrap it with find_unused_parameters=True"
-            ) from error

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hooktrain.utils.dtensor import full_tensor
+
 __all__ = ["build_clipping"]
 
 
@@ -35,4 +37,12 @@ def build_clipping(config: Mapping[str, Any]) -> Callable[[list[Tensor]], Tensor
     if kind == "value":
         return lambda parameters: nn.utils.clip_grad_value_(parameters, float(limit))
     norm_type = float(options.get("norm_type", 2.0))
-    return lambda parameters: nn.utils.clip_grad_norm_(parameters, float(limit), norm_type)
+    return lambda parameters: _clip_norm(parameters, float(limit), norm_type)
+
+
+def _clip_norm(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """As :func:`torch.nn.utils.clip_grad_norm_`; ranks that hold shards exchange one number."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

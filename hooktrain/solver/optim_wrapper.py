@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooktrain.solver.clipping import build_clipping
 from hooktrain.solver.match_state import match_optimizer_state
 from hooktrain.solver.overruled import overrule_settings
+from hooktrain.solver.sharded import gradients_kept_back, shard_optimizer_state
 from hooktrain.solver.window import Window, load_gradients, mean_gradients
 from hooktrain.utils.events import get_event_storage, has_event_storage
 
@@ -225,9 +226,12 @@ class OptimWrapper:
 
     def sync_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """For forward and backward together: ranks communicate only where a window ends."""
-        if self.accumulative_counts == 1 or self.should_sync() or not hasattr(model, "no_sync"):
+        if self.accumulative_counts == 1 or self.should_sync():
             return NOTHING
-        context: AbstractContextManager[Any] = model.no_sync()  # type: ignore[operator]
+        if hasattr(model, "set_requires_gradient_sync"):  # sharded
+            return gradients_kept_back(model)
+        no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DDP
+        context: AbstractContextManager[Any] = no_sync()
         return context
 
     def precision_context(self) -> AbstractContextManager[Any]:
@@ -251,7 +255,8 @@ class OptimWrapper:
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with the wrapper's counters beside it.
 
-        Inside of a window of accumulation the gradients are part of it (not copied).
+        Inside of a window of accumulation the gradients are part of it (not copied). Only those
+        that a sharded model keeps back are not: a run that resumes from there opens a new window.
         """
         state = {
             **self._optimizer.state_dict(),
@@ -275,12 +280,14 @@ class OptimWrapper:
         """
         fitted, match = match_optimizer_state(self._optimizer, state_dict)
         groups = overrule_settings(self._optimizer.param_groups, fitted["param_groups"])
-        self._optimizer.load_state_dict({**fitted, "param_groups": groups})
+        fitted = shard_optimizer_state(self._optimizer, {**fitted, "param_groups": groups})
+        self._optimizer.load_state_dict(fitted)
         if self.base_param_settings is not None:
             self.base_param_settings.update(state_dict.get("base_param_settings", {}))
         self._window.load_state_dict(state_dict)
         if not self.should_update():
-            gradients = [] if match.new else match.reorder(state_dict.get("gradients", []))
+            saved = state_dict.get("gradients", [])
+            gradients = match.reorder(saved) if saved and not match.new else []
             if not load_gradients(self._optimizer, gradients):
                 logger.warning("The gradients of an open window do not fit: a new window begins")
                 self.start_window()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hooktrain.utils import comm
+from hooktrain.utils.dtensor import is_sharded, shard_like
 
 __all__ = ["Window", "load_gradients", "mean_gradients"]
 
@@ -104,9 +105,15 @@ def mean_gradients(
     Args:
         optimizer: whose parameters to look at.
         ranks: None is all of them; 1 does not communicate.
+
+    Returns:
+        The gradients, None where a parameter has none. Sharded ones are means already; the list
+        is empty if a sharded model has kept back what it has not exchanged.
     """
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [p.grad for p in parameters]
+    if any(is_sharded(p) for p in parameters):
+        return grads if any(g is not None for g in grads) else []
     ranks = comm.get_world_size() if ranks is None else ranks
     if ranks == 1:
         return grads
@@ -130,5 +137,9 @@ def load_gradients(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor 
     ):
         return False
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.to(parameter, copy=True)
+        if gradient is None:
+            parameter.grad = None
+        else:
+            own = shard_like(gradient, parameter)
+            parameter.grad = own.to(parameter.device, parameter.dtype, copy=True)
     return True

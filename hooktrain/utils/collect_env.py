@@ -34,9 +34,14 @@ def collect_env_info() -> str:
 
     An item that cannot be read says so in its row; the others are still there.
     """
-    rows = [(name, _read(item)) for name, item in _ITEMS.items()]
-    rows += [(f"${name}", value) for name, value in _environment()]
-    return f"{tabulate(rows, disable_numparse=True)}\n{_read(torch.__config__.show)}"
+    table = tabulate(collect_env().items(), disable_numparse=True)
+    return f"{table}\n{_read(torch.__config__.show)}"
+
+
+def collect_env() -> dict[str, str]:
+    """The items of that table by name; those of environment variables begin with ``$``."""
+    items = {name: _read(item) for name, item in _ITEMS.items()}
+    return items | {f"${name}": value for name, value in _environment()}
 
 
 def _read(item: Callable[[], object]) -> str:

@@ -111,5 +111,5 @@ def test_a_reverted_norm_is_found_as_a_batch_norm() -> None:
 
 
 def test_another_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="implementation must be 'torch', but got 'mmcv'"):
+    with pytest.raises(ValueError, match="implementation must be 'torch' or 'cpu', but got 'mmcv'"):
         convert_sync_batchnorm(nn.BatchNorm1d(2), "mmcv")

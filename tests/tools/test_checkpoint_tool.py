@@ -1,0 +1,137 @@
+"""tools/checkpoint.py, run in this process: what it prints, converts and refuses."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hooktrain.checkpoint.sharded import load_sharded
+from hooktrain.checkpoint.storage import load_file, save_file
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool() -> Callable[..., int]:
+    spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools/checkpoint.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda *arguments: module.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 3)).sum().backward()
+    optimizer.step()
+    trainer = {
+        "iteration": 9,
+        "optimizer": optimizer.state_dict(),
+        "hooks": {"EvalHook": {"best": (0.5, None)}},
+        "rng": {0: {"torch": torch.get_rng_state()}},
+    }
+    return {"model": model.state_dict(), "trainer": trainer, "iteration": 9}
+
+
+@pytest.fixture
+def file(state: dict[str, Any], tmp_path: Path) -> Path:
+    save_file(state, tmp_path / "a.pth")
+    return tmp_path / "a.pth"
+
+
+@pytest.fixture
+def folder(file: Path, tool: Callable[..., int], tmp_path: Path) -> Path:
+    assert tool("to-sharded", file, tmp_path / "a") == 0
+    return tmp_path / "a"
+
+
+def test_there_and_back_the_file_is_the_same_to_the_byte(
+    file: Path, folder: Path, tool: Callable[..., int], tmp_path: Path
+) -> None:
+    assert tool("to-file", folder, tmp_path / "b.pth") == 0
+    assert (tmp_path / "b.pth").read_bytes() == file.read_bytes()
+
+
+def test_a_converted_state_resumes_model_and_optimizer(
+    file: Path, folder: Path, tool: Callable[..., int]
+) -> None:
+    results = []
+    for state in (load_file(file), load_sharded(folder)):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["trainer"]["optimizer"])
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        results.append(model.state_dict())
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name])
+
+
+def test_inspect_prints_the_same_tables_for_file_and_folder(
+    file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool("inspect", file) == 0
+    printed = capsys.readouterr().out
+    assert tool("inspect", folder) == 0
+    assert capsys.readouterr().out == printed
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["model.0.weight", "(4,", "3)", "float32", "48"] in lines
+    assert ["trainer.optimizer.state.3.step", "()", "float32", "4"] in lines
+    assert ["trainer.rng.0.torch", "(5056,)", "uint8", "5,056"] in lines
+    assert ["20", "tensors,", "5,400", "bytes"] in lines
+    assert ["trainer.hooks.EvalHook.best", "(0.5,", "None)"] in lines
+    assert ["iteration", "9"] in lines
+    assert "trainer.rng.0.torch None" not in printed
+
+
+def test_verify_says_what_is_intact(
+    file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool("verify", file) == 0
+    assert tool("verify", folder) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{file} is intact: {file.stat().st_size:,} bytes"
+    assert second.startswith(f"{folder} is intact: written by 1 ranks with torch 2.")
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+@pytest.mark.parametrize("broken", ["file", "folder"])
+def test_what_is_broken_is_named_and_gives_exit_code_1(
+    command: str,
+    broken: str,
+    file: Path,
+    folder: Path,
+    tool: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = file if broken == "file" else folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert tool(command, file if broken == "file" else folder) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {path}")
+
+
+def test_a_conversion_replaces_nothing(
+    file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = file.read_bytes()
+    assert tool("to-file", folder, file) == 1
+    assert tool("to-sharded", file, folder) == 1
+    assert capsys.readouterr().err.count("exists already") == 2
+    assert file.read_bytes() == before
+
+
+def test_what_is_not_there_gives_exit_code_1(
+    tool: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert tool("verify", tmp_path / "nothing.pth") == 1
+    assert "nothing.pth" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""Look into checkpoints, check them, and convert them.
+
+    python tools/checkpoint.py inspect PATH                 # a file or a sharded folder
+    python tools/checkpoint.py verify PATH
+    python tools/checkpoint.py to-file FOLDER FILE.pth      # a sharded folder into one file
+    python tools/checkpoint.py to-sharded FILE.pth FOLDER   # and back, for any number of ranks
+
+Everything is read by one process, without a process group, and verified first. A conversion holds
+the whole state in memory. The exit code is 1 if a checkpoint is broken or cannot be read.
+"""
+
+import argparse
+import reprlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from hooktrain.checkpoint.folder import verify_folder
+from hooktrain.checkpoint.sharded import load_sharded, read_structure, save_sharded
+from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file, save_file, verify_file
+from hooktrain.checkpoint.tree import split_state
+
+
+def inspect(path: Path) -> None:
+    """Print a table of the tensors, and the other values below."""
+    state = read_structure(path) if path.is_dir() else load_file(path, map_location="meta")
+    rest, _, tensors = split_state(state)
+    rows = [
+        [name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"]
+        for name, tensor in tensors.items()
+    ]
+    alignment = ("left", "left", "left", "right")
+    print(tabulate(rows, ["tensor", "shape", "dtype", "bytes"], colalign=alignment))
+    print(f"{len(rows)} tensors, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes\n")
+    values = [(name, value) for name, value in plain_values(rest) if name not in tensors]
+    print(tabulate(values, ["other", "value"], disable_numparse=True))
+
+
+def plain_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted names of what stands in nested dicts, with short texts of the values."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from plain_values(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, reprlib.repr(value)
+
+
+def verify(path: Path) -> None:
+    """Read every byte and compare all checksums."""
+    if path.is_dir():
+        manifest = verify_folder(path)
+        sizes = [record.size for record in manifest["files"].values()]
+        ranks, torch_version = manifest["world_size"], manifest["torch"]
+        print(f"{path} is intact: written by {ranks} ranks with torch {torch_version}, ", end="")
+        print(f"{len(sizes)} files, {sum(sizes):,} bytes")
+    else:
+        verify_file(path)
+        print(f"{path} is intact: {path.stat().st_size:,} bytes")
+
+
+def to_file(folder: Path, file: Path) -> None:
+    """Convert a sharded folder into one file."""
+    refuse_to_replace(file)
+    save_file(load_sharded(folder), file)
+
+
+def to_sharded(file: Path, folder: Path) -> None:
+    """Convert one file into a sharded folder."""
+    refuse_to_replace(folder)
+    save_sharded(load_file(file), folder)
+
+
+def refuse_to_replace(path: Path) -> None:
+    """Raise FileExistsError if there is something already."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; remove it, or choose another name")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command, and the paths it takes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, function, paths in [
+        ("inspect", inspect, ["path"]),
+        ("verify", verify, ["path"]),
+        ("to-file", to_file, ["folder", "file"]),
+        ("to-sharded", to_sharded, ["file", "folder"]),
+    ]:
+        command = commands.add_parser(name, help=(function.__doc__ or "").strip())
+        for path in paths:
+            command.add_argument(path, type=Path)
+        command.set_defaults(function=function, paths=paths)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; return the exit code."""
+    args = parse(arguments)
+    try:
+        args.function(*(getattr(args, name) for name in args.paths))
+    except (CorruptCheckpointError, OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
