@@ -13,6 +13,7 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import DefaultTrainer, default_argument_parser, default_setup, launch
+from hooktrain.utils.launchers import restart_count
 
 logger = logging.getLogger("hooktrain.train_net")
 
@@ -31,7 +32,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
     trainer = DefaultTrainer(cfg)
     logger.info("Hooks:\n%s", trainer.describe_hooks())
-    trainer.resume_or_load(resume=args.resume)
+    # torchrun's --max-restarts goes on by itself.
+    trainer.resume_or_load(resume=args.resume or restart_count() > 0)
     return trainer.train()
 
 

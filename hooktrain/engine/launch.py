@@ -1,6 +1,7 @@
-"""Start the processes of a distributed run, or join those that torchrun has started."""
+"""Start the processes of a distributed run, or join those that a launcher has started."""
 
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,16 +9,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from hooktrain.engine.processes import run_processes
 from hooktrain.utils import comm
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-_TORCHRUN_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
+from hooktrain.utils.launchers import (
+    DEFAULT_TIMEOUT,
+    Launcher,
+    Place,
+    choose_backend,
+    destroy_process_group,
+    infer_launcher,
+    init_process_group,
+    resolve,
+    set_device,
 )
+
+__all__ = ["DEFAULT_TIMEOUT", "launch"]
+
+_FIRST_ERROR = "hooktrain/first_error"
 
 
 @dataclass(frozen=True)
@@ -45,15 +55,17 @@ def launch(
 ) -> Any:
     """Run `main_func(*args)` in every process of a distributed run.
 
-    - Started by torchrun, which has started the processes already, this one joins them; what
-      torchrun says goes before `dist_url` and `machine_rank`.
+    - Started by torchrun, srun or mpirun, which have started the processes already, this one joins
+      them; what they say goes before `dist_url` and `machine_rank`.
+      See :func:`~hooktrain.utils.launchers.resolve`.
     - A single process is a plain call, without a process group.
     - Otherwise it starts `num_gpus_per_machine` processes and waits for them. Start the same
       program on each machine.
 
     In a distributed run the process group, and one for each machine (`comm.get_local_rank()`), is
-    there when `main_func` begins and destroyed when it ends, well or not. With CUDA the current
-    device is that of the local rank.
+    there when `main_func` begins and destroyed when it ends, well or not. The current accelerator,
+    if there is any, is that of the local rank. When a rank fails, the others fail too, since it
+    has left them: they tell the error of the first.
 
     SIGINT and SIGTERM that reach the parent are handed on to its processes, and it waits for them
     to end. When the parent is killed, they are killed with it (Linux).
@@ -74,15 +86,18 @@ def launch(
         process of this machine, by local rank, which must be picklable.
 
     Raises:
-        ValueError: the arguments contradict each other, the machine, or torchrun.
+        ValueError: the arguments contradict each other, the machine, or the launcher.
         RuntimeError: a started process failed; names its rank and holds its traceback. The others
-            have been ended.
+            have been ended. Under a launcher: another rank failed before this one did.
         SystemExit: a started process called `sys.exit()`; raised when all of them have ended.
     """
     _check_counts(num_gpus_per_machine, num_machines, machine_rank)
-    if _under_torchrun():
-        local_size = _check_torchrun(num_gpus_per_machine, num_machines)
-        return _join_torchrun(main_func, args, timeout, _choose_backend(backend, local_size))
+    launcher = infer_launcher()
+    place = resolve(launcher)
+    if launcher == "pytorch" or place.world_size > 1:
+        _check_agreement(place, launcher, num_gpus_per_machine, num_machines)
+        # record() hands an error to torchrun, which prints it as the last thing.
+        return record(_join)(main_func, args, launcher, backend, timeout)
     if num_machines * num_gpus_per_machine == 1:
         return main_func(*args)
     automatic = dist_url is None or dist_url == "auto"
@@ -95,7 +110,7 @@ def launch(
     store = _tcp_store(0, is_master=True) if automatic else None
     first_rank = machine_rank * num_gpus_per_machine
     group = _Group(
-        backend=_choose_backend(backend, num_gpus_per_machine),
+        backend=choose_backend(backend, num_gpus_per_machine),
         local_size=num_gpus_per_machine,
         first_rank=first_rank,
         world_size=num_machines * num_gpus_per_machine,
@@ -104,7 +119,7 @@ def launch(
         timeout=timeout,
     )
     ranks = range(first_rank, first_rank + num_gpus_per_machine)
-    return run_processes(ranks, _child, (group, main_func, args), cleanup=_destroy_process_group)
+    return run_processes(ranks, _child, (group, main_func, args), cleanup=destroy_process_group)
 
 
 def _check_counts(num_gpus_per_machine: int, num_machines: int, machine_rank: int) -> None:
@@ -118,63 +133,53 @@ def _check_counts(num_gpus_per_machine: int, num_machines: int, machine_rank: in
         raise ValueError(f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}")
 
 
-def _choose_backend(backend: str | None, local_size: int) -> str:
-    if backend == "gloo" or not torch.cuda.is_available():
-        return backend or "gloo"
-    if local_size > torch.cuda.device_count():
-        raise ValueError(
-            f"{local_size} processes need a GPU each, and this machine has "
-            f"{torch.cuda.device_count()}: ask for fewer, or give backend='gloo'"
-        )
-    return backend or "nccl"
-
-
-def _under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ or all(
-        name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-    )
-
-
-def _check_torchrun(num_gpus_per_machine: int, num_machines: int) -> int:
-    """The number of processes on this machine, if the arguments agree with it."""
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} of torchrun's environment variables are missing: set them too, "
-            "or unset RANK and WORLD_SIZE to let launch() start the processes"
-        )
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    machines = int(os.environ["WORLD_SIZE"]) // local_size
-    for name, given, actual in (
-        ("num_gpus_per_machine", num_gpus_per_machine, local_size),
-        ("num_machines", num_machines, machines),
+def _check_agreement(
+    place: Place, launcher: Launcher, num_gpus_per_machine: int, num_machines: int
+) -> None:
+    name = {"pytorch": "torchrun", "slurm": "srun", "mpi": "mpirun"}[launcher]
+    for argument, given, actual in (
+        ("num_gpus_per_machine", num_gpus_per_machine, place.local_world_size),
+        ("num_machines", num_machines, place.world_size // place.local_world_size),
     ):
         if given not in (1, actual):  # 1 is the default
-            raise ValueError(f"{name}={given!r}, but torchrun started {actual}: leave it out")
-    return local_size
+            raise ValueError(f"{argument}={given!r}, but {name} started {actual}: leave it out")
 
 
-def _join_torchrun(
-    main_func: Callable[..., Any], args: tuple[Any, ...], timeout: timedelta, backend: str
+def _join(
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
+    launcher: Launcher,
+    backend: str | None,
+    timeout: timedelta,
 ) -> Any:
-    _set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
-        comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
-        return main_func(*args)
+        init_process_group(launcher, backend, timeout)
+        return _call(main_func, args)
     finally:
-        _destroy_process_group()
+        destroy_process_group()
 
 
-def _set_device(local_rank: int) -> None:
-    if torch.cuda.is_available():
-        # With gloo there may be more processes than devices.
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+def _call(main_func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return main_func(*args)
+    except Exception as error:
+        cause = _first_error(f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}")
+        if cause is None:
+            raise
+        raise RuntimeError(cause) from error
 
 
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _first_error(report: str) -> str | None:
+    """Tell the other ranks of an error; what the first rank told, unless that is this one."""
+    if not dist.is_initialized():
+        return None
+    try:
+        # Not a collective: a request to the server of the store, which may have ended.
+        store = dist.distributed_c10d._get_default_store()
+        first: str = store.compare_set(_FIRST_ERROR, "", report).decode()
+    except RuntimeError:
+        return None
+    return None if first == report else first
 
 
 def _tcp_store(port: int, **kwargs: Any) -> Any:
@@ -183,7 +188,7 @@ def _tcp_store(port: int, **kwargs: Any) -> Any:
 
 
 def _child(rank: int, group: _Group, main_func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    _set_device(rank - group.first_rank)
+    set_device(rank - group.first_rank)
     if "OMP_NUM_THREADS" not in os.environ:
         # Processes that take all cores each stand in each other's way: on two cores, two of two
         # threads take four times as long as two of one.

@@ -36,6 +36,7 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "data_loader": [torch.ones(2, 1)],
         "num_iter": 1,
     },
+    "Preemption": lambda folder: {"checkpointer": Checkpointer(nn.Linear(1, 1), str(folder))},
     "SampleWriter": lambda folder: {
         "period": 1,
         "inputs": torch.ones(1),
@@ -47,6 +48,7 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "output_dir": str(folder),
     },
     "TorchProfiler": lambda folder: {"enable_predicate": bool, "output_dir": str(folder)},
+    "Watchdog": lambda folder: {"timeout_s": 60.0},
 }
 
 

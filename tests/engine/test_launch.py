@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hooktrain.engine.launch import _choose_backend, launch
+from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
 
 LIMIT_SECONDS = 60
@@ -56,22 +56,11 @@ def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], messa
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     with pytest.raises(ValueError, match=r"3 processes need a GPU each, and this machine has 2"):
         launch(place, 3)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "backend", "chosen"),
-    [(0, None, "gloo"), (2, None, "nccl"), (1, "gloo", "gloo"), (2, "cpu:gloo", "cpu:gloo")],
-)
-def test_the_backend_follows_the_devices_unless_it_is_given(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str | None, chosen: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert _choose_backend(backend, 2) == chosen
 
 
 def set_torchrun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -96,6 +85,18 @@ def test_numbers_that_contradict_torchrun_are_refused(monkeypatch: pytest.Monkey
         launch(place, 3)
     with pytest.raises(ValueError, match="num_machines=3, but torchrun started 2"):
         launch(place, 2, 3)
+
+
+def test_numbers_that_contradict_srun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n1"}
+    set_torchrun(monkeypatch, **srun)
+    with pytest.raises(ValueError, match="num_gpus_per_machine=8, but srun started 2"):
+        launch(place, 8)
+
+
+def test_a_single_task_of_srun_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_torchrun(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_NODELIST="n1")
+    assert launch(dist.is_initialized) is False
 
 
 def test_half_of_torchruns_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 import hooktrain
-from hooktrain.engine.launch import launch
+from gloo import run_ranks
+from hooktrain.engine.launch import _call, launch
 from hooktrain.utils import comm
 
 WITH_PACKAGE = {
@@ -117,10 +118,33 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
         launch(return_a_lambda, 2)
 
 
+def fail_after_rank_1(folder: Path) -> str:
+    def fail() -> None:
+        if comm.get_rank() == 0:
+            wait_until((folder / "failed").exists, "rank 1 has failed")
+            raise ValueError("a consequence")
+        raise KeyError("the cause")
+
+    try:
+        _call(fail, ())
+    except Exception as error:
+        (folder / "failed").touch()
+        comm.synchronize()  # the main rank's store serves both
+        return str(error)
+    raise AssertionError
+
+
+def test_ranks_that_fail_later_tell_the_error_of_the_first(tmp_path: Path) -> None:
+    later, first = run_ranks(fail_after_rank_1, 2, tmp_path)
+    assert first == "'the cause'"
+    assert later.startswith("rank 1 failed:")
+    assert later.rstrip().endswith("KeyError: 'the cause'")
+
+
 LAUNCHED = """
 import os, signal, sys, time
 from pathlib import Path
-from hooktrain.engine.launch import _choose_backend, launch
+from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
 
 def main(folder, heeds):
@@ -187,7 +211,7 @@ UNDER_TORCHRUN = """
 import os, sys
 import torch, torch.distributed as dist
 from pathlib import Path
-from hooktrain.engine.launch import _choose_backend, launch
+from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
 
 def main(folder):

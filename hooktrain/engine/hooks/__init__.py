@@ -12,10 +12,12 @@ from hooktrain.engine.hooks.lr_scheduler import LRScheduler, ParamSchedulerHook
 from hooktrain.engine.hooks.periodic_checkpointer import PeriodicCheckpointer
 from hooktrain.engine.hooks.periodic_writer import PeriodicWriter
 from hooktrain.engine.hooks.precise_bn import PreciseBN
+from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.engine.hooks.sample_writer import SampleWriter
 from hooktrain.engine.hooks.text_sampler import TextSampler
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import TorchProfiler
+from hooktrain.engine.hooks.watchdog import Watchdog
 from hooktrain.utils.registries import HOOKS
 
 __all__ = [
@@ -32,10 +34,12 @@ __all__ = [
     "PeriodicCheckpointer",
     "PeriodicWriter",
     "PreciseBN",
+    "Preemption",
     "SampleWriter",
     "TextSampler",
     "TorchMemoryStats",
     "TorchProfiler",
+    "Watchdog",
 ]
 
 for _name in __all__:

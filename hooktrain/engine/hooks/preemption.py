@@ -1,0 +1,110 @@
+"""Ends a run in order, with a checkpoint, when the system asks for its end."""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hook_base import HookBase
+from hooktrain.utils import comm
+
+__all__ = ["Preemption"]
+
+logger = logging.getLogger(__name__)
+
+_REASON = "preempted by "
+_ONE_SIGNAL_SECONDS = 1.0
+
+
+class Preemption(HookBase):
+    """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
+
+    A signal only sets a flag. A single process looks at it at the end of the iteration; several
+    ranks, not all of which need to have got the signal, stop at the same iteration, at the next
+    exchange of the trainer (every ``sync_period`` iterations). There the checkpoint
+    ``{file_prefix}_0000099.pth`` is written, and ``SystemExit`` is raised with the code 128 +
+    the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final evaluation, and
+    ``trainer.iter < trainer.max_iter`` as after any end that is no success. Resuming goes on as
+    if nothing had happened.
+
+    A second signal ends the process at once, by the handlers that were there before. The same
+    happens within a second of the first only if both differ: schedulers tell all processes, and
+    launchers hand it on to them once more.
+
+    Evaluations and saves are not interrupted; leave time for the longest one. During the final
+    evaluation the run has been saved already, and comes to its end.
+
+    Register it on every rank, and last, so that the checkpoint holds what the other hooks did.
+    Python has signal handlers in the main thread only: in another one the hook does nothing.
+
+    Args:
+        checkpointer: what saves.
+        signals: what to heed; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
+        file_prefix: of the checkpoint's name; that of the periodic checkpoints.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+        file_prefix: str = "model",
+    ) -> None:
+        self.checkpointer = checkpointer
+        self._signals = tuple(signal.Signals(number) for number in signals)
+        self._file_prefix = file_prefix
+        self._previous: dict[signal.Signals, Any] = {}
+        self._received: tuple[int, float] | None = None
+
+    def before_train(self) -> None:
+        """Install the handlers."""
+        self._received = None
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("Signals are not heeded: the training does not run in the main thread")
+            return
+        self._previous = {number: signal.getsignal(number) for number in self._signals}
+        for number in self._signals:
+            signal.signal(number, self._receive)
+
+    def after_train(self) -> None:
+        """Bring the handlers back that were there before."""
+        self._restore()
+
+    def before_step(self) -> None:
+        """Ask the other ranks to stop, if this one has got a signal."""
+        if self._received is not None and self.trainer.stop_reason is None:
+            self.trainer.request_stop(_REASON + signal.Signals(self._received[0]).name)
+
+    def after_step(self) -> None:
+        """Save and exit, if this process is alone and has got a signal, or if the ranks agree."""
+        if self._received is not None and comm.get_world_size() == 1:
+            self._exit(signal.Signals(self._received[0]))
+        reason = self.trainer.stop_reason
+        if reason is not None and reason.startswith(_REASON):
+            self._exit(signal.Signals[reason.removeprefix(_REASON)])
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        # Between any two instructions of the main thread: no logging, no locks.
+        now = time.monotonic()
+        if self._received is None:
+            self._received = (number, now)
+        elif now - self._received[1] > _ONE_SIGNAL_SECONDS or number != self._received[0]:
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            # None: it was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def _exit(self, number: signal.Signals) -> None:
+        iteration = self.trainer.iter
+        logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
+        if self.trainer.on_every_rank(self):
+            self.trainer.prepare_checkpoint()
+        self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
+        raise SystemExit(128 + number)

@@ -1,0 +1,64 @@
+"""A strategy by what is there, by name, or from a configuration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hooktrain.strategy.base import BaseStrategy
+from hooktrain.strategy.ddp import DDPStrategy
+from hooktrain.strategy.single_device import SingleDeviceStrategy
+from hooktrain.utils import comm, launchers
+from hooktrain.utils.registries import STRATEGIES
+
+__all__ = ["build_strategy"]
+
+# So that one configuration serves any number of processes.
+_OF_DDP = ("model_wrapper", "sync_bn", "fp16_compression")
+
+
+def build_strategy(
+    strategy: str | BaseStrategy | Mapping[str, Any] = "auto", **defaults: Any
+) -> BaseStrategy:
+    """The strategy that is asked for.
+
+    Example::
+
+        build_strategy("auto", work_dir="output")
+        build_strategy(dict(type="DDPStrategy", model_wrapper=dict(find_unused_parameters=True)))
+
+    Args:
+        strategy: a strategy, which is returned; a name in ``STRATEGIES``; a dict with such a name
+            as ``type``, and arguments; or ``"auto"``, also as the ``type``:
+            :class:`DDPStrategy` if this is one of several processes, else
+            :class:`SingleDeviceStrategy`, without the arguments that only the former takes.
+        defaults: arguments that ``strategy`` does not have.
+
+    Raises:
+        KeyError: for an unknown name.
+        TypeError: for something else, or for arguments that it does not take.
+    """
+    if isinstance(strategy, BaseStrategy):
+        return strategy
+    if not isinstance(strategy, str | Mapping):
+        raise TypeError(
+            f"strategy must be 'auto', the name of one, a dict with 'type' or a strategy, but got "
+            f"{strategy!r}"
+        )
+    config: dict[str, Any] = {"type": strategy} if isinstance(strategy, str) else dict(strategy)
+    config = {"type": "auto", **defaults, **config}
+    if config["type"] == "auto":
+        config["type"] = DDPStrategy
+        if _number_of_processes() == 1:
+            config = {name: value for name, value in config.items() if name not in _OF_DDP}
+            config["type"] = SingleDeviceStrategy
+    built = STRATEGIES.build(config)
+    if not isinstance(built, BaseStrategy):
+        raise TypeError(f"strategy {strategy!r} gave {built!r}, which is no strategy")
+    return built
+
+
+def _number_of_processes() -> int:
+    if comm.get_world_size() > 1:
+        return comm.get_world_size()
+    launcher = launchers.infer_launcher()
+    size: int = 1 if launcher == "none" else launchers.resolve(launcher).world_size
+    return size

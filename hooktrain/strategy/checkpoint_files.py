@@ -1,0 +1,118 @@
+"""Checkpoints of strategies: how their entries are laid out, written by one rank, read by all."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hooktrain import __version__
+from hooktrain.checkpoint import local_path, save_file
+from hooktrain.checkpoint.discovery import POINTER, newest_good
+from hooktrain.checkpoint.reading import Found, read_checkpoint, read_on_all_ranks
+from hooktrain.utils import comm
+from hooktrain.utils.env import get_rng_state
+from hooktrain.utils.file_io import atomic_write, sweep_temporary_files
+
+__all__ = ["Callback", "add_meta", "check_has", "find_newest", "read_state", "write_state"]
+
+State = dict[str, Any]
+Path = str | os.PathLike[str]
+Callback = Callable[[State], Any]
+
+_PARTS = ("state_dict", "optimizer", "param_schedulers")
+
+
+def read_state(filename: Path) -> Found:
+    """A checked checkpoint, with its model under ``state_dict``. A collective.
+
+    Args:
+        filename: a path or an address, of a file of a strategy, a
+            :class:`~hooktrain.checkpoint.Checkpointer`, MMEngine, detectron2, or of weights alone.
+
+    Returns:
+        The path, and the content on the CPU.
+    """
+    path = local_path(filename)
+    found = read_on_all_ranks(lambda: (path, read_checkpoint(path)))
+    assert found is not None
+    return _with_mmengines_name(found)
+
+
+def find_newest(folder: str) -> Found | None:
+    """The newest intact checkpoint of a folder, as of :func:`read_state`. A collective."""
+    found = read_on_all_ranks(lambda: newest_good(folder))
+    return None if found is None else _with_mmengines_name(found)
+
+
+def _with_mmengines_name(found: Found) -> Found:
+    path, state = found
+    return path, {"state_dict" if key == "model" else key: item for key, item in state.items()}
+
+
+def check_has(part: str, state: Mapping[str, Any], path: str, argument: str) -> None:
+    """Refuse a checkpoint without a part.
+
+    Raises:
+        ValueError: which says how to go on without it.
+    """
+    if part not in state:
+        raise ValueError(
+            f"{path} cannot be resumed in full: it has no {part!r}, only {sorted(state)}. Give "
+            f"{argument}=False to begin with a new one, or load the weights by load_checkpoint()"
+        )
+
+
+def add_meta(state: State, extra: Mapping[str, Any] | None, seed: int) -> State:
+    """The parts, further entries, and what is to be known of the run. A collective.
+
+    Args:
+        state: the parts.
+        extra: further entries. A ``meta`` among them is added to; it is not changed.
+        seed: of the run.
+
+    Raises:
+        ValueError: if an extra entry has the name of a part.
+    """
+    extra = dict(extra or {})
+    if taken := sorted(extra.keys() & {*_PARTS}):
+        raise ValueError(f"extra_ckpt must not replace the parts of the same name: {taken}")
+    meta = {
+        **extra.pop("meta", {}),
+        "seed": seed,
+        "time": time.strftime("%Y%m%d_%H%M%S"),
+        "hooktrain": __version__,
+        "rng": dict(enumerate(comm.all_gather(get_rng_state()))),
+    }
+    return {**state, **extra, "meta": meta}
+
+
+def write_state(state: State, filename: Path, tag: bool) -> None:
+    """Let the main process write a checkpoint, while the others wait. A collective.
+
+    Args:
+        state: of tensors and plain types.
+        filename: its path; the folder is made if need be.
+        tag: whether to make it the one to resume from, in its folder.
+
+    Raises:
+        OSError: or a TypeError of what could not be loaded back, on every rank.
+    """
+    error = None
+    if comm.is_main_process():
+        try:
+            _write(state, os.path.abspath(filename), tag)
+        except Exception as problem:  # raised below, once the others know
+            error = problem
+    if (error := comm.broadcast(error)) is not None:
+        raise error
+
+
+def _write(state: State, path: str, tag: bool) -> None:
+    folder, name = os.path.split(path)
+    os.makedirs(folder, exist_ok=True)
+    sweep_temporary_files(folder)  # of a run that was killed
+    save_file(state, path)
+    if tag:
+        # The name alone, so that the folder may be moved.
+        with atomic_write(os.path.join(folder, POINTER), "w") as file:
+            file.write(name)

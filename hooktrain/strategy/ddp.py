@@ -1,0 +1,101 @@
+"""The whole model on each rank, and the gradients exchanged."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from hooktrain.model import (
+    BaseModel,
+    convert_sync_batchnorm,
+    is_model_wrapper,
+    revert_sync_batchnorm,
+)
+from hooktrain.strategy.base import BaseStrategy
+from hooktrain.utils.registries import MODEL_WRAPPERS, STRATEGIES
+
+__all__ = ["DDPStrategy", "wrapper_for"]
+
+
+def wrapper_for(model: nn.Module) -> str:
+    """The name in ``MODEL_WRAPPERS`` of the DistributedDataParallel that fits a model.
+
+    ``NamingDistributedDataParallel``, which is torch's with better messages, except for models
+    that own their training step: ``StepDistributedDataParallel`` for one with the step of
+    :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for others.
+    """
+    step = getattr(type(model), "train_step", None)
+    kind = "Step" if step is BaseModel.train_step else "Separate" if step else "Naming"
+    return f"{kind}DistributedDataParallel"
+
+
+@STRATEGIES.register_module()
+class DDPStrategy(BaseStrategy):
+    """DistributedDataParallel over the processes that a launcher has started, also on the CPU.
+
+    It joins them, unless that is done already, as inside of :func:`hooktrain.engine.launch`. A
+    process without any other and without a launcher leaves its model unwrapped.
+
+    Args:
+        model_wrapper: what to wrap the model in: a name in ``MODEL_WRAPPERS``, a class, or a dict
+            of its options with or without ``type``, such as ``dict(find_unused_parameters=True)``;
+            see :class:`torch.nn.parallel.DistributedDataParallel` and
+            :class:`~hooktrain.model.StepDistributedDataParallel`. The type is by default that of
+            :func:`wrapper_for`, and ``broadcast_buffers`` is False.
+        sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches of all
+            ranks, by :class:`torch.nn.SyncBatchNorm`, or on the CPU, which that refuses, by
+            :class:`~hooktrain.model.CPUSyncBatchNorm`. None changes nothing.
+        fp16_compression: exchange gradients in float16.
+        kwargs: see :class:`BaseStrategy`.
+
+    Raises:
+        TypeError: for another kind of ``model_wrapper``.
+        ValueError: for another ``sync_bn``.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None = None,
+        sync_bn: str | None = None,
+        fp16_compression: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if sync_bn not in (None, "torch"):
+            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
+        if not isinstance(model_wrapper, str | type | Mapping | None):
+            raise TypeError(
+                f"model_wrapper must be a name, a class or a dict of options: {model_wrapper!r}"
+            )
+        self.model_wrapper = model_wrapper
+        self.sync_bn = sync_bn
+        self.fp16_compression = fp16_compression
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Bring the model to its device and wrap it."""
+        if is_model_wrapper(model):
+            return model
+        if not self.distributed:
+            return self.place_model(revert_sync_batchnorm(model))
+        model = self.place_model(self.convert_model(model))
+        options: dict[str, Any] = {"broadcast_buffers": False, **_options(self.model_wrapper)}
+        options["type"] = options.get("type") or wrapper_for(model)
+        if self.device.type != "cpu":
+            options.setdefault("device_ids", [self.device.index])
+        ddp: nn.Module = MODEL_WRAPPERS.build({**options, "module": model})
+        if self.fp16_compression:
+            ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
+        return ddp
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Let batch norms communicate, if that is asked for."""
+        if self.sync_bn is None:
+            return model
+        on_cpu = self.device.type == "cpu"
+        return convert_sync_batchnorm(model, "cpu" if on_cpu else self.sync_bn)
+
+
+def _options(model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return model_wrapper if isinstance(model_wrapper, Mapping) else {"type": model_wrapper}

@@ -1,0 +1,231 @@
+"""The model, its gradients and the optimizer's state sharded over the processes (FSDP2)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from hooktrain.checkpoint.reading import Found
+from hooktrain.checkpoint.sharded import is_sharded, save_sharded
+from hooktrain.checkpoint.storage import CorruptCheckpointError
+from hooktrain.model.deferred import init_deferred
+from hooktrain.model.sharding import WrapRule, build_mp_policy, full_state_dict, shard_model
+from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.strategy.base import BaseStrategy
+from hooktrain.strategy.sharded_files import read_sharded, sharded_candidates, tag_sharded
+from hooktrain.strategy.states import Path, State
+from hooktrain.utils.dtensor import full_tensors
+from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registries import STRATEGIES
+from hooktrain.utils.unwrap import unwrap_model
+
+__all__ = ["FSDPStrategy"]
+
+# MMEngine calls one file for each rank "local".
+_STATES = {"full": False, "sharded": True, "local": True}
+
+
+@STRATEGIES.register_module()
+class FSDPStrategy(BaseStrategy):
+    """Each process holds a part of the model, of its gradients and of the optimizer's state.
+
+    By torch's ``fully_shard``, over all processes; see :func:`hooktrain.model.shard_model`. The
+    batch of each process is its own, as with :class:`DDPStrategy`, and losses are the same. The
+    model keeps its names and is not wrapped, so that its checkpoints fit every other strategy.
+
+    A model on the meta device, or one that ``deferred_init`` builds there, gets its weights when it
+    is sharded already; see :func:`hooktrain.model.init_deferred`. Any other must fit the memory of
+    one device until it is sharded. An optimizer that was built of the model's parameters before,
+    and has made no step, goes over to the sharded ones.
+
+    Args:
+        wrap: module classes, or a function of name and module that chooses them: the modules to
+            bring together one at a time, such as ``{Block}``.
+        mp_policy: the precision to compute and to exchange gradients in, such as
+            ``dict(param_dtype="bfloat16", reduce_dtype="float32")``.
+        offload: keep parameters, gradients and the optimizer's state in the CPU's memory. The
+            process group needs a backend for the CPU then: ``backend="cpu:gloo,cuda:nccl"``.
+        activation_checkpointing: the modules that compute again what the backward pass needs,
+            chosen as for ``wrap``; True means those of ``wrap``.
+        reshard_after_forward: see :func:`hooktrain.model.shard_model`.
+        deferred_init: build the model of a configuration on the meta device.
+        state_dict_cfg: ``"full"`` saves one file, as other strategies do, and the states are whole
+            on the main process and empty on the others; ``"sharded"`` saves a folder that each rank
+            writes its part of, and the states hold shards. Both are read in either case.
+        kwargs: see :class:`BaseStrategy`.
+
+    Raises:
+        TypeError: for another kind of ``mp_policy`` or ``state_dict_cfg``.
+        ValueError: for an unknown one; or in :meth:`wrap_model`, if the rule does not fit.
+        RuntimeError: in :meth:`wrap_model`, without a process group.
+    """
+
+    def __init__(
+        self,
+        *,
+        wrap: WrapRule = (),
+        mp_policy: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
+        offload: bool = False,
+        activation_checkpointing: bool | WrapRule = False,
+        reshard_after_forward: bool = True,
+        deferred_init: bool = False,
+        state_dict_cfg: str = "full",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not isinstance(state_dict_cfg, str):
+            raise TypeError(f"state_dict_cfg must be 'full' or 'sharded', not {state_dict_cfg!r}")
+        if state_dict_cfg not in _STATES:
+            raise ValueError(
+                f"state_dict_cfg must be 'full' or 'sharded', but got {state_dict_cfg!r}"
+                f"{did_you_mean(state_dict_cfg, _STATES)}"
+            )
+        self.wrap = wrap
+        self.mp_policy = build_mp_policy(mp_policy)
+        self.offload = offload
+        self.activation_checkpointing = activation_checkpointing
+        self.reshard_after_forward = reshard_after_forward
+        self.deferred_init = deferred_init
+        self.saves_shards = _STATES[state_dict_cfg]
+        self._names: dict[int, str] = {}
+
+    def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
+        """The model; of a configuration on the meta device, if that is asked for."""
+        if not self.deferred_init:
+            return super().build_model(model)
+        with torch.device("meta"):
+            return super().build_model(model)
+
+    def init_model_weights(self, model: nn.Module) -> None:
+        """Call the model's ``init_weights``; on the meta device, that comes later."""
+        if not _on_meta(model):
+            super().init_model_weights(model)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Shard the model in place."""
+        if isinstance(model, FSDPModule):
+            return model
+        if not self.distributed:
+            raise RuntimeError(
+                "FSDPStrategy shards a model over processes, and nothing has started any: use "
+                "torchrun or hooktrain.engine.launch(), or SingleDeviceStrategy for one process"
+            )
+        deferred = _on_meta(model)
+        if not deferred:
+            model = self.place_model(model)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shard_model(
+            model,
+            wrap=self.wrap,
+            mp_policy=self.mp_policy,
+            offload=self.offload,
+            activation_checkpointing=self.activation_checkpointing,
+            reshard_after_forward=self.reshard_after_forward,
+            mesh=init_device_mesh(self.device.type, (self.world_size,)),
+        )
+        if deferred:
+            init_deferred(model, "cpu" if self.offload else self.device)
+            for module in model.modules():  # they are not offloaded
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        return model
+
+    def build_optim_wrapper(
+        self, optim_wrapper: Any, model: nn.Module | None = None
+    ) -> OptimWrapper | OptimWrapperDict:
+        """The optimizer; one that was built before the model was sharded is taken over.
+
+        Raises:
+            RuntimeError: if that one has made steps.
+            ValueError: if it has parameters that are not in the model.
+        """
+        for optimizer in _optimizers(optim_wrapper):
+            self._take_over(optimizer)
+        return super().build_optim_wrapper(optim_wrapper, model)
+
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        sharded = dict(self.model.named_parameters())
+        known = {id(parameter) for parameter in sharded.values()}
+        before = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
+        if not before:
+            return
+        if optimizer.state:
+            raise RuntimeError(
+                "the optimizer has made steps for the model as it was before it was sharded: "
+                "prepare the model first, or load the optimizer's state afterwards"
+            )
+        if strange := [tuple(p.shape) for p in before if id(p) not in self._names]:
+            raise ValueError(f"the optimizer has parameters that are not in the model: {strange}")
+        for group in optimizer.param_groups:
+            group["params"] = [
+                p if id(p) in known else sharded[self._names[id(p)]] for p in group["params"]
+            ]
+
+    def model_state_dict(self) -> State:
+        """The state by the names of the bare model, on the CPU. A collective.
+
+        Whole on the main process and empty on the others, or the shards of each rank; see
+        ``state_dict_cfg``.
+        """
+        if self.saves_shards:
+            return super().model_state_dict()
+        return full_state_dict(unwrap_model(self._prepared("model")))
+
+    def optim_state_dict(self) -> State:
+        """The state of the optimizer and its wrapper. A collective.
+
+        Its tensors are whole on the main process and None on the others, or the shards of each
+        rank; see ``state_dict_cfg``.
+        """
+        state = super().optim_state_dict()
+        whole: State = state if self.saves_shards else full_tensors(state)
+        return whole
+
+    def read_checkpoint(self, filename: Path) -> Found:
+        """The path and the content of a checkpoint, be it a file or a folder. A collective."""
+        if not is_sharded(filename):
+            return super().read_checkpoint(filename)
+        return read_sharded(filename, self.model, getattr(self, "optim_wrapper", None))
+
+    def find_newest(self) -> Found | None:
+        """The path and the content of the newest one in ``work_dir``, if any. A collective."""
+        problems = {}
+        for folder in sharded_candidates(self.work_dir):
+            try:
+                return self.read_checkpoint(folder)
+            except (OSError, CorruptCheckpointError) as error:  # the same on every rank
+                self.logger.warning("Passing over the checkpoint %s: %s", folder, error)
+                problems[folder] = str(error)
+        if problems:
+            raise CorruptCheckpointError(
+                f"no checkpoint in {self.work_dir!r} is intact: {problems}"
+            )
+        return super().find_newest()
+
+    def write_checkpoint(self, state: State, filename: Path, tag: bool) -> None:
+        """Write a file or a folder; with ``tag``, it is the one to resume from. A collective."""
+        if not self.saves_shards:
+            super().write_checkpoint(state, filename, tag)
+            return
+        save_sharded(state, filename)
+        if tag:
+            tag_sharded(filename)
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _optimizers(config: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that are built already in what was given as an ``optim_wrapper``."""
+    if isinstance(config, torch.optim.Optimizer):
+        yield config
+    elif isinstance(config, OptimWrapper):
+        yield config.optimizer
+    elif isinstance(config, Mapping | OptimWrapperDict):
+        for item in config.values():
+            yield from _optimizers(item)

@@ -1,0 +1,43 @@
+"""One process, one device."""
+
+from torch import nn
+
+from hooktrain.model import is_model_wrapper, revert_sync_batchnorm
+from hooktrain.strategy.base import BaseStrategy
+from hooktrain.utils import comm, launchers
+from hooktrain.utils.registries import STRATEGIES
+
+__all__ = ["SingleDeviceStrategy"]
+
+
+@STRATEGIES.register_module()
+class SingleDeviceStrategy(BaseStrategy):
+    """One process that trains on an accelerator, or on the CPU where there is none.
+
+    Its model stays unwrapped. Each :class:`torch.nn.SyncBatchNorm` becomes a
+    :class:`~hooktrain.model.BatchNormXd`, which runs on the CPU too.
+
+    Args:
+        kwargs: see :class:`BaseStrategy`.
+
+    Raises:
+        RuntimeError: in :meth:`setup`, if there are other processes.
+    """
+
+    def _setup_distributed(self) -> tuple[str, bool]:
+        size = comm.get_world_size()
+        launcher = self.environment.launcher or launchers.infer_launcher()
+        if size == 1 and launcher != "none":
+            size = launchers.resolve(launcher).world_size
+        if size > 1:
+            raise RuntimeError(
+                f"SingleDeviceStrategy in one of {size} processes: each would train a model of its "
+                "own. Use DDPStrategy or FSDPStrategy, or 'auto'"
+            )
+        return "none", False
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Bring the model to its device; one that is wrapped already stays as it is."""
+        if is_model_wrapper(model):
+            return model
+        return self.place_model(revert_sync_batchnorm(model))

@@ -1,0 +1,155 @@
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer
+from hooktrain.engine.hooks.preemption import Preemption
+from hooktrain.utils import comm
+from toy import linear_trainer
+
+
+def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
+    def send(trainer: Any) -> None:
+        if trainer.iter == iteration and comm.get_rank() == rank:
+            os.kill(os.getpid(), number)
+
+    return CallbackHook(after_backward=send)
+
+
+def preemptible(folder: Path, *hooks: HookBase, **kwargs: Any) -> SimpleTrainer:
+    trainer = linear_trainer(*hooks, **kwargs)
+    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer)
+    periodic = PeriodicCheckpointer(checkpointer, period=4)
+    trainer.register_hooks([periodic, Preemption(checkpointer)])
+    checkpointer.resume_or_load("")
+    return trainer
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_at_the_end_of_the_iteration_and_exits_with_its_code(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    before, evaluated = handlers(), []
+    evaluate = EvalHook(0, lambda: evaluated.append(True))
+    trainer = preemptible(tmp_path, evaluate, signal_at(number, 5))
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=10)
+    assert caught.value.code == code
+    assert (trainer.iter, trainer.max_iter) == (5, 10)
+    assert not evaluated
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000005.pth"
+    assert not (tmp_path / "model_final.pth").exists()
+    assert handlers() == before
+
+
+def test_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    expected = linear_trainer()
+    expected.train(max_iter=10)
+    with pytest.raises(SystemExit):
+        preemptible(tmp_path, signal_at(signal.SIGTERM, 7)).train(max_iter=10)
+    trainer = preemptible(tmp_path)  # its four batches begin anew
+    trainer.train(max_iter=10)
+    assert trainer.start_iter == 8
+    assert torch.equal(trainer.model.fc.weight, expected.model.fc.weight)
+
+
+def test_a_signal_in_the_last_iteration_does_not_lose_the_run(tmp_path: Path) -> None:
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 9))
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    assert trainer.iter < trainer.max_iter
+    again = preemptible(tmp_path)
+    again.train(max_iter=10)
+    assert again.start_iter == again.iter == 10
+
+
+def test_without_a_signal_the_handlers_come_back(tmp_path: Path) -> None:
+    before = handlers()
+    preemptible(tmp_path).train(max_iter=2)
+    assert handlers() == before
+
+
+def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("hooktrain.engine.hooks.preemption.time.monotonic", lambda: clock[0])
+
+    def interrupt(trainer: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        clock[0] = 0.9
+        os.kill(os.getpid(), signal.SIGINT)  # the same one, handed on by a launcher
+        trainer.storage.put_scalar("seen", 1.0)
+        clock[0] = 1.1
+        os.kill(os.getpid(), signal.SIGINT)
+        trainer.storage.put_scalar("not seen", 1.0)
+
+    trainer = preemptible(tmp_path, CallbackHook(after_backward=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(max_iter=2)
+    assert "seen" in trainer.storage.histories()
+    assert "not seen" not in trainer.storage.histories()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_signal_right_after_the_first_ends_at_once(tmp_path: Path) -> None:
+    def interrupt(trainer: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = preemptible(tmp_path, CallbackHook(after_backward=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(max_iter=2)
+
+
+def test_a_failing_save_is_the_error_and_not_a_successful_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space")
+
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1))
+    monkeypatch.setattr(Checkpointer, "save", fail)
+    with pytest.raises(OSError, match="no space"):
+        trainer.train(max_iter=3)
+
+
+def test_in_another_thread_it_says_that_it_heeds_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, before = preemptible(tmp_path), handlers()
+    thread = threading.Thread(target=trainer.train, kwargs={"max_iter": 2})
+    thread.start()
+    thread.join()
+    assert trainer.iter == 2
+    assert handlers() == before
+    assert "does not run in the main thread" in caplog.text
+
+
+def preempt_one_rank(folder: Path) -> tuple[Any, int, list[int]]:
+    # The exchanges follow iterations 3 and 7.
+    trainer = preemptible(folder, signal_at(signal.SIGTERM, 4, rank=1), gather_metric_period=4)
+    code = None
+    try:
+        trainer.train(max_iter=20)
+    except SystemExit as error:
+        code = error.code
+    comm.synchronize()  # the main rank has written the file now
+    state = torch.load(folder / "model_0000007.pth", weights_only=True)
+    return code, trainer.iter, sorted(state["trainer"]["rng"])
+
+
+def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(tmp_path: Path) -> None:
+    assert run_ranks(preempt_one_rank, 2, tmp_path) == [(143, 7, [0, 1])] * 2

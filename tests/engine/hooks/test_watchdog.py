@@ -1,0 +1,136 @@
+import logging
+import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gloo import run_ranks
+from hooktrain.engine.hooks import CallbackHook
+from hooktrain.engine.hooks.watchdog import Progress, Watchdog, describe, ranks_behind
+from hooktrain.utils import comm
+from toy import Idle
+
+LIMIT_SECONDS = 30
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.CRITICAL]
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_cannot_be_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=f"above 0 seconds, but got {timeout_s}"):
+        Watchdog(timeout_s)
+
+
+def test_an_unknown_action_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'report' or 'abort', but got 'kill'"):
+        Watchdog(1, on_timeout="kill")
+
+
+def test_a_hang_is_reported_once_with_the_stack_of_every_thread(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def a_place_to_hang(trainer: Any) -> None:
+        if trainer.iter == 3:
+            wait_until(lambda: "rank 0 has made no progress" in "".join(reports(caplog)))
+            time.sleep(0.2)  # several times the limit
+
+    Idle(Watchdog(0.05), CallbackHook(after_backward=a_place_to_hang)).train(0, 5)
+    assert len(reports(caplog)) == 1
+    assert "It is in iteration 3, " in reports(caplog)[0]
+    printed = capsys.readouterr().err
+    assert "Stack of thread 'MainThread' of rank 0:" in printed
+    assert "in a_place_to_hang" in printed
+    assert "Stack of thread 'watchdog'" in printed
+
+
+def test_a_run_that_makes_progress_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watchdog(LIMIT_SECONDS)
+    Idle(watchdog, CallbackHook(after_step=lambda _: time.sleep(0.01))).train(0, 3)
+    assert reports(caplog) == []
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_takes_long_by_right_can_tell_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, looks = [0.0], [0]
+
+    def monotonic() -> float:
+        looks[0] += threading.current_thread().name == "watchdog"
+        return clock[0]
+
+    monkeypatch.setattr(
+        "hooktrain.engine.hooks.watchdog.time", SimpleNamespace(monotonic=monotonic)
+    )
+    watchdog = Watchdog(0.04)
+
+    def evaluate(_: Any) -> None:
+        for _ in range(3):
+            clock[0] += 0.03
+            seen = looks[0]
+            wait_until(lambda seen=seen: looks[0] > seen + 1)
+            watchdog.beat()
+
+    Idle(watchdog, CallbackHook(after_step=evaluate)).train(0, 1)
+    assert reports(caplog) == []
+
+
+def test_the_thread_ends_when_the_run_fails() -> None:
+    with pytest.raises(ValueError, match="broken at 1"):
+        Idle(Watchdog(LIMIT_SECONDS), fail_at=1).train(0, 3)
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_rank_with_fewer_collectives_is_behind() -> None:
+    progress = {0: Progress(7, 31, "wait"), 1: Progress(7, 30, "sleep"), 2: Progress(7, 31, "wait")}
+    assert ranks_behind(progress) == [1]
+    assert "Behind: rank 1." in describe([1], progress)
+    assert re.search(r"1 +7 +30 +sleep", describe([1], progress))
+
+
+def test_ranks_that_are_equally_far_are_not_blamed() -> None:
+    progress = {0: Progress(7, 31, "wait"), 1: Progress(7, 31, "wait")}
+    assert "All ranks have come equally far." in describe(ranks_behind(progress), progress)
+
+
+def hang_in_rank_1(folder: Path) -> str:
+    """Rank 1 hangs in the forward pass of iteration 2 until both ranks have reported."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            (folder / f"reported{comm.get_rank()}").touch()
+
+    def forward(trainer: Any) -> None:
+        if trainer.iter == 2 and comm.get_rank() == 1:
+            wait_until(lambda: len(list(folder.iterdir())) == 2)
+        dist.all_reduce(torch.ones(1))
+
+    log = logging.getLogger("hooktrain.engine.hooks.watchdog")
+    log.addHandler(Keep(logging.CRITICAL))
+    Idle(Watchdog(0.5), CallbackHook(after_backward=forward)).train(0, 4)
+    return messages[0]
+
+
+def test_every_rank_names_the_one_that_hangs_and_where(tmp_path: Path) -> None:
+    for rank, message in enumerate(run_ranks(hang_in_rank_1, 2, tmp_path)):
+        assert f"rank {rank} has made no progress" in message
+        assert "Behind: rank 1." in message
+        assert re.search(r"\n *0 +2 +\d+ +all_reduce \(distributed_c10d.py:\d+\)", message)
+        assert re.search(r"\n *1 +2 +\d+ +wait_until \(test_watchdog.py:\d+\)", message)

@@ -1,0 +1,68 @@
+from typing import Any
+
+import pytest
+from test_strategy_environment import torchrun
+
+from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
+from hooktrain.utils.registries import STRATEGIES
+
+
+def test_auto_is_a_single_device_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategies: list[Any] = ["auto", {}, {"type": "auto"}]
+    assert [type(build_strategy(s)) for s in strategies] == [SingleDeviceStrategy] * 3
+    for name, value in torchrun(world_size=1).items():
+        monkeypatch.setenv(name, value)
+    assert type(build_strategy()) is SingleDeviceStrategy
+
+
+def test_auto_is_ddp_for_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in torchrun(world_size=2).items():
+        monkeypatch.setenv(name, value)
+    assert type(build_strategy("auto")) is DDPStrategy
+
+
+def test_the_options_of_ddp_are_for_several_processes_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"model_wrapper": {"static_graph": True}, "sync_bn": "torch", "work_dir": "/here"}
+    made = build_strategy(config, fp16_compression=True)
+    assert type(made) is SingleDeviceStrategy
+    assert made.work_dir == "/here"
+    for name, value in torchrun(world_size=2).items():
+        monkeypatch.setenv(name, value)
+    ddp = build_strategy(config, fp16_compression=True)
+    assert isinstance(ddp, DDPStrategy)
+    assert (ddp.sync_bn, ddp.fp16_compression) == ("torch", True)
+
+
+def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
+    assert type(build_strategy("DDPStrategy")) is DDPStrategy
+    config = {"type": "DDPStrategy", "work_dir": "/here", "model_wrapper": {"static_graph": True}}
+    before = dict(config)
+    made = build_strategy(config, work_dir="/there", experiment_name="x")
+    assert isinstance(made, DDPStrategy)
+    assert made.work_dir == "/here"
+    assert made.model_wrapper == {"static_graph": True}
+    assert config == before
+    assert build_strategy({"type": DDPStrategy}, work_dir="/there").work_dir == "/there"
+
+
+def test_a_strategy_is_returned() -> None:
+    made = SingleDeviceStrategy()
+    assert build_strategy(made) is made
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    with pytest.raises(KeyError, match=r"DDPStratgy.*did you mean 'DDPStrategy'"):
+        build_strategy("DDPStratgy")
+    with pytest.raises(TypeError, match=r"strategy must be 'auto', the name of one, .* but got 3"):
+        build_strategy(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="which is no strategy"):
+        build_strategy({"type": dict})
+    with pytest.raises(TypeError, match="wrk_dir"):
+        build_strategy("SingleDeviceStrategy", wrk_dir=".")
+
+
+def test_strategies_are_registered() -> None:
+    assert STRATEGIES.get("SingleDeviceStrategy") is SingleDeviceStrategy
+    assert STRATEGIES.get("DDPStrategy") is DDPStrategy

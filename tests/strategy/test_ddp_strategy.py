@@ -1,0 +1,276 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from strategy_toys import SGD, Regression, batch, train
+from torch import Tensor, nn
+
+from gloo import run_ranks
+from hooktrain.checkpoint import load_file
+from hooktrain.model import (
+    NamingDistributedDataParallel,
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+)
+from hooktrain.solver import OptimWrapper
+from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
+
+HALVES = [slice(0, 4), slice(4, 8)]
+QUARTERS = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
+
+
+def strategy(**kwargs: Any) -> DDPStrategy:
+    return DDPStrategy(device="cpu", env_kwargs={"seed": 3}, **kwargs)
+
+
+def single(**kwargs: Any) -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(device="cpu", env_kwargs={"seed": 3}, **kwargs)
+
+
+def losses_of_this_rank() -> list[float]:
+    made = build_strategy("auto", device="cpu", env_kwargs={"seed": 3})
+    assert isinstance(made, DDPStrategy)
+    model, wrapper = made.prepare({"type": "StrategyToy"}, optim_wrapper=SGD)
+    assert isinstance(model, StepDistributedDataParallel)
+    shares = HALVES if made.world_size == 2 else QUARTERS
+    return train(model, wrapper, range(5), shares[made.rank])
+
+
+def expected_losses() -> Tensor:
+    model, wrapper = single().prepare({"type": "StrategyToy"}, optim_wrapper=SGD)
+    return torch.tensor(train(model, wrapper, range(5)))
+
+
+def equal_weights() -> Any:
+    calls = []
+    original = dist._broadcast_coalesced  # type: ignore[attr-defined]
+
+    def counted(group: Any, tensors: list[Tensor], *args: Any) -> None:
+        calls.append(len(tensors))
+        original(group, tensors, *args)
+
+    dist._broadcast_coalesced = counted  # type: ignore[attr-defined]
+    made = DDPStrategy(device="cpu", env_kwargs={"seed": 3, "diff_rank_seed": True})
+    made.setup()
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    first = model[0].weight.detach().clone()
+    made.place_model(model)
+    dist._broadcast_coalesced = original  # type: ignore[attr-defined]
+    return made.seed, made.timestamp, calls, first, model[0].weight.detach()
+
+
+def unused(plain: bool) -> str:
+    class Partly(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left_out = nn.Linear(1, 1)
+
+    model, wrapper = strategy().prepare(Plain() if plain else Partly(), optim_wrapper=SGD)
+    try:
+        for _ in range(2):
+            if plain:
+                wrapper.update_params(model(torch.ones(1, 1)).sum())
+            else:
+                model.train_step(batch(2, 0), wrapper)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Plain(nn.Module):
+    """Without a training step; a part of it is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.left_out = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+class OwnStep(Regression):
+    """Owns its step."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return super().train_step(data, optim_wrapper)
+
+
+def options() -> dict[str, Any]:
+    wrapped: dict[str, Any] = {
+        "plain": strategy().prepare(nn.Linear(1, 1)),
+        "own step": strategy().prepare(OwnStep()),
+        "default": strategy().prepare(Regression()),
+    }
+    assert isinstance(wrapped["plain"], NamingDistributedDataParallel)
+    assert not isinstance(wrapped["plain"], StepDistributedDataParallel)
+    assert isinstance(wrapped["own step"], SeparateDistributedDataParallel)
+    assert not wrapped["default"].broadcast_buffers
+    mine: dict[str, Any] = {"type": None, "find_unused_parameters": True}
+    mine["broadcast_buffers"] = True
+    mine["bucket_cap_mb"] = 7
+    made = strategy(model_wrapper=mine)
+    made.setup()
+    for _ in range(2):
+        model = made.wrap_model(Regression())
+        assert isinstance(model, StepDistributedDataParallel)
+        assert model.find_unused_parameters
+        assert model.broadcast_buffers
+        assert model.bucket_bytes_cap == 7 * 2**20
+    assert made.wrap_model(model) is model
+    for kind in ("MMDistributedDataParallel", StepDistributedDataParallel):
+        named = strategy(model_wrapper=kind).prepare(nn.Linear(1, 1))
+        assert isinstance(named, StepDistributedDataParallel)
+    compressed = strategy(fp16_compression=True).prepare(nn.Linear(1, 1, bias=False))
+    compressed(torch.tensor([[1.0 + 2**-13]])).sum().backward()
+    return {"mine": mine, "gradient": compressed.module.weight.grad.item()}
+
+
+class Norms(Regression):
+    """With batch norms of vectors and of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.tracking_all = nn.BatchNorm1d(1, momentum=None, affine=False)
+
+    def forward(self, inputs: Tensor, labels: Tensor, mode: str = "tensor") -> Any:  # type: ignore[override]
+        normed = self.tracking_all(self.norm(inputs).unsqueeze(1)).squeeze(1)
+        return super().forward(normed, labels, mode)
+
+
+def synchronised_norms() -> Any:
+    made = strategy(sync_bn="torch")
+    made.setup()
+    model, wrapper = made.prepare(Norms(), optim_wrapper=SGD)
+    losses = train(model, wrapper, range(5), HALVES[made.rank])
+    model.eval()
+    return losses, made.model_state_dict(), model(*batch(2, 0)).detach()
+
+
+def save(folder: str) -> dict[str, Any]:
+    made = strategy(work_dir=folder)
+    options = {"type": "StrategyToy", "dropout": 0.5}
+    model, wrapper = made.prepare(options, optim_wrapper={**SGD, "accumulative_counts": 2})
+    torch.manual_seed(made.rank)
+    train(model, wrapper, range(3), HALVES[made.rank])
+    made.save_checkpoint(Path(folder) / "a.pth")
+    there = (Path(folder) / "a.pth").exists()
+    expected = train(model, wrapper, range(3, 6), HALVES[made.rank])
+    made.load_or_resume(resume=True)
+    again = train(model, wrapper, range(3, 6), HALVES[made.rank])
+    failure = ""
+    try:
+        made.save_checkpoint(Path(folder) / "a.pth" / "b.pth")
+    except OSError as error:
+        failure = type(error).__name__
+    difference = (torch.tensor(again) - torch.tensor(expected)).abs().max().item()
+    return {"there": there, "difference": difference, "failure": failure}
+
+
+def everything(folder: str) -> dict[str, Any]:
+    return {
+        "losses": losses_of_this_rank(),
+        "weights": equal_weights(),
+        "options": options(),
+        "unused": unused(False),
+        "unused plain": unused(True),
+        "sync_bn": synchronised_norms(),
+        "save": save(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Any]:
+    return run_ranks(everything, 2, str(folder))
+
+
+def test_losses_on_two_ranks_are_those_of_one_with_the_whole_batch(ranks: Any) -> None:
+    mean = torch.tensor([rank["losses"] for rank in ranks]).mean(0)
+    assert (mean - expected_losses()).abs().max() < 1e-6
+
+
+def test_losses_on_four_ranks_are_those_of_one_with_the_whole_batch() -> None:
+    mean = torch.tensor(run_ranks(losses_of_this_rank, 4)).mean(0)
+    assert (mean - expected_losses()).abs().max() < 1e-6
+
+
+def test_weights_are_those_of_the_first_rank_after_one_coalesced_broadcast(ranks: Any) -> None:
+    (seed, time, calls, first, weight), other = (rank["weights"] for rank in ranks)
+    assert seed == other[0] == 3
+    assert time == other[1]
+    assert calls == other[2] == [7]  # two tensors of the linear layer, five of the batch norm
+    assert not torch.equal(first, other[3])
+    assert torch.equal(first, weight)
+    assert torch.equal(first, other[4])
+
+
+def test_the_options_of_ddp_are_reached(ranks: Any) -> None:
+    for rank in ranks:
+        mine = {"type": None, "find_unused_parameters": True, "broadcast_buffers": True}
+        assert rank["options"]["mine"] == {**mine, "bucket_cap_mb": 7}
+        assert rank["options"]["gradient"] == 1.0  # as float16 has it
+
+
+@pytest.mark.parametrize("key", ["unused", "unused plain"])
+def test_a_failure_about_unused_parameters_names_them(key: str, ranks: Any) -> None:
+    for rank in ranks:
+        assert "on the parameters ['left_out.weight', 'left_out.bias']" in rank[key]
+
+
+def test_synchronised_norms_are_those_of_the_whole_batch(ranks: Any) -> None:
+    made = single()
+    made.setup()
+    model, wrapper = made.prepare(Norms(), optim_wrapper=SGD)
+    losses = torch.tensor(train(model, wrapper, range(5)))
+    results = [rank["sync_bn"] for rank in ranks]
+    mean = torch.tensor([found for found, _, _ in results]).mean(0)
+    assert (mean - losses).abs().max() < 1e-6
+    model.eval()
+    for _, state, outputs in results:
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name].float(), value.float(), rtol=0, atol=1e-6), name
+        assert torch.allclose(outputs, model(*batch(2, 0)), rtol=0, atol=1e-6)
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"):
+        DDPStrategy(sync_bn="mmcv")
+    with pytest.raises(TypeError, match="model_wrapper must be a name, a class or a dict"):
+        DDPStrategy(model_wrapper=3)  # type: ignore[arg-type]
+
+
+def test_all_ranks_see_a_checkpoint_and_go_on_as_they_were(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["save"]["there"]
+        # The mean of the gradients of an open window is saved, so that it is equal to rounding.
+        assert rank["save"]["difference"] < 1e-6
+
+
+def test_all_ranks_raise_what_the_writer_raised(ranks: Any) -> None:
+    assert [rank["save"]["failure"] for rank in ranks] == ["FileExistsError"] * 2
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one(
+    ranks: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(load_file(folder / "a.pth")["state_dict"]) == list(Regression().state_dict())
+    made = single(work_dir=folder)
+    _, wrapper = made.prepare(
+        {"type": "StrategyToy"}, optim_wrapper={**SGD, "accumulative_counts": 2}
+    )
+    made.load_or_resume(resume=True)
+    assert isinstance(wrapper, OptimWrapper)
+    assert wrapper.inner_count == 3
+    assert "random states of 2 ranks, and there are 1: seeding with 3" in caplog.text
+
+
+def test_one_process_without_a_launcher_needs_no_wrapper() -> None:
+    model = Regression()
+    assert strategy().prepare(model) is model

@@ -1,0 +1,278 @@
+"""The strategy that shards a model, in real processes."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from gloo import run_ranks
+from hooktrain.checkpoint import CorruptCheckpointError
+from hooktrain.config import LazyCall
+from hooktrain.model.text_gpt import Block, TextGPT
+from hooktrain.solver import OptimWrapper
+from hooktrain.strategy import BaseStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from hooktrain.strategy.sharded_files import sharded_candidates
+from hooktrain.utils import comm
+from hooktrain.utils.dtensor import full_tensors
+from sharding_toys import VOCABULARY, batches, make_model, train
+
+DATA = batches(2) * 3
+ADAMW = {"optimizer": {"type": "AdamW", "lr": 0.01}, "clip_grad": {"max_norm": 0.5}}
+SCHEDULER = {"type": "LinearLR", "start_factor": 0.5, "end": 6, "by_epoch": False}
+CONFIG = LazyCall(TextGPT)(vocab_size=VOCABULARY, block_size=8, size=(2, 16, 2))
+
+
+def make(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrategy:
+    if kind is FSDPStrategy:
+        options = {"wrap": {Block}, **options}
+    return kind(work_dir=work_dir, env_kwargs={"seed": 3}, device="cpu", **options)
+
+
+def prepared(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrategy:
+    strategy = make(kind, work_dir, **options)
+    strategy.prepare(
+        CONFIG,
+        optim_wrapper=ADAMW,
+        param_scheduler=SCHEDULER,
+        dispatch_kwargs={"max_iters": 6},
+    )
+    return strategy
+
+
+def run(strategy: BaseStrategy, steps: slice) -> list[float]:
+    losses = []
+    for batch in DATA[steps]:
+        losses += train(strategy.model, strategy.optim_wrapper, [batch])  # type: ignore[arg-type]
+        for scheduler in strategy.param_schedulers:
+            scheduler.step()
+    return losses
+
+
+def states(strategy: BaseStrategy) -> Any:
+    return copy.deepcopy(
+        {
+            "model": full_tensors(dict(strategy.model_state_dict())),
+            "optimizer": full_tensors(strategy.optim_state_dict())["state"],
+        }
+    )
+
+
+def saved_run(kind: type[BaseStrategy], path: str, **options: Any) -> dict[str, Any]:
+    """Three steps, a checkpoint, and three more."""
+    strategy = prepared(kind, os.path.dirname(path), **options)
+    losses = run(strategy, slice(3))
+    strategy.save_checkpoint(path, extra_ckpt={"meta": {"iter": 3}})
+    kept = states(strategy)
+    return {"states": kept, "losses": losses + run(strategy, slice(3, 6))}
+
+
+def resumed_run(
+    kind: type[BaseStrategy], work_dir: str, resume: str | bool, **options: Any
+) -> dict[str, Any]:
+    strategy = prepared(kind, work_dir, **options)
+    rest = strategy.load_or_resume(resume=resume)
+    assert rest is not None
+    kept = states(strategy)
+    return {"iter": rest["meta"]["iter"], "states": kept, "losses": run(strategy, slice(3, 6))}
+
+
+def _prebuilt(folder: str) -> dict[str, Any]:
+    """An optimizer that was built of the parameters of the model as it was."""
+    strategy, model = make(FSDPStrategy, folder), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrapper = OptimWrapper(optimizer, clip_grad={"max_norm": 0.5})
+    strategy.prepare(model, optim_wrapper=wrapper)
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    other = make(FSDPStrategy, folder)
+    used = make_model()
+    stepped = torch.optim.AdamW(used.parameters())
+    used({"tokens": DATA[0]["tokens"], "targets": DATA[0]["targets"]})["loss_lm"].backward()
+    stepped.step()
+    with pytest.raises(RuntimeError, match="the optimizer has made steps"):
+        other.prepare(used, optim_wrapper=stepped)
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(4, 2))], lr=0.1)
+    with pytest.raises(ValueError, match=r"not in the model: \[\(4, 2\)\]"):
+        make(FSDPStrategy, folder).prepare(make_model(), optim_wrapper=stranger)
+    return {
+        "same": all(a is b for a, b in zip(ours, model.parameters(), strict=True)),
+        "losses": train(model, wrapper, DATA),
+    }
+
+
+def _configured(folder: str, compile: Any = False) -> list[float]:
+    strategy = make(FSDPStrategy, folder, activation_checkpointing=True)
+    model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW, compile=compile)
+    return train(model, wrapper, DATA)
+
+
+def _deferred(folder: str) -> dict[str, Any]:
+    strategy = make(FSDPStrategy, folder, deferred_init=True)
+    model = strategy.prepare(CONFIG)
+    return {"sharded": isinstance(model, FSDPModule), "state": strategy.model_state_dict()}
+
+
+def _damaged(folder: str) -> str:
+    """The newest of two folders is broken; then the other too."""
+    for number in (1, 2):
+        saved_run(FSDPStrategy, f"{folder}/damaged/iter_{number}", state_dict_cfg="sharded")
+    strategy = prepared(FSDPStrategy, f"{folder}/damaged")
+    for number, expected in ((2, "iter_1"), (1, "")):
+        comm.synchronize()
+        if comm.is_main_process():
+            os.truncate(f"{folder}/damaged/iter_{number}/state.pth", 10)
+        comm.synchronize()
+        if not expected:
+            with pytest.raises(CorruptCheckpointError, match="is intact"):
+                strategy.find_newest()
+            continue
+        found = strategy.find_newest()
+        assert found is not None
+        name = os.path.basename(found[0])
+        assert name == expected
+    return name
+
+
+def _on_two_ranks(folder: str) -> dict[str, Any]:
+    sharded = {"state_dict_cfg": "sharded"}
+    return {
+        "ddp": saved_run(DDPStrategy, f"{folder}/ddp/iter_3.pth")["losses"],
+        "full": saved_run(FSDPStrategy, f"{folder}/full/iter_3.pth"),
+        "shards": saved_run(FSDPStrategy, f"{folder}/shards/iter_3", **sharded),
+        "from one": resumed_run(FSDPStrategy, folder, f"{folder}/one/iter_3.pth"),
+        "from shards": resumed_run(FSDPStrategy, f"{folder}/shards", True, **sharded),
+        "prebuilt": _prebuilt(folder),
+        "configured": _configured(folder),
+        "compiled": _configured(folder, {"backend": "eager"}),
+        "deferred": _deferred(folder),
+        "damaged": _damaged(folder),
+        "prepared again": _prepared_again(folder),
+    }
+
+
+def _prepared_again(folder: str) -> bool:
+    strategy = make(FSDPStrategy, folder)
+    evaluated = strategy.prepare(make_model())
+    model, wrapper = strategy.prepare(evaluated, optim_wrapper=ADAMW)
+    groups = wrapper.optimizer.param_groups
+    return model is evaluated and groups[0]["params"][0] is next(model.parameters())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    return saved_run(SingleDeviceStrategy, f"{folder}/one/iter_3.pth")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
+    return run_ranks(_on_two_ranks, 2, str(folder))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    return torch.equal(one, other)
+
+
+def test_losses_are_those_of_the_other_strategies(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    assert one["losses"][-1] < one["losses"][1] - 0.05
+    assert two[0]["ddp"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two[0]["full"]["losses"] == pytest.approx(two[0]["ddp"], abs=1e-5)
+    assert two[0]["shards"]["losses"] == two[0]["full"]["losses"]
+
+
+def test_a_file_of_a_sharded_run_resumes_in_one_process(
+    folder: Path, two: list[dict[str, Any]]
+) -> None:
+    resumed = resumed_run(SingleDeviceStrategy, f"{folder}/full", True)
+    assert resumed["iter"] == 3
+    assert same(resumed["states"], two[0]["full"]["states"])
+    assert resumed["losses"] == pytest.approx(two[0]["full"]["losses"][3:], abs=1e-5)
+
+
+def test_a_file_of_one_process_resumes_sharded(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    resumed = two[0]["from one"]
+    assert resumed["iter"] == 3
+    assert same(resumed["states"], one["states"])
+    assert resumed["losses"] == pytest.approx(one["losses"][3:], abs=1e-5)
+
+
+def test_a_folder_of_shards_resumes_with_equal_bits(two: list[dict[str, Any]]) -> None:
+    resumed, saved = two[0]["from shards"], two[0]["shards"]
+    assert resumed["iter"] == 3
+    assert same(resumed["states"], saved["states"])
+    assert resumed["losses"] == saved["losses"][3:]
+
+
+def test_broken_folders_are_passed_over(two: list[dict[str, Any]]) -> None:
+    assert [result["damaged"] for result in two] == ["iter_1", "iter_1"]
+
+
+def test_folders_are_tried_by_the_pointer_and_then_by_their_numbers(tmp_path: Path) -> None:
+    assert sharded_candidates(str(tmp_path / "none")) == []
+    for name in ("iter_2", "iter_10", "iter_9", "best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "iter_99").mkdir()
+    (tmp_path / "iter_11.pth").write_text("")
+    names = ["iter_10", "iter_9", "iter_2", "best"]
+    assert [Path(path).name for path in sharded_candidates(str(tmp_path))] == names
+    (tmp_path / "last_checkpoint").write_text("iter_9")
+    names = ["iter_9", "iter_10", "iter_2", "best"]
+    assert [Path(path).name for path in sharded_candidates(str(tmp_path))] == names
+    (tmp_path / "last_checkpoint").write_text("iter_11.pth")
+    assert sharded_candidates(str(tmp_path)) == []
+
+
+def test_the_states_are_whole_on_the_main_process_and_empty_elsewhere(
+    two: list[dict[str, Any]],
+) -> None:
+    assert list(two[0]["full"]["states"]["model"]) == list(make_model().state_dict())
+    assert two[1]["full"]["states"]["model"] == {}
+
+
+def test_an_optimizer_built_before_goes_over_to_the_shards(two: list[dict[str, Any]]) -> None:
+    assert two[0]["prebuilt"]["same"]
+    assert two[0]["prebuilt"]["losses"] == pytest.approx(two[0]["configured"], abs=1e-6)
+
+
+def test_a_sharded_model_compiles(two: list[dict[str, Any]]) -> None:
+    assert two[0]["compiled"] == pytest.approx(two[0]["configured"], abs=1e-5)
+
+
+def test_a_deferred_model_is_sharded_before_it_has_weights(two: list[dict[str, Any]]) -> None:
+    assert two[0]["deferred"]["sharded"]
+    torch.manual_seed(3)
+    constructed = TextGPT(VOCABULARY, 8, (2, 16, 2)).state_dict()
+    assert same(dict(two[0]["deferred"]["state"]), dict(constructed))
+
+
+def test_a_model_that_was_evaluated_is_prepared_for_training(two: list[dict[str, Any]]) -> None:
+    assert all(result["prepared again"] for result in two)
+
+
+def test_arguments_are_checked_before_anything_happens() -> None:
+    with pytest.raises(ValueError, match="but got 'shraded'; did you mean 'sharded'"):
+        FSDPStrategy(state_dict_cfg="shraded")
+    with pytest.raises(TypeError, match=r"not \{'type': 'full'\}"):
+        FSDPStrategy(state_dict_cfg={"type": "full"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no option 'dtype'"):
+        FSDPStrategy(mp_policy={"dtype": "bfloat16"})
+
+
+def test_one_process_alone_is_told_what_to_use() -> None:
+    with pytest.raises(RuntimeError, match="SingleDeviceStrategy for one process"):
+        FSDPStrategy(device="cpu", env_kwargs={"seed": 0}).prepare(make_model())

@@ -1,0 +1,294 @@
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategy_toys import SGD, Regression, train
+from torch import nn
+
+import hooktrain
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_file
+from hooktrain.strategy import SingleDeviceStrategy
+
+STEP = {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False}
+
+
+def prepared(
+    work_dir: Path, seed: int | None = 3, dropout: float = 0.5, **kwargs: Any
+) -> SingleDeviceStrategy:
+    strategy = SingleDeviceStrategy(work_dir=work_dir, device="cpu", env_kwargs={"seed": seed})
+    defaults = {"optim_wrapper": SGD, "param_scheduler": STEP, "dispatch_kwargs": {"max_iters": 9}}
+    strategy.prepare({"type": "StrategyToy", "dropout": dropout}, **{**defaults, **kwargs})
+    return strategy
+
+
+def go(strategy: SingleDeviceStrategy, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses += train(strategy.model, strategy.optim_wrapper, range(step, step + 1))
+        for scheduler in strategy.param_schedulers:
+            scheduler.step()
+    return losses
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    first = prepared(tmp_path)
+    go(first, range(3))
+    first.save_checkpoint(tmp_path / "iter_3.pth", extra_ckpt={"meta": {"iter": 3}})
+    expected = go(first, range(3, 7))
+    second = prepared(tmp_path, seed=8)
+    go(second, range(1))
+    rest = second.load_or_resume(resume=True)
+    assert rest is not None
+    assert rest["meta"]["iter"] == 3
+    assert list(rest) == ["meta"]
+    assert second.seed == 3
+    assert second.optim_wrapper.get_lr() == {"lr": [0.05]}
+    assert go(second, range(3, 7)) == expected
+    for name, value in first.model_state_dict().items():
+        assert torch.equal(second.model_state_dict()[name], value)
+
+
+def test_a_window_of_accumulation_goes_on_where_it_was(tmp_path: Path) -> None:
+    accumulating = {"optim_wrapper": {**SGD, "accumulative_counts": 4}}
+    first = prepared(tmp_path, **accumulating)
+    go(first, range(6))
+    first.save_checkpoint(tmp_path / "a.pth")
+    expected = go(first, range(6, 9))
+    second = prepared(tmp_path, **accumulating)
+    second.resume(tmp_path / "a.pth")
+    assert go(second, range(6, 9)) == expected
+    assert second.optim_wrapper.should_update()  # the last window is one of one pass
+
+
+def test_a_checkpoint_has_mmengines_entries(tmp_path: Path) -> None:
+    strategy = prepared(tmp_path)
+    strategy.save_checkpoint(
+        tmp_path / "new" / "a.pth", extra_ckpt={"message_hub": {}, "meta": {"epoch": 2, "seed": 0}}
+    )
+    saved = load_file(tmp_path / "new" / "a.pth")
+    assert list(saved) == ["state_dict", "optimizer", "param_schedulers", "message_hub", "meta"]
+    assert list(saved["state_dict"]) == list(Regression().state_dict())
+    assert saved["state_dict"]._metadata == strategy.model.state_dict()._metadata
+    assert saved["param_schedulers"] == [strategy.param_schedulers[0].state_dict()]
+    assert saved["meta"]["epoch"] == 2
+    assert saved["meta"]["seed"] == 3
+    assert saved["meta"]["hooktrain"] == hooktrain.__version__
+    assert list(saved["meta"]["rng"]) == [0]
+    assert len(saved["meta"]["time"]) == len("20251231_235959")
+    strategy.save_checkpoint(tmp_path / "b.pth", save_optimizer=False, save_param_scheduler=False)
+    assert list(load_file(tmp_path / "b.pth")) == ["state_dict", "meta"]
+
+
+def test_extra_entries_are_not_changed_and_replace_no_part(tmp_path: Path) -> None:
+    extra = {"meta": {"iter": 1}, "more": [1]}
+    before = json.dumps(extra)
+    strategy = prepared(tmp_path)
+    strategy.save_checkpoint(tmp_path / "a.pth", extra_ckpt=extra)
+    assert json.dumps(extra) == before
+    for part in ("state_dict", "optimizer", "param_schedulers"):
+        with pytest.raises(ValueError, match=rf"must not replace .* same name: \['{part}'\]"):
+            strategy.save_checkpoint(tmp_path / "b.pth", extra_ckpt={part: 1})
+    assert not (tmp_path / "b.pth").exists()
+
+
+def test_what_could_not_be_loaded_back_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"cannot save hub of type builtins.object"):
+        prepared(tmp_path).save_checkpoint(tmp_path / "a.pth", extra_ckpt={"hub": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_without_optimizer_says_how_to_go_on(tmp_path: Path) -> None:
+    first = prepared(tmp_path)
+    first.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)
+    nn.init.zeros_(first.model.last.weight)
+    with pytest.raises(ValueError, match=r"no 'optimizer'.*Give resume_optimizer=False"):
+        first.resume(tmp_path / "a.pth")
+    assert not first.model.last.weight.any()
+    first.resume(tmp_path / "a.pth", resume_optimizer=False)
+    assert first.model.last.weight.all()
+    first.save_checkpoint(tmp_path / "b.pth", save_param_scheduler=False)
+    with pytest.raises(ValueError, match=r"no 'param_schedulers'.*resume_param_scheduler=False"):
+        first.resume(tmp_path / "b.pth")
+    first.resume(tmp_path / "b.pth", resume_param_scheduler=False)
+
+
+def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
+    prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
+    strategy = SingleDeviceStrategy(work_dir=tmp_path, device="cpu")
+    strategy.prepare(Regression())
+    rest = strategy.load_or_resume(resume=True)
+    assert rest is not None
+    assert list(rest) == ["optimizer", "param_schedulers", "meta"]
+
+
+def test_other_schedulers_than_those_saved_are_refused(tmp_path: Path) -> None:
+    prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
+    second = prepared(tmp_path, param_scheduler=[STEP, STEP])
+    with pytest.raises(ValueError, match="states of 1 schedulers, and there are 2 schedulers"):
+        second.resume(tmp_path / "a.pth")
+    third = prepared(tmp_path, optim_wrapper={"first": SGD, "last": SGD})
+    with pytest.raises(ValueError, match=r"schedulers by name: {'first': 1, 'last': 1}"):
+        third.load_scheduler_state_dict([])
+
+
+def test_the_schedulers_of_several_optimizers_come_back(tmp_path: Path) -> None:
+    options = {"optim_wrapper": {"first": SGD, "last": SGD}}
+    first = prepared(tmp_path, **options)
+    first.param_schedulers["last"][0].step()  # type: ignore[call-overload]
+    first.save_checkpoint(tmp_path / "a.pth")
+    second = prepared(tmp_path, **options)
+    second.resume(tmp_path / "a.pth")
+    assert second.scheduler_state_dict() == first.scheduler_state_dict()
+    steps = {n: s["global_step"] for n, (s,) in second.scheduler_state_dict().items()}  # type: ignore[union-attr]
+    assert steps == {"first": 0, "last": 1}
+
+
+def test_the_pointer_holds_a_name_so_that_a_folder_may_move(tmp_path: Path) -> None:
+    strategy = prepared(tmp_path / "old")
+    strategy.save_checkpoint(tmp_path / "old" / "a.pth")
+    strategy.save_checkpoint(tmp_path / "old" / "best.pth", tag=False)
+    assert (tmp_path / "old" / "last_checkpoint").read_text() == "a.pth"
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    assert prepared(tmp_path / "new").load_or_resume(resume=True) is not None
+
+
+class Recording(SingleDeviceStrategy):
+    """Records what it would load."""
+
+    def resume(self, filename: Any, **kwargs: Any) -> Any:
+        return {"resume": filename}
+
+    def load_checkpoint(self, filename: Any, **kwargs: Any) -> Any:
+        return {"load": filename}
+
+
+@pytest.mark.parametrize(
+    ("resume", "load_from", "expected"),
+    [
+        (False, None, None),
+        (False, "a", {"load": "a"}),
+        (True, "a", {"resume": "a"}),
+        ("b", None, {"resume": "b"}),
+        ("b", "a", {"resume": "b"}),
+        (Path("b"), "a", {"resume": Path("b")}),
+    ],
+)
+def test_loading_or_resuming_follows_the_table(
+    resume: Any, load_from: Any, expected: Any, tmp_path: Path
+) -> None:
+    strategy = Recording(work_dir=tmp_path, device="cpu")
+    with pytest.raises(RuntimeError, match=r"call prepare\(\) first"):
+        strategy.load_or_resume(resume=resume, load_from=load_from)
+    strategy.prepare(Regression())
+    assert strategy.load_or_resume(resume=resume, load_from=load_from) == expected
+
+
+def test_with_nothing_to_resume_from_a_run_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert prepared(tmp_path).load_or_resume(resume=True) is None
+    assert f"No checkpoint in {tmp_path} to resume from: beginning anew" in caplog.text
+
+
+def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    strategy = prepared(tmp_path)
+    strategy.save_checkpoint(tmp_path / "iter_0000001.pth")
+    strategy.save_checkpoint(tmp_path / "iter_0000002.pth")
+    (tmp_path / "iter_0000002.pth").write_bytes(b"broken")
+    with pytest.raises(CorruptCheckpointError):
+        strategy.resume(tmp_path / "iter_0000002.pth")
+    assert strategy.load_or_resume(resume=True) is not None
+
+
+def test_callbacks_see_the_content_and_may_change_it(tmp_path: Path) -> None:
+    strategy = prepared(tmp_path)
+    strategy.save_checkpoint(tmp_path / "a.pth", callback=lambda state: state.pop("optimizer"))
+
+    def zero(state: dict[str, Any]) -> None:
+        assert list(state) == ["state_dict", "param_schedulers", "meta"]
+        state["state_dict"]["last.bias"].zero_()
+
+    strategy.load_checkpoint(tmp_path / "a.pth", callback=zero)
+    assert strategy.model.last.bias.item() == 0
+
+    def add(state: dict[str, Any]) -> None:
+        state["optimizer"] = strategy.optim_state_dict()
+
+    strategy.resume(tmp_path / "a.pth", callback=add)
+    assert strategy.model.last.bias.item() != 0
+
+
+class Modules(nn.Module):
+    """Its names begin with "module", but not with the prefix of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules_list = nn.ModuleList([nn.Linear(1, 1)])
+
+
+def test_names_that_only_begin_like_a_wrappers_are_loaded(tmp_path: Path) -> None:
+    first, second = (SingleDeviceStrategy(device="cpu", work_dir=tmp_path) for _ in range(2))
+    weight = first.prepare(Modules()).modules_list[0].weight
+    first.save_checkpoint(tmp_path / "a.pth")
+    assert not torch.equal(second.prepare(Modules()).modules_list[0].weight, weight)
+    second.load_checkpoint(tmp_path / "a.pth", strict=True)
+    assert torch.equal(second.model.modules_list[0].weight, weight)  # type: ignore[index,union-attr]
+    state = {f"old.{name}": value for name, value in first.model_state_dict().items()}
+    second.load_model_state_dict(state, strict=True, revise_keys=[(r"^old\.", "")])
+    with pytest.raises(RuntimeError, match="nothing was loaded, with strict=True"):
+        second.load_model_state_dict(state, strict=True)
+
+
+def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.025, momentum=0.9)
+    model(torch.ones(2, 3), torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    schedule = {"step_size": 2, "gamma": 0.5, "param_name": "lr", "begin": 0, "end": 9}
+    schedule |= {"by_epoch": False, "base_values": [0.1], "last_step": 4, "_global_step": 4}
+    schedule |= {"verbose": False, "_last_value": [0.025]}
+    saved = {
+        "meta": {"iter": 4, "seed": 11, "mmengine_version": "0.10.7"},
+        "state_dict": {f"module.{name}": value for name, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "param_schedulers": [schedule],
+    }
+    torch.save(saved, tmp_path / "iter_4.pth")
+    options = {"optim_wrapper": {**SGD, "accumulative_counts": 2}}
+    strategy = prepared(tmp_path, **options)
+    strategy.resume(tmp_path / "iter_4.pth")
+    assert torch.equal(strategy.model_state_dict()["last.weight"], model.last.weight)
+    assert strategy.optim_wrapper.get_lr() == {"lr": [0.025]}
+    assert strategy.optim_wrapper.inner_count == 4
+    assert strategy.seed == 11
+    go(strategy, range(4, 6))
+    assert strategy.optim_wrapper.get_lr() == {"lr": [0.0125]}
+
+
+def test_the_weights_of_a_checkpointer_load(tmp_path: Path) -> None:
+    model = Regression()
+    Checkpointer(model, tmp_path).save("model_final", iteration=9)
+    strategy = prepared(tmp_path / "other")
+    assert strategy.load_checkpoint(tmp_path / "model_final.pth") == {"iteration": 9}
+    assert torch.equal(strategy.model_state_dict()["last.weight"], model.last.weight)
+    with pytest.raises(ValueError, match="cannot be resumed in full: it has no 'optimizer'"):
+        strategy.resume(tmp_path / "model_final.pth")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def test_code_in_a_checkpoint_is_not_executed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state_dict": {}, "meta": Evil()}, tmp_path / "a.pth")
+    with pytest.raises(CorruptCheckpointError, match="refused"):
+        prepared(tmp_path).resume(tmp_path / "a.pth")
+    assert "executed" not in capsys.readouterr().out

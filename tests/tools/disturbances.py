@@ -1,0 +1,70 @@
+"""tools/train_net.py with one more hook, which disturbs the run: at iteration 2, once.
+
+disturbed_train_net.py <disturbance> <rank> <arguments of train_net.py>
+"""
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hooktrain.engine import DefaultTrainer, HookBase, default_argument_parser, launch
+from hooktrain.engine.hooks.preemption import Preemption
+from hooktrain.engine.hooks.watchdog import Watchdog
+from hooktrain.utils import comm
+from hooktrain.utils.launchers import restart_count
+
+
+class Disturb(HookBase):
+    """Acts in the middle of iteration 2, on one rank, before the update."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.rank = kind, rank
+
+    def before_step(self) -> None:
+        if self.trainer.iter == 2 and comm.get_rank() == self.rank and restart_count() == 0:
+            getattr(self, self.kind)()
+
+    def nothing(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(self) -> None:
+        Path(self.trainer.cfg.train.output_dir, "failed").touch()
+        raise KeyError("the cause")
+
+    def hang(self) -> None:
+        time.sleep(3600)
+
+    def terminate(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def show(self) -> None:
+        """Let the test send its signals: the file says that the run has come here."""
+        Path(self.trainer.cfg.train.output_dir, "pid").write_text(str(os.getpid()))
+        time.sleep(3600)
+
+
+class Disturbed(DefaultTrainer):
+    def build_hooks(self) -> list[HookBase]:
+        watchdog = Watchdog(1.0, on_timeout="abort") if sys.argv[1] == "hang" else None
+        disturb = Disturb(sys.argv[1], int(sys.argv[2]))
+        hooks: list[Any] = [watchdog, disturb, *super().build_hooks()]
+        return [*filter(None, hooks), Preemption(self.checkpointer)]
+
+
+if __name__ == "__main__":
+    tool = Path(__file__).parent.parent.parent / "tools" / "train_net.py"
+    spec = importlib.util.spec_from_file_location("train_net", tool)
+    assert spec is not None
+    assert spec.loader is not None
+    train_net = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train_net)
+    train_net.DefaultTrainer = Disturbed
+    arguments = default_argument_parser().parse_args(sys.argv[3:])
+    launch(train_net.main, arguments.num_gpus, args=(arguments,))

@@ -1,0 +1,172 @@
+"""Real runs under torchrun in which a rank dies, fails, hangs, or is asked to end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = str(ROOT / "configs" / "digits_cnn.py")
+SCRIPT = str(Path(__file__).parent / "disturbances.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
+LIMIT_SECONDS = 120
+
+# Nothing is saved before the disturbance in iteration 2, or right before it.
+SMALL = [
+    "train.max_iter=4",
+    "train.checkpointer.period=2",
+    "train.eval_period=0",
+    "train.log_period=1",
+    "model.channels=4",
+    "model.dropout=0.5",
+]
+
+
+def command(launcher: list[str], disturbance: str, rank: int, folder: Path) -> list[str]:
+    arguments = ["--resume", "--config-file", CONFIG, *SMALL, f"train.output_dir={folder}"]
+    return [*launcher, SCRIPT, disturbance, str(rank), *arguments]
+
+
+def run(launcher: list[str], disturbance: str, rank: int, folder: Path) -> tuple[int, str]:
+    """The exit code, and what was printed."""
+    done = subprocess.run(
+        command(launcher, disturbance, rank, folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "model_final.pth", weights_only=True)["model"]
+    return state
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    a, b = weights(ours), weights(theirs)
+    assert list(a) == list(b)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The processes that have this folder among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    left = processes_of(tmp_path)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left, "processes were left behind"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, printed = run(TWO_RANKS, "nothing", 0, folder)
+    assert code == 0, printed
+    return folder
+
+
+def test_a_rank_that_is_killed_is_restarted_and_the_result_is_the_same(
+    folder: Path, undisturbed: Path
+) -> None:
+    code, printed = run([*TWO_RANKS, "--max-restarts=1"], "kill", 1, folder)
+    assert code == 0, printed
+    assert "Starting training from iteration 2" in printed
+    assert_same_weights(folder, undisturbed)
+
+
+def test_the_error_of_a_rank_is_the_last_thing_printed_and_soon(folder: Path) -> None:
+    code, printed = run(TWO_RANKS, "fail", 1, folder)
+    assert code != 0
+    assert time.time() - (folder / "failed").stat().st_mtime < 10
+    end = printed[printed.rindex("Root Cause") :]
+    assert "KeyError: 'the cause'" in end
+    assert [line for line in printed.splitlines() if line.strip(" =")][-1].strip() == (
+        "KeyError: 'the cause'"
+    )
+
+
+def test_a_rank_that_hangs_is_named_and_ended(folder: Path) -> None:
+    code, printed = run(TWO_RANKS, "hang", 1, folder)
+    assert code != 0
+    assert "Behind: rank 1." in printed
+    assert "disturbances.py" in printed[printed.index("Stack of thread 'MainThread' of rank 1") :]
+    assert "exitcode  : 124" in printed
+
+
+def test_a_signal_to_one_rank_saves_and_the_run_goes_on_bit_for_bit(
+    folder: Path, undisturbed: Path
+) -> None:
+    code, printed = run(TWO_RANKS, "terminate", 1, folder)
+    assert code != 0
+    assert "exitcode  : 143" in printed
+    assert not (folder / "model_final.pth").exists()
+    code, printed = run(TWO_RANKS, "nothing", 0, folder)
+    assert code == 0, printed
+    assert "Starting training from iteration 3" in printed
+    assert_same_weights(folder, undisturbed)
+
+
+def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(folder: Path) -> None:
+    alone = [sys.executable]
+    code, printed = run(alone, "terminate", 0, folder)
+    assert code == 143, printed
+    assert (folder / "last_checkpoint").read_text() == "model_0000002.pth"
+
+    process = subprocess.Popen(
+        command(alone, "show", 0, folder / "second"), env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        if (folder / "second" / "pid").exists():
+            process.terminate()
+        time.sleep(0.1)
+    process.kill()
+    assert process.wait() == -signal.SIGTERM
+    assert (folder / "second" / "last_checkpoint").read_text() == "model_0000001.pth"
+
+
+def test_two_agents_train_one_network(folder: Path, undisturbed: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    agents = []
+    for node in range(2):
+        meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        launcher = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *meet]
+        with open(folder / f"agent{node}", "w") as output:
+            agents.append(
+                subprocess.Popen(
+                    command(launcher, "nothing", 0, folder / "out"),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
+    codes = [agent.wait(LIMIT_SECONDS) for agent in agents]
+    assert codes == [0, 0], (folder / "agent0").read_text() + (folder / "agent1").read_text()
+    assert_same_weights(folder / "out", undisturbed)
