@@ -7,6 +7,7 @@ from typing import Any
 
 from hooktrain import __version__
 from hooktrain.checkpoint import local_path, save_file
+from hooktrain.checkpoint.agreement import on_main_process
 from hooktrain.checkpoint.discovery import POINTER, newest_good
 from hooktrain.checkpoint.reading import Found, read_checkpoint, read_on_all_ranks
 from hooktrain.utils import comm
@@ -97,14 +98,7 @@ def write_state(state: State, filename: Path, tag: bool) -> None:
     Raises:
         OSError: or a TypeError of what could not be loaded back, on every rank.
     """
-    error = None
-    if comm.is_main_process():
-        try:
-            _write(state, os.path.abspath(filename), tag)
-        except Exception as problem:  # raised below, once the others know
-            error = problem
-    if (error := comm.broadcast(error)) is not None:
-        raise error
+    on_main_process(lambda: _write(state, os.path.abspath(filename), tag))
 
 
 def _write(state: State, path: str, tag: bool) -> None:

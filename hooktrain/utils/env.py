@@ -3,6 +3,8 @@
 import logging
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
             torch.get_device_module(device).set_rng_state(state[device].cpu())
         else:
             logger.warning("No device of type %r: the state of its generator is dropped", device)
+
+
+@contextmanager
+def preserved_rng_state() -> Iterator[None]:
+    """Afterwards the global generators are as before, whatever was drawn or happened inside."""
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def _available_device() -> str | None:

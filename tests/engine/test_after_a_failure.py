@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_toys import Net, batches, make, sgd
+from trainer_toys import Net, StopOnce, batches, make, sgd
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
@@ -95,18 +95,6 @@ def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
     trainer.train(max_iter=6)
     values = trainer.storage.history("accuracy").values()
     assert values == [(0.5, 3), (0.75, 6)]
-
-
-class StopOnce(HookBase):
-    """What Ctrl-C in a notebook is."""
-
-    def __init__(self, at: int) -> None:
-        self.at: int | None = at
-
-    def after_backward(self) -> None:
-        if self.trainer.iter == self.at:
-            self.at = None
-            raise KeyboardInterrupt
 
 
 def test_a_run_interrupted_inside_a_step_goes_on_with_that_step() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from trainer_toys import Net, batches, sgd
+from trainer_toys import Net, StopOnce, batches, sgd
 
 from hooktrain.engine import AMPTrainer, HookBase
 from hooktrain.solver import AmpOptimWrapper
@@ -12,16 +12,6 @@ from hooktrain.solver import AmpOptimWrapper
 @pytest.mark.parametrize("dtype", [torch.float16, "float16"])
 def test_float16_has_a_scaler_however_it_is_spelled(dtype: torch.dtype | str) -> None:
     assert AmpOptimWrapper(sgd(nn.Linear(1, 1)), dtype).grad_scaler.is_enabled()
-
-
-class StopOnce(HookBase):
-    def __init__(self, at: int) -> None:
-        self.at: int | None = at
-
-    def after_backward(self) -> None:
-        if self.trainer.iter == self.at:
-            self.at = None
-            raise KeyboardInterrupt
 
 
 def test_a_float16_run_interrupted_inside_a_step_goes_on_with_that_step() -> None:

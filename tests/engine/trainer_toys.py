@@ -1,11 +1,11 @@
-"""Shared by test_trainers.py and test_trainers_state.py."""
+"""Shared by the tests of the trainers."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.engine import SimpleTrainer
+from hooktrain.engine import HookBase, SimpleTrainer
 
 
 class Net(nn.Module):
@@ -35,3 +35,15 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 def make(data: Any = None, two_losses: bool = False, **kwargs: Any) -> SimpleTrainer:
     model = Net(two_losses)
     return SimpleTrainer(model, batches(4) if data is None else data, sgd(model), **kwargs)
+
+
+class StopOnce(HookBase):
+    """What Ctrl-C in a notebook is."""
+
+    def __init__(self, at: int) -> None:
+        self.at: int | None = at
+
+    def after_backward(self) -> None:
+        if self.trainer.iter == self.at:
+            self.at = None
+            raise KeyboardInterrupt

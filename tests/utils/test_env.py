@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hooktrain.utils.env import get_rng_state, seed_all_rng, set_rng_state
+from hooktrain.utils.env import get_rng_state, preserved_rng_state, seed_all_rng, set_rng_state
 
 
 def draw() -> tuple[float, float, float, list[float]]:
@@ -160,3 +160,18 @@ def test_the_state_of_a_missing_device_is_dropped_with_a_warning(
     assert draw() == expected
     assert "'cuda'" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_random_numbers_go_on_as_if_nothing_was_drawn_inside_also_after_an_error() -> None:
+    seed_all_rng(5)
+    expected = draw()
+    seed_all_rng(5)
+
+    def draw_and_fail() -> None:
+        with preserved_rng_state():
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+    assert draw() == expected

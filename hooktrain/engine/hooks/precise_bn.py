@@ -8,7 +8,7 @@ from torch import nn
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.model import get_bn_modules, update_bn_stats
-from hooktrain.utils.env import get_rng_state, set_rng_state
+from hooktrain.utils.env import preserved_rng_state
 from hooktrain.utils.events import EventStorage
 
 __all__ = ["PreciseBN"]
@@ -59,13 +59,9 @@ class PreciseBN(HookBase):
             return
         logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
         # Starting some loaders draws random numbers, which a resumed run does at other times.
-        random_state = get_rng_state()
-        try:
-            # What the model records while measuring is not part of the run.
-            with EventStorage(self.trainer.iter):
-                update_bn_stats(self._model, self._endless_batches(), self._num_iter)
-        finally:
-            set_rng_state(random_state)
+        # What the model records while measuring is not part of the run.
+        with preserved_rng_state(), EventStorage(self.trainer.iter):
+            update_bn_stats(self._model, self._endless_batches(), self._num_iter)
 
     def _endless_batches(self) -> Iterator[Any]:
         while True:

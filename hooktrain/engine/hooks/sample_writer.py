@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.evaluation import inference_context
 from hooktrain.utils import comm
-from hooktrain.utils.env import get_rng_state, set_rng_state
+from hooktrain.utils.env import preserved_rng_state
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.image import make_grid, write_png
 
@@ -86,12 +86,8 @@ class SampleWriter(HookBase):
             model = self.trainer.ema.average.module
         elif isinstance(model, DistributedDataParallel):
             model = model.module
-        rng = get_rng_state()
-        try:
-            with inference_context(model), torch.no_grad():
-                return self.draw(model)
-        finally:
-            set_rng_state(rng)
+        with preserved_rng_state(), inference_context(model), torch.no_grad():
+            return self.draw(model)
 
     def _write(self, path: Path, grid: Tensor) -> None:
         try:

@@ -13,7 +13,7 @@ from hooktrain.data.text import CharVocabulary
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.evaluation import inference_context
 from hooktrain.utils import comm
-from hooktrain.utils.env import get_rng_state, set_rng_state
+from hooktrain.utils.env import preserved_rng_state
 from hooktrain.utils.file_io import atomic_write, is_disk_full
 
 __all__ = ["TextSampler"]
@@ -95,12 +95,8 @@ class TextSampler(HookBase):
         model = self._model()
         prompt = self._vocabulary.encode(self._prompt)
         generator = torch.Generator().manual_seed(self._seed)
-        random_state = get_rng_state()
-        try:
-            with inference_context(model), torch.no_grad():
-                tokens: Tensor = model.generate(prompt, self._length, self._temperature, generator)
-        finally:
-            set_rng_state(random_state)
+        with preserved_rng_state(), inference_context(model), torch.no_grad():
+            tokens: Tensor = model.generate(prompt, self._length, self._temperature, generator)
         return self._vocabulary.decode(tokens)
 
     def _model(self) -> Any:
