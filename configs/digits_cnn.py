@@ -10,7 +10,6 @@ optimizer.lr = 0.1
 optimizer.weight_decay = 2e-3
 
 train.output_dir = "./output/digits_cnn"
-train.device = "cpu"
 train.max_iter = 2000
 train.checkpointer.period = 250
 train.checkpointer.max_to_keep = 3

@@ -47,7 +47,6 @@ param_scheduler = dict(
 )
 
 train.output_dir = "./output/digits_gan"
-train.device = "cpu"
 train.max_iter = 5000
 train.ddp.type = "SeparateDistributedDataParallel"
 train.ema = dict(enabled=True, decay=0.998)

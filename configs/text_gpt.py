@@ -5,7 +5,7 @@ of single characters needs is 4.68, of pairs 3.45, of triples 2.62.
 
 A larger one needs one override, model.size=medium or model.size=large; on a GPU, for example:
 
-    model.size=large train.device=cuda dataloader.train.total_batch_size=64 optimizer.lr=5e-4
+    model.size=large dataloader.train.total_batch_size=64 optimizer.lr=5e-4
 """
 
 import torch
@@ -26,7 +26,6 @@ optimizer.weight_decay = 0.1
 optimizer.params.overrides = {"embedding.weight": dict(weight_decay=0.0)}
 
 train.output_dir = "./output/text_gpt"
-train.device = "cpu"
 train.max_iter = 750
 train.accumulative_counts = 2
 train.clip_grad = dict(max_norm=1.0)

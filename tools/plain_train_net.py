@@ -23,6 +23,7 @@ from hooktrain.engine import (
 from hooktrain.evaluation import inference_on_dataset, print_csv_format
 from hooktrain.solver import LRMultiplier
 from hooktrain.utils import comm
+from hooktrain.utils.device import choose_device
 from hooktrain.utils.events import EventStorage
 
 logger = logging.getLogger("hooktrain.plain_train_net")
@@ -34,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = LazyConfig.apply_overrides(cfg, args.opts)
     default_setup(cfg, args)
 
-    model = instantiate(cfg.model).to(cfg.train.device)
+    model = instantiate(cfg.model).to(choose_device(cfg.train.device))
     cfg.optimizer.params.model = model
     optimizer = instantiate(cfg.optimizer)
     data_loader = instantiate(cfg.dataloader.train)

@@ -25,7 +25,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     default_setup(cfg, args)
 
     if args.eval_only:
-        model = DefaultTrainer.build_model(cfg)
+        strategy = DefaultTrainer.build_strategy(cfg)
+        model = strategy.prepare_model(lambda: DefaultTrainer.build_model(cfg), init_weights=False)
         checkpointer = Checkpointer(model, cfg.train.output_dir)
         checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         return DefaultTrainer.test(cfg, model)

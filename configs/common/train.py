@@ -7,7 +7,11 @@ train = dict(
     max_iter=90000,
     epoch_length=None,  # iterations of an epoch, for schedules that step by epochs
     seed=1,  # None draws one and writes it into the saved configuration
-    device="cuda",
+    # "auto" takes the processes that there are. Others are "FSDPStrategy", or a dict with options,
+    # like dict(type="FSDPStrategy", wrap=["Block"], mp_policy=dict(param_dtype="bfloat16")).
+    strategy="auto",
+    device=None,  # None is the accelerator, if there is one; else like "cpu" or "cuda:1"
+    compile=False,  # True, or a dict of torch.compile's arguments
     cudnn_benchmark=False,
     float32_precision="",  # "", "highest", "high" or "medium"
     amp=dict(enabled=False, dtype="float16"),
@@ -20,6 +24,9 @@ train = dict(
         find_unused_parameters=False,
         fp16_compression=False,
     ),
+    sync_bn=None,  # "torch": batch norms take their statistics from the batches of all ranks
+    # enable=True multiplies learning rates by the batch of all ranks over base_batch_size
+    auto_scale_lr=dict(enable=False, base_batch_size=None),
     ema=dict(enabled=False, decay=0.999),
     checkpointer=dict(period=5000, max_to_keep=100),
     eval_period=5000,  # 0 evaluates at the end only
@@ -27,4 +34,5 @@ train = dict(
     best_mode="max",  # or "min"
     expected_results=None,  # like [("classification", "accuracy", 99.0, 1.0)]: checked at the end
     log_period=20,
+    watchdog_s=0,  # ends a process that makes no progress for so long; 0 waits for ever
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
@@ -23,8 +22,10 @@ from hooktrain.engine.hooks import (
     LRScheduler,
     PeriodicCheckpointer,
     PeriodicWriter,
+    Preemption,
+    Watchdog,
 )
-from hooktrain.model import BaseModel
+from hooktrain.strategy import wrap_in_ddp
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_all_rng
@@ -60,28 +61,20 @@ def create_ddp_model(
 
     Args:
         model: a model on its device, be that the CPU.
-        type: the name of the wrapper in ``MODEL_WRAPPERS``. None takes torch's, except for models
-            that own their training step: ``StepDistributedDataParallel`` for one with the step of
-            :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for others.
+        type: the name of the wrapper in ``MODEL_WRAPPERS``; None is that of
+            :func:`~hooktrain.strategy.wrapper_for`.
         fp16_compression: exchange gradients in float16.
         **kwargs: passed to the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
         KeyError: if there is no such wrapper.
     """
-    if type is None:
-        step = getattr(model.__class__, "train_step", None)
-        kind = "Step" if step is BaseModel.train_step else "Separate" if step else ""
-        type = f"{kind}DistributedDataParallel"
-    wrapper = MODEL_WRAPPERS.get(type)
     if comm.get_world_size() == 1:
+        if type is not None:
+            MODEL_WRAPPERS.get(type)  # a typo is found with one process too
         return model
-    if "device_ids" not in kwargs and next(model.parameters()).device.type != "cpu":
-        kwargs["device_ids"] = [comm.get_local_rank()]
-    ddp: nn.Module = wrapper(model, **kwargs)
-    if fp16_compression:
-        ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
-    return ddp
+    device = next(model.parameters()).device
+    return wrap_in_ddp(model, device, type=type, fp16_compression=fp16_compression, **kwargs)
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
@@ -206,12 +199,13 @@ def default_hooks(
     writers: Sequence[EventWriter] = (),
     log_period: int = 20,
     epoch_length: int | None = None,
+    watchdog_s: float = 0,
 ) -> list[HookBase]:
     """The usual hooks in the order that makes resuming exact.
 
     Evaluate, then write, then save: a checkpoint then holds all that happened up to it, and the
-    metric files are complete up to it. Put hooks of your own in with
-    ``trainer.register_hooks(..., before=hooks.EvalHook)`` or the like.
+    metric files are complete up to it. Last come those that end a run before its time. Put hooks of
+    your own in with ``trainer.register_hooks(..., before=hooks.EvalHook)`` or the like.
 
     Args:
         scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
@@ -225,6 +219,9 @@ def default_hooks(
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: in iterations.
         epoch_length: the iterations of an epoch, for schedules that step by epochs.
+        watchdog_s: after how many seconds without progress a rank is taken to hang; it must be more
+            than the longest evaluation takes. See :class:`~hooktrain.engine.hooks.Watchdog`, which
+            then ends the process. 0 watches nothing.
     """
     schedule = LRScheduler(scheduler=scheduler, epoch_length=epoch_length)
     hooks: list[HookBase] = [IterationTimer(), schedule]
@@ -236,4 +233,7 @@ def default_hooks(
     hooks.append(
         PeriodicCheckpointer(checkpointer, period=checkpoint_period, max_to_keep=max_to_keep)
     )
+    hooks.append(Preemption(checkpointer))
+    if watchdog_s > 0:
+        hooks.append(Watchdog(watchdog_s, on_timeout="abort"))
     return hooks

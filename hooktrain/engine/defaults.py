@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
@@ -34,8 +33,10 @@ from hooktrain.solver import (
     build_optim_wrapper,
     build_param_scheduler,
 )
+from hooktrain.strategy import BaseStrategy, build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
+from hooktrain.utils.unwrap import unwrap_model
 
 __all__ = [
     "DefaultTrainer",
@@ -63,6 +64,7 @@ class DefaultTrainer(StepTrainer):
 
     Attributes:
         cfg: the configuration.
+        strategy: where the model lives: device, processes, sharding, compilation.
         checkpointer: saves and loads the model and this trainer.
         ema: the hook with the averaged model, or None.
 
@@ -75,33 +77,50 @@ class DefaultTrainer(StepTrainer):
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        model = self.build_model(cfg)
-        optimizer = self.build_optimizer(cfg, model)
+        self.strategy = self.build_strategy(cfg)
+        model = self.strategy.prepare_model(
+            lambda: self.build_model(cfg),
+            compile=cfg.train.get("compile", False),
+            init_weights=False,  # as in detectron2, the constructor of the model has done that
+        )
         loader = self.build_train_loader(cfg)
-        ddp = create_ddp_model(model, **cfg.train.ddp)
-        super().__init__(ddp, loader, optimizer, gather_metric_period=cfg.train.log_period)
+        _, optim_wrapper = self.strategy.prepare(
+            model,
+            optim_wrapper=self.build_optimizer(cfg, unwrap_model(model)),
+            dispatch_kwargs={"train_micro_batch_size_per_gpu": _batch_size_of_a_rank(loader)},
+        )
+        super().__init__(model, loader, optim_wrapper, gather_metric_period=cfg.train.log_period)
         self.meta = {"config": LazyConfig.to_py(cfg), "seed": cfg.train.seed}
-        # A proxy: the trainer owns the checkpointer, not the other way round.
-        self.checkpointer = Checkpointer(model, cfg.train.output_dir, trainer=weakref.proxy(self))
+        self.checkpointer = self.build_checkpointer()
         self.max_iter = cfg.train.max_iter
         self.ema = EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
         self.last_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
 
     @classmethod
+    def build_strategy(cls, cfg: Any) -> BaseStrategy:
+        """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``."""
+        train = cfg.train
+        ddp = dict(train.ddp)
+        return build_strategy(
+            instantiate(train.get("strategy", "auto")),
+            ddp={
+                "fp16_compression": ddp.pop("fp16_compression", False),
+                "sync_bn": train.get("sync_bn"),
+                "model_wrapper": ddp,
+            },
+            work_dir=train.output_dir,
+            device=train.device,
+            auto_scale_lr=train.get("auto_scale_lr"),
+            env_kwargs={"seed": train.seed, "diff_rank_seed": True},
+        )
+
+    @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
-        """The model, on its device."""
+        """The model; the strategy brings it to its device and wraps it."""
         model: nn.Module = instantiate(cfg.model)
         logger.info("Model:\n%s", model)
-        return model.to(cls.device(cfg))
-
-    @staticmethod
-    def device(cfg: Any) -> torch.device:
-        """``train.device``, with this process's number where several GPUs are in use."""
-        name: str = cfg.train.device
-        if name != "cpu" and ":" not in name and comm.get_world_size() > 1:
-            name = f"{name}:{comm.get_local_rank()}"
-        return torch.device(name)
+        return model
 
     @classmethod
     def build_optimizer(cls, cfg: Any, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
@@ -155,6 +174,11 @@ class DefaultTrainer(StepTrainer):
         evaluator: DatasetEvaluator = instantiate(cfg.dataloader.evaluator)
         return evaluator
 
+    def build_checkpointer(self) -> Checkpointer:
+        """What saves and loads the model and this trainer."""
+        # A proxy: the trainer owns the checkpointer, not the other way round.
+        return Checkpointer(self.model, self.cfg.train.output_dir, trainer=weakref.proxy(self))
+
     def build_writers(self) -> list[EventWriter]:
         """Where metrics are written to."""
         return default_writers(self.cfg.train.output_dir, self.max_iter)
@@ -176,6 +200,7 @@ class DefaultTrainer(StepTrainer):
             writers=self.build_writers(),
             log_period=train.log_period,
             epoch_length=train.get("epoch_length"),
+            watchdog_s=train.get("watchdog_s", 0),
         )
         place = next(i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook))
         hooks[place:place] = instantiate(self.cfg.get("hooks", []))
@@ -187,10 +212,9 @@ class DefaultTrainer(StepTrainer):
         results = self.test(self.cfg, self.model, step="val_step")
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
-            results = {
-                **results,
-                "ema": self.test(self.cfg, self.ema.average.module, step="val_step"),
-            }
+            with self.ema.swap():
+                averaged = self.test(self.cfg, self.model, step="val_step")
+            results = {**results, "ema": averaged}
         self.last_results = results
         return results
 
@@ -237,3 +261,11 @@ class DefaultTrainer(StepTrainer):
         if self.cfg.train.expected_results and comm.is_main_process():
             verify_results(self.cfg.train.expected_results, self.last_results)
         return self.last_results
+
+
+def _batch_size_of_a_rank(loader: Any) -> int | None:
+    """The samples in a batch of one rank, as far as the loader tells."""
+    if total := getattr(loader, "total_batch_size", None):
+        return int(total) // comm.get_world_size()
+    size: int | None = getattr(loader, "batch_size", None)
+    return size

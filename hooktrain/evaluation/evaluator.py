@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hooktrain.evaluation.in_step import computes_together, in_step
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ def inference_on_dataset(
     A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
     submodules is back in the mode it was in. At most every five seconds a line tells how far it is.
 
-    With several ranks each one calls this with its own share of the data, which may be empty.
+    With several ranks each one calls this with its own share of the data, which may be empty. Of a
+    sharded model, whose ranks compute together, those with fewer batches call it with stand-ins
+    meanwhile, which the evaluator does not see.
 
     Times are those of the host. An accelerator is waited for only before a line is logged and after
     the warm-up, so totals are right, and work that was queued counts where the host waited for it.
@@ -130,12 +133,14 @@ def inference_on_dataset(
     mode = inference_context(model) if isinstance(model, nn.Module) else nullcontext()
     with mode, torch.no_grad():
         callbacks["on_start"]()
-        for inputs in progress.over(data_loader):
+        batches = in_step(data_loader) if computes_together(model) else _all_own(data_loader)
+        for inputs, own in progress.over(batches):
             callbacks["before_inference"]()
             outputs = forward(inputs)
             callbacks["after_inference"]()
             progress.lap("Inference")
-            evaluator.process(inputs, outputs)
+            if own:
+                evaluator.process(inputs, outputs)
             progress.lap("Eval")
         callbacks["on_end"]()
     if progress.batches == 0 and comm.get_world_size() == 1:
@@ -224,6 +229,11 @@ class _Progress:
         else:
             eta = timedelta(seconds=int(seconds * max(0, self._total - self.batches)))
             logger.info("Inference done %d/%d. %s ETA=%s", self.batches, self._total, line, eta)
+
+
+def _all_own(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    for batch in data_loader:
+        yield batch, True
 
 
 def _nothing() -> None:

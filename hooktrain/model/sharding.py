@@ -36,8 +36,9 @@ __all__ = [
     "tied_parameters",
 ]
 
-WrapRule: TypeAlias = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Which modules of a model: those of some classes, or those for which ``rule(name, module)``."""
+WrapRule: TypeAlias = Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+"""Which modules of a model: those of some classes, given as classes or by their bare names, or
+those for which ``rule(name, module)``."""
 
 
 def shard_model(
@@ -112,7 +113,7 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
 
     Args:
         model: the model, which is not meant itself.
-        rule: classes, or a function of full name and module.
+        rule: classes or names of classes, or a function of full name and module.
         argument: its name in error messages.
 
     Raises:
@@ -124,12 +125,12 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
         chosen = [module for name, module in inner if rule(name, module)]
     else:
         classes = () if isinstance(rule, str | type) else tuple(rule)
-        if isinstance(rule, str | type) or not all(isinstance(item, type) for item in classes):
+        if isinstance(rule, str | type) or not all(isinstance(c, str | type) for c in classes):
             raise TypeError(
                 f"{argument} must be a collection of module classes, or a function of a module's "
                 f"name and the module, but got {rule!r}"
             )
-        chosen = [module for _, module in inner if isinstance(module, classes)]
+        chosen = [m for _, m in inner if any(_is_of(m, c) for c in classes)]
         if not classes:
             return []
     if not chosen:
@@ -138,6 +139,10 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
             f"{argument}={rule!r} means no module of {type(model).__name__}, which has {there}"
         )
     return chosen
+
+
+def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
 
 
 def apply_activation_checkpointing(model: nn.Module, rule: WrapRule) -> None:

@@ -2,7 +2,7 @@
 
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.build import build_strategy
-from hooktrain.strategy.ddp import DDPStrategy
+from hooktrain.strategy.ddp import DDPStrategy, wrap_in_ddp, wrapper_for
 from hooktrain.strategy.environment import Environment
 from hooktrain.strategy.fsdp import FSDPStrategy
 from hooktrain.strategy.single_device import SingleDeviceStrategy
@@ -14,4 +14,6 @@ __all__ = [
     "FSDPStrategy",
     "SingleDeviceStrategy",
     "build_strategy",
+    "wrap_in_ddp",
+    "wrapper_for",
 ]

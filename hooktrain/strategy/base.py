@@ -13,6 +13,7 @@ from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.strategy.environment import Environment
 from hooktrain.strategy.model_parts import (
+    ModelSource,
     broadcast_weights,
     build_model,
     compile_model,
@@ -104,7 +105,7 @@ class BaseStrategy(PreparedStates):
 
     def prepare(
         self,
-        model: nn.Module | Mapping[str, Any],
+        model: ModelSource,
         *,
         optim_wrapper: Any = None,
         param_scheduler: Any = None,
@@ -149,7 +150,7 @@ class BaseStrategy(PreparedStates):
 
     def prepare_model(
         self,
-        model: nn.Module | Mapping[str, Any],
+        model: ModelSource,
         *,
         compile: bool | Mapping[str, Any] = False,
         init_weights: bool = True,
@@ -189,12 +190,12 @@ class BaseStrategy(PreparedStates):
         scale_lr(self.optim_wrapper, ratio)
         initialize_counts(self.optim_wrapper, self.model, self.dispatch_kwargs.get("max_iters"))
 
-    def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
+    def build_model(self, model: ModelSource) -> nn.Module:
         """The model, from its configuration if it is one.
 
         Args:
-            model: a module, which is returned; a dict with ``type`` in ``MODELS`` and arguments; or
-                a ``LazyCall``.
+            model: a module, which is returned; a dict with ``type`` in ``MODELS`` and arguments; a
+                ``LazyCall``; or a function without arguments that makes the module.
 
         Raises:
             TypeError: for anything else, or if a configuration gives no module.

@@ -16,7 +16,10 @@ _OF_DDP = ("model_wrapper", "sync_bn", "fp16_compression")
 
 
 def build_strategy(
-    strategy: str | BaseStrategy | Mapping[str, Any] = "auto", **defaults: Any
+    strategy: str | BaseStrategy | Mapping[str, Any] = "auto",
+    *,
+    ddp: Mapping[str, Any] | None = None,
+    **defaults: Any,
 ) -> BaseStrategy:
     """The strategy that is asked for.
 
@@ -30,6 +33,7 @@ def build_strategy(
             as ``type``, and arguments; or ``"auto"``, also as the ``type``:
             :class:`DDPStrategy` if this is one of several processes, else
             :class:`SingleDeviceStrategy`, without the arguments that only the former takes.
+        ddp: further defaults, which only a :class:`DDPStrategy` takes.
         defaults: arguments that ``strategy`` does not have.
 
     Raises:
@@ -50,6 +54,9 @@ def build_strategy(
         if _number_of_processes() == 1:
             config = {name: value for name, value in config.items() if name not in _OF_DDP}
             config["type"] = SingleDeviceStrategy
+    chosen = STRATEGIES.find(config["type"])
+    if isinstance(chosen, type) and issubclass(chosen, DDPStrategy):
+        config = {**(ddp or {}), **config}
     built = STRATEGIES.build(config)
     if not isinstance(built, BaseStrategy):
         raise TypeError(f"strategy {strategy!r} gave {built!r}, which is no strategy")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -15,7 +16,7 @@ from hooktrain.model import (
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.utils.registries import MODEL_WRAPPERS, STRATEGIES
 
-__all__ = ["DDPStrategy", "wrapper_for"]
+__all__ = ["DDPStrategy", "wrap_in_ddp", "wrapper_for"]
 
 
 def wrapper_for(model: nn.Module) -> str:
@@ -28,6 +29,37 @@ def wrapper_for(model: nn.Module) -> str:
     step = getattr(type(model), "train_step", None)
     kind = "Step" if step is BaseModel.train_step else "Separate" if step else "Naming"
     return f"{kind}DistributedDataParallel"
+
+
+def wrap_in_ddp(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    type: str | type[nn.Module] | None = None,
+    fp16_compression: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Wrap a model for a process group that is there. A collective.
+
+    Args:
+        model: on ``device``.
+        device: where the model is.
+        type: the wrapper, by its name in ``MODEL_WRAPPERS`` or as a class; None is that of
+            :func:`wrapper_for`.
+        fp16_compression: exchange gradients in float16.
+        options: of the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        KeyError: if there is no such wrapper.
+    """
+    if device.type != "cpu":
+        options.setdefault("device_ids", [device.index])
+    ddp: nn.Module = MODEL_WRAPPERS.build(
+        {**options, "type": type or wrapper_for(model), "module": model}
+    )
+    if fp16_compression:
+        ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
+    return ddp
 
 
 @STRATEGIES.register_module()
@@ -80,14 +112,8 @@ class DDPStrategy(BaseStrategy):
         if not self.distributed:
             return self.place_model(revert_sync_batchnorm(model))
         model = self.place_model(self.convert_model(model))
-        options: dict[str, Any] = {"broadcast_buffers": False, **_options(self.model_wrapper)}
-        options["type"] = options.get("type") or wrapper_for(model)
-        if self.device.type != "cpu":
-            options.setdefault("device_ids", [self.device.index])
-        ddp: nn.Module = MODEL_WRAPPERS.build({**options, "module": model})
-        if self.fp16_compression:
-            ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
-        return ddp
+        options = {"broadcast_buffers": False, **_options(self.model_wrapper)}
+        return wrap_in_ddp(model, self.device, fp16_compression=self.fp16_compression, **options)
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Let batch norms communicate, if that is asked for."""
@@ -97,5 +123,5 @@ class DDPStrategy(BaseStrategy):
         return convert_sync_batchnorm(model, "cpu" if on_cpu else self.sync_bn)
 
 
-def _options(model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return model_wrapper if isinstance(model_wrapper, Mapping) else {"type": model_wrapper}
+def _options(model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(model_wrapper) if isinstance(model_wrapper, Mapping) else {"type": model_wrapper}

@@ -1,8 +1,8 @@
 """What is done to a model between its configuration and its first step."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,12 @@ from hooktrain.config import instantiate
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.registries import MODELS
 
-__all__ = ["broadcast_weights", "build_model", "compile_model"]
+__all__ = ["ModelSource", "broadcast_weights", "build_model", "compile_model"]
 
 logger = logging.getLogger(__name__)
+
+ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
+"""A model, its configuration, or a function that makes it."""
 
 # As in DistributedDataParallel: so much memory a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -25,8 +28,10 @@ def build_model(model: Any) -> nn.Module:
     built = instantiate(model)
     if isinstance(built, Mapping):
         built = MODELS.build(built)
+    elif callable(built) and not isinstance(built, nn.Module):
+        built = built()
     if not isinstance(built, nn.Module):
-        raise TypeError(f"model should be a nn.Module object or dict, but got {model!r}")
+        raise TypeError(f"model should be a nn.Module object, dict or function, but got {model!r}")
     return built
 
 

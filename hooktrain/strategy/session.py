@@ -16,6 +16,7 @@ from hooktrain.strategy.environment import (
 )
 from hooktrain.utils import comm, launchers
 from hooktrain.utils.collect_env import collect_env
+from hooktrain.utils.device import choose_device
 from hooktrain.utils.logger import setup_logger
 
 __all__ = ["Session"]
@@ -58,7 +59,7 @@ class Session:
         if self._is_set_up:
             return
         self._launcher, self._made_group = self._setup_distributed()
-        self._device = self._choose_device()
+        self._device = choose_device(self._wanted_device)
         self._timestamp = shared_timestamp()
         self.environment.apply()
         self._seed = set_random_seed(self.environment.seed, self.environment.diff_rank_seed)
@@ -81,20 +82,6 @@ class Session:
         on_cpu = wanted is not None and wanted.type == "cpu"
         backend = self.environment.backend or ("gloo" if on_cpu else None)
         return join_processes(self.environment, backend)
-
-    def _choose_device(self) -> torch.device:
-        wanted, there = self._wanted_device, _accelerator()
-        if (wanted or there or torch.device("cpu")).type == "cpu":
-            return torch.device("cpu")
-        if there is None or (wanted is not None and wanted.type != there.type):
-            raise ValueError(f"device={str(wanted)!r} is not there, but {there or 'the CPU only'}")
-        index = None if wanted is None else wanted.index
-        if index is None:
-            index = torch.accelerator.current_device_index()
-            if self.world_size > 1:  # with gloo there may be more processes than devices
-                index = comm.get_local_rank() % torch.accelerator.device_count()
-        torch.accelerator.set_device_index(index)
-        return torch.device(there.type, index)
 
     def _after_setup(self, value: Any) -> Any:
         if not self._is_set_up:
@@ -190,8 +177,3 @@ class Session:
             "Device": str(self.device),
         }
         return collect_env(), runtime
-
-
-def _accelerator() -> torch.device | None:
-    available = torch.accelerator.is_available()
-    return torch.accelerator.current_accelerator() if available else None

@@ -143,6 +143,7 @@ def test_the_default_hooks_evaluate_then_write_then_save() -> None:
         checkpoint_period=5,
         eval_function=dict,
         best_metric="accuracy",
+        watchdog_s=60,
     )
     assert [type(hook) for hook in made] == [
         hooks.IterationTimer,
@@ -151,6 +152,8 @@ def test_the_default_hooks_evaluate_then_write_then_save() -> None:
         hooks.BestCheckpointer,
         hooks.PeriodicWriter,
         hooks.PeriodicCheckpointer,
+        hooks.Preemption,
+        hooks.Watchdog,
     ]
 
 

@@ -170,7 +170,7 @@ def wrapped_models() -> list[str]:
 
 
 def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> None:
-    names = ["Distributed", "StepDistributed", "SeparateDistributed", "SeparateDistributed"]
+    names = ["NamingDistributed", "StepDistributed", "SeparateDistributed", "SeparateDistributed"]
     expected = [f"{name}DataParallel" for name in names]
     assert run_ranks(wrapped_models, 2) == [expected, expected]
     with pytest.raises(KeyError, match="'SeparateDistributedDataParallel'"):

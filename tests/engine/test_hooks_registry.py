@@ -12,6 +12,7 @@ from torch import nn
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.data.text import CharVocabulary
 from hooktrain.engine import HookBase, hooks
+from hooktrain.engine.hooks.periodic_sampler import PeriodicSampler
 from hooktrain.utils.registries import HOOKS
 
 # What a hook cannot be built without; a hook that is not here can be built without arguments.
@@ -66,6 +67,7 @@ def hooks_of_the_package() -> set[type[HookBase]]:
         and issubclass(found, HookBase)
         and found.__module__ == module.__name__
         and not found.__name__.startswith("_")
+        and found is not PeriodicSampler  # the base of two others
     }
 
 

@@ -75,7 +75,7 @@ def test_the_base_cannot_be_used_itself() -> None:
         BaseStrategy()  # type: ignore[abstract]
 
 
-def test_a_model_is_a_module_a_dict_or_a_lazy_call() -> None:
+def test_a_model_is_a_module_a_dict_a_lazy_call_or_a_function() -> None:
     made, module = strategy(), Regression()
     assert made.build_model(module) is module
     built = made.build_model({"type": "StrategyToy", "dropout": 0.25})
@@ -84,8 +84,9 @@ def test_a_model_is_a_module_a_dict_or_a_lazy_call() -> None:
     assert isinstance(
         made.build_model(LazyCall(nn.Linear)(in_features=1, out_features=2)), nn.Linear
     )
-    for wrong in (3, {"type": dict}):
-        with pytest.raises(TypeError, match=r"model should be a nn\.Module object or dict"):
+    assert made.build_model(lambda: module) is module
+    for wrong in (3, {"type": dict}, lambda: 3):
+        with pytest.raises(TypeError, match=r"model should be a nn\.Module object, dict or f"):
             made.build_model(wrong)  # type: ignore[arg-type]
 
 

@@ -47,6 +47,20 @@ def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
     assert build_strategy({"type": DDPStrategy}, work_dir="/there").work_dir == "/there"
 
 
+def test_defaults_for_ddp_reach_no_other_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = {"fp16_compression": True, "sync_bn": "torch"}
+    for strategy in ("auto", "SingleDeviceStrategy", "FSDPStrategy"):
+        assert not hasattr(build_strategy(strategy, ddp=ddp, work_dir="/here"), "sync_bn")
+    made = build_strategy({"type": "DDPStrategy", "sync_bn": None}, ddp=ddp)
+    assert isinstance(made, DDPStrategy)
+    assert (made.sync_bn, made.fp16_compression) == (None, True)
+    for name, value in torchrun(world_size=2).items():
+        monkeypatch.setenv(name, value)
+    made = build_strategy("auto", ddp=ddp)
+    assert isinstance(made, DDPStrategy)
+    assert made.sync_bn == "torch"
+
+
 def test_a_strategy_is_returned() -> None:
     made = SingleDeviceStrategy()
     assert build_strategy(made) is made

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
+
+    With a sharded checkpointer that is a folder ``model_best``.
 
     The best value is part of the trainer's state and of the file, so a resumed run never overwrites
     a better model, not even one saved after the checkpoint that it resumes from; and the file is
@@ -60,12 +63,16 @@ class BestCheckpointer(HookBase):
     def before_train(self) -> None:
         """Learn of a better model that was saved after the checkpoint that the run goes on from."""
         checkpointer = self._checkpointer
-        path = os.path.join(checkpointer.save_dir, self._file_prefix + ".pth")
-        resumed = self.trainer.start_iter > 0 and checkpointer.save_dir
-        if not resumed or not checkpointer.save_to_disk or not os.path.exists(path):
+        if not self.trainer.start_iter or not checkpointer.save_dir:
             return
+        path = os.path.join(checkpointer.save_dir, self._file_prefix)
+        for path in (path, path + ".pth"):
+            if checkpointer.save_to_disk and os.path.exists(path):
+                self._learn_from(path)
+
+    def _learn_from(self, path: str) -> None:
         try:
-            found = read_checkpoint(path).get("best")
+            found = read_checkpoint(path, "meta").get("best")
         except CorruptCheckpointError as error:
             logger.error("The next best model replaces a broken file: %s", error)
             return
@@ -84,8 +91,10 @@ class BestCheckpointer(HookBase):
         """Compare after the final evaluation."""
         if self.trainer.iter == self.trainer.max_iter > 0:
             self._compare(self.trainer.max_iter - 1)
+            self._checkpointer.wait()
 
     def _compare(self, iteration: int) -> None:
+        self._checkpointer.wait()  # so as to know whether the best so far was saved
         latest = self.trainer.storage.latest().get(self._val_metric)
         every_rank = self.trainer.on_every_rank(self)
         if every_rank:
@@ -115,21 +124,26 @@ class BestCheckpointer(HookBase):
         found = {"metric": self._val_metric, "value": float(value), "iteration": int(measured_at)}
         if every_rank:
             self.trainer.prepare_checkpoint()
-        try:
-            self._checkpointer.save(self._file_prefix, tag=False, iteration=iteration, best=found)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            self.load_state_dict(before)
-            logger.error("NOT SAVED: %s. Training goes on; the next best tries again", error)
-            return
+        self._checkpointer.save(
+            self._file_prefix,
+            tag=False,
+            iteration=iteration,
+            best=found,
+            on_error=partial(self._go_on_if_full, before),
+        )
         logger.info(
-            "Saved the best model: %s is %.5f at iteration %d, before %s",
+            "Saving the best model: %s is %.5f at iteration %d, before %s",
             self._val_metric,
             value,
             measured_at,
             "none" if best is None else f"{best:.5f}",
         )
+
+    def _go_on_if_full(self, before: Mapping[str, Any], error: Exception) -> None:
+        self.load_state_dict(before)
+        if not isinstance(error, OSError) or not is_disk_full(error):
+            raise error
+        logger.error("NOT SAVED: %s. Training goes on; the next best tries again", error)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and when it was measured."""

@@ -10,26 +10,43 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     """:class:`hooktrain.checkpoint.PeriodicCheckpointer` as a hook, with the same arguments.
 
     Register it last, so that the checkpoint holds what the other hooks did in the iteration; and
-    on every rank, so that it also holds every rank's random state. Only the main process writes.
+    on every rank, so that it also holds every rank's random state. Of files only the main process
+    writes. What a checkpointer saves in the background is looked after every ``sync_period``
+    iterations, and is complete when ``train()`` returns.
     """
 
     def before_train(self) -> None:
-        """Learn where the run ends."""
+        """Learn where the run ends.
+
+        Raises:
+            RuntimeError: if the checkpointer saves shards and this is not registered on every rank.
+        """
         self.max_iter = self.trainer.max_iter
+        if self.checkpointer.sharded and not self.trainer.on_every_rank(self):
+            raise RuntimeError(
+                "every rank writes its part of a sharded checkpoint: register "
+                f"{type(self).__name__} on every rank, not only on the main process"
+            )
 
     def after_step(self) -> None:
         """Save where a period ends, and at the last iteration."""
         done = self.trainer.iter + 1
         if done % self.period == 0 or done == self.max_iter:
             self._save(self.trainer.iter)
+        elif done % self.trainer.sync_period == 0:
+            self.checkpointer.poll()
 
     def after_train(self) -> None:
-        """Save the final checkpoint of a run that was stopped early."""
+        """Save the final checkpoint of a run that was stopped early; end all that is under way."""
         trainer = self.trainer
-        stopped_early = trainer.iter == trainer.max_iter != self.max_iter
-        if stopped_early and trainer.iter > trainer.start_iter:
+        succeeded = trainer.iter == trainer.max_iter
+        if succeeded and trainer.max_iter != self.max_iter and trainer.iter > trainer.start_iter:
             self.max_iter = trainer.max_iter
             self._save(trainer.max_iter - 1)
+        if succeeded:
+            self.checkpointer.wait()
+        else:
+            self.checkpointer.give_up()
 
     def _save(self, iteration: int) -> None:
         if self.trainer.on_every_rank(self):

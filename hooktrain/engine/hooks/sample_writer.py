@@ -1,26 +1,18 @@
 """Shows what a model draws, as the training goes on."""
 
-import logging
 import os
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.engine.hook_base import HookBase
-from hooktrain.evaluation import inference_context
+from hooktrain.engine.hooks.periodic_sampler import PeriodicSampler
 from hooktrain.utils import comm
-from hooktrain.utils.env import preserved_rng_state
-from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.image import make_grid, write_png
 
 __all__ = ["SampleWriter"]
 
-logger = logging.getLogger(__name__)
 
-
-class SampleWriter(HookBase):
+class SampleWriter(PeriodicSampler):
     """Calls the model with the same inputs every so often, and writes the images it gives.
 
     They come as one grid into ``<output_dir>/<name>/<iteration>.png``, with the number that a
@@ -56,11 +48,8 @@ class SampleWriter(HookBase):
         columns: int = 10,
         scale: int = 1,
     ) -> None:
-        if period < 0:
-            raise ValueError(f"period must not be negative, but got {period!r}")
-        self._period = period
+        super().__init__(period, Path(output_dir) / name)
         self._inputs = inputs
-        self._folder = Path(output_dir) / name
         self._name = name
         self._columns = columns
         self._scale = scale
@@ -72,28 +61,11 @@ class SampleWriter(HookBase):
 
     def after_step(self) -> None:
         """Draw and write where a period ends, and at the last iteration."""
-        done = self.trainer.iter + 1
-        if done == self.trainer.max_iter or (self._period > 0 and done % self._period == 0):
-            images = self._draw_aside()
-            if comm.is_main_process():
-                grid = make_grid(images, self._columns, self._scale)
-                self.trainer.storage.put_image(self._name, grid)
-                self._write(self._folder / f"{self.trainer.iter:07d}.png", grid)
-
-    def _draw_aside(self) -> Tensor:
-        model: nn.Module = self.trainer.model
-        if getattr(self.trainer, "ema", None) is not None:
-            model = self.trainer.ema.average.module
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
-        with preserved_rng_state(), inference_context(model), torch.no_grad():
-            return self.draw(model)
-
-    def _write(self, path: Path, grid: Tensor) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_png(path, grid)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            logger.error("NOT WRITTEN: %s. Training goes on", error)
+        if not self.is_due():
+            return
+        with self.sampling() as model:
+            images = self.draw(model)
+        if comm.is_main_process():
+            grid = make_grid(images, self._columns, self._scale)
+            self.trainer.storage.put_image(self._name, grid)
+            self.write(".png", lambda path: write_png(path, grid))

@@ -3,25 +3,22 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.data.text import CharVocabulary
-from hooktrain.engine.hook_base import HookBase
-from hooktrain.evaluation import inference_context
+from hooktrain.engine.hooks.periodic_sampler import PeriodicSampler
 from hooktrain.utils import comm
-from hooktrain.utils.env import preserved_rng_state
-from hooktrain.utils.file_io import atomic_write, is_disk_full
+from hooktrain.utils.file_io import atomic_write
+from hooktrain.utils.unwrap import unwrap_model
 
 __all__ = ["TextSampler"]
 
 logger = logging.getLogger(__name__)
 
 
-class TextSampler(HookBase):
+class TextSampler(PeriodicSampler):
     """Lets the model continue a text every so often.
 
     What it writes is logged, and comes into ``<output_dir>/samples/<iteration>.txt``, with the
@@ -58,17 +55,14 @@ class TextSampler(HookBase):
         temperature: float = 0.8,
         seed: int = 0,
     ) -> None:
-        if period < 0:
-            raise ValueError(f"period must not be negative, but got {period!r}")
+        super().__init__(period, Path(output_dir) / "samples")
         if not prompt:
             raise ValueError(f"prompt must not be empty, but got {prompt!r}")
         if length < 1:
             raise ValueError(f"length must be at least 1, but got {length!r}")
         if not temperature >= 0:
             raise ValueError(f"temperature must not be negative, but got {temperature!r}")
-        self._period = period
         self._vocabulary = vocabulary
-        self._folder = Path(output_dir) / "samples"
         self._prompt = prompt
         self._length = length
         self._temperature = temperature
@@ -76,41 +70,29 @@ class TextSampler(HookBase):
 
     def before_train(self) -> None:
         """Refuse a model that cannot write before it has learnt for hours."""
-        if not hasattr(model := self._model(), "generate"):
+        if not hasattr(model := unwrap_model(self.trainer.model), "generate"):
             raise TypeError(
                 f"TextSampler needs a model with a method generate; {type(model).__name__} has none"
             )
 
     def after_step(self) -> None:
         """Sample where a period ends, and at the last iteration."""
-        done = self.trainer.iter + 1
-        if done == self.trainer.max_iter or (self._period > 0 and done % self._period == 0):
-            text = self.sample()
-            if comm.is_main_process():
-                logger.info("After %d iterations the model writes:\n%s", done, text)
-                self._write(self._folder / f"{self.trainer.iter:07d}.txt", text)
+        if not self.is_due():
+            return
+        text = self.sample()
+        if comm.is_main_process():
+            logger.info("After %d iterations the model writes:\n%s", self.trainer.iter + 1, text)
+            self.write(".txt", lambda path: _write(path, text))
 
     def sample(self) -> str:
         """The prompt, and how the model goes on from it now."""
-        model = self._model()
         prompt = self._vocabulary.encode(self._prompt)
         generator = torch.Generator().manual_seed(self._seed)
-        with preserved_rng_state(), inference_context(model), torch.no_grad():
+        with self.sampling() as model:
             tokens: Tensor = model.generate(prompt, self._length, self._temperature, generator)
         return self._vocabulary.decode(tokens)
 
-    def _model(self) -> Any:
-        if getattr(self.trainer, "ema", None) is not None:
-            return self.trainer.ema.average.module
-        model = self.trainer.model
-        return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def _write(self, path: Path, text: str) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path, "w") as file:
-                file.write(text)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            logger.error("NOT WRITTEN: %s. Training goes on", error)
+def _write(path: Path, text: str) -> None:
+    with atomic_write(path, "w") as file:
+        file.write(text)
