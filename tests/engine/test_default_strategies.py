@@ -1,0 +1,160 @@
+"""One configuration on one process and on several: DefaultTrainer with each strategy."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gloo import run_ranks
+from hooktrain.config import LazyConfig
+from hooktrain.engine import DefaultTrainer, HookBase
+from hooktrain.utils import comm
+from hooktrain.utils.dtensor import full_tensor
+from hooktrain.utils.logger import close_logger
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+TINY = {
+    "text_gpt": [
+        "model.size=tiny",
+        "model.dropout=0.0",
+        "dataloader.train.dataset.block_size=16",
+        "dataloader.test.batch_size=3000",
+        "train.amp.enabled=false",
+        "hooks.0.length=3",
+    ],
+    "digits_cnn": ["model.channels=2", "model.dropout=0.0", "train.best_metric=null"],
+}
+SHORT = ["dataloader.train.total_batch_size=8", "train.max_iter=6", "train.eval_period=0"]
+FSDP = "train.strategy={'type': 'FSDPStrategy', 'wrap': ['Block']}"
+
+
+class Samples(HookBase):
+    """The batches that all ranks have got, by iteration, as numbers in no order."""
+
+    def before_train(self) -> None:
+        self.seen: dict[int, list[float]] = {}
+        self._handle = self.trainer.model.register_forward_pre_hook(self._see)
+
+    def _see(self, model: Any, arguments: Any) -> None:
+        if model.training:
+            tokens: Tensor = arguments[0]["tokens"]
+            self.seen.setdefault(self.trainer.iter, []).extend(tokens.double().std(1).tolist())
+
+    def after_train(self) -> None:
+        self._handle.remove()
+        ranks = comm.all_gather(self.seen)
+        self.seen = {i: sorted(x for seen in ranks for x in seen[i]) for i in ranks[0]}
+
+
+def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
+    """Train by a configuration, going on with what the folder has."""
+    torch.set_num_threads(1)
+    cfg = LazyConfig.load(str(CONFIGS / f"{name}.py"))
+    options = [*TINY[name], *SHORT, f"train.output_dir={folder}", "train.device=cpu", *overrides]
+    trainer = DefaultTrainer(LazyConfig.apply_overrides(cfg, options))
+    samples = Samples()
+    trainer.register_hooks([samples] if name == "text_gpt" else [])
+    trainer.resume_or_load(resume=True)
+    results = trainer.train()
+    state = {k: full_tensor(v).clone() for k, v in trainer.checkpointer.model.state_dict().items()}
+    return {
+        "model": state,
+        "losses": {i: v for v, i in trainer.storage.history("total_loss").values()},
+        "samples": getattr(samples, "seen", None),
+        "results": results,
+        "wrapper": type(trainer.model).__name__,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_logger()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Complete runs of the transformer; each has saved after half of it, too."""
+    folder = tmp_path_factory.mktemp("runs")
+    half = "train.checkpointer.period=3"
+    made = {"one": train(f"{folder}/one", "text_gpt", half)}
+    made["ddp"] = run_ranks(train, 2, f"{folder}/ddp", "text_gpt", half)[0]
+    made["fsdp"] = run_ranks(train, 2, f"{folder}/fsdp", "text_gpt", half, FSDP)[0]
+    made["folder"] = {"path": folder}
+    return made
+
+
+def close(ours: dict[Any, Any], theirs: dict[Any, Any], tolerance: float) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(
+        torch.allclose(torch.as_tensor(ours[k]), torch.as_tensor(theirs[k]), 0, tolerance)
+        for k in ours
+    )
+
+
+def test_the_losses_of_ddp_are_those_of_one_process(runs: Any) -> None:
+    assert runs["ddp"]["wrapper"] == "NamingDistributedDataParallel"
+    assert len(runs["one"]["losses"]) == 6
+    assert close(runs["ddp"]["losses"], runs["one"]["losses"], 1e-6)
+    assert runs["ddp"]["samples"] == runs["one"]["samples"]
+
+
+def test_the_losses_of_fsdp_are_those_of_ddp(runs: Any) -> None:
+    assert runs["fsdp"]["wrapper"] == "FSDPTextGPT"
+    assert close(runs["fsdp"]["losses"], runs["ddp"]["losses"], 1e-5)
+    assert runs["fsdp"]["samples"] == runs["ddp"]["samples"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_strategy_evaluates_model_and_average_alike(strategy: str, runs: Any) -> None:
+    ours, theirs = runs[strategy]["results"], runs["one"]["results"]
+    assert close(ours["text"], theirs["text"], 1e-4)
+    assert close(ours["ema"]["text"], theirs["ema"]["text"], 1e-4)
+    assert ours["text"] != ours["ema"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "world_size", "options"),
+    [
+        ("ddp", 1, []),
+        ("fsdp", 1, []),
+        ("fsdp", 4, []),
+        ("ddp", 4, [FSDP]),
+    ],
+)
+def test_a_run_of_two_ranks_goes_on_with_one_or_four(
+    saved_by: str, world_size: int, options: list[str], runs: Any, tmp_path: Path
+) -> None:
+    shutil.copy(runs["folder"]["path"] / saved_by / "model_0000002.pth", tmp_path)
+    arguments = (str(tmp_path), "text_gpt", *options)
+    ours = run_ranks(train, world_size, *arguments)[0] if world_size > 1 else train(*arguments)
+    whole = runs[saved_by]
+    assert ours["samples"] == {i: seen for i, seen in whole["samples"].items() if i >= 3}
+    assert close(ours["model"], whole["model"], 1e-5)
+
+
+def test_synchronised_batch_norms_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    one = train(str(tmp_path / "one"), "digits_cnn")
+    sync = (str(tmp_path / "two"), "digits_cnn", "train.sync_bn=torch")
+    assert close(run_ranks(train, 2, *sync)[0]["losses"], one["losses"], 1e-6)
+
+
+def test_compilation_is_asked_for_by_the_configuration(tmp_path: Path) -> None:
+    plain = train(str(tmp_path / "plain"), "digits_cnn")
+    options = "train.compile={'backend': 'eager'}"
+    made = train(str(tmp_path / "compiled"), "digits_cnn", options)
+    assert close(made["losses"], plain["losses"], 0.0)
+    with pytest.raises(ValueError, match=r"compile: .* no method 'forwrd'.*did you mean 'forward'"):
+        train(str(tmp_path / "typo"), "digits_cnn", "train.compile={'target': 'forwrd'}")
+
+
+def test_learning_rates_are_scaled_by_the_batch_of_all_ranks(tmp_path: Path) -> None:
+    cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
+    scale = ["train.auto_scale_lr.enable=true", "train.auto_scale_lr.base_batch_size=4"]
+    options = [*SHORT, *scale, f"train.output_dir={tmp_path}", "optimizer.lr=0.25"]
+    trainer = DefaultTrainer(LazyConfig.apply_overrides(cfg, options))
+    assert {group["lr"] for group in trainer.optim_wrapper.param_groups} == {0.5}
