@@ -33,7 +33,7 @@ class SeparateDistributedDataParallel(DistributedDataParallel):
 
     Args:
         module: the model, on its device; it is changed.
-        broadcast_buffers: see :class:`~hooktrain.model.StepDistributedDataParallel`.
+        broadcast_buffers: see :class:`~hooktrain.model.NamingDistributedDataParallel`.
         find_unused_parameters: see :class:`torch.nn.parallel.DistributedDataParallel`.
         **kwargs: passed on for each child, as ``device_ids``, or the ``detect_anomalous_params`` of
             StepDistributedDataParallel.

@@ -31,11 +31,16 @@ class NamingDistributedDataParallel(DistributedDataParallel):
 
     Args:
         module: the model, on its device.
-        **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`.
+        broadcast_buffers: send the first rank's buffers to all in each forward pass. At the start
+            they are sent in any case, as the parameters are.
+        **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids`` the
+            module stays where it is, be that the CPU.
     """
 
-    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
+        # The argument of this name goes out of use in torch, and would concern the start too.
+        self.broadcast_buffers = broadcast_buffers
         self._names = [
             name
             for name, parameter in module.named_parameters()
@@ -75,23 +80,13 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
             BaseModel, and no ``train_step`` of its own, which would be passed over.
         detect_anomalous_params: log in each step the parameters that the loss does not depend on,
             to find out why DDP fails or waits. It takes time.
-        broadcast_buffers: send the first rank's buffers to all in each forward pass. At the start
-            they are sent in any case, as the parameters are.
-        **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids`` the
-            module stays where it is, be that the CPU.
+        **kwargs: those of :class:`NamingDistributedDataParallel`.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        detect_anomalous_params: bool = False,
-        *,
-        broadcast_buffers: bool = True,
-        **kwargs: Any,
+        self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(module, **kwargs)
-        # The argument of this name goes out of use in torch, and would concern the start too.
-        self.broadcast_buffers = broadcast_buffers
         self.detect_anomalous_params = detect_anomalous_params
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Which launcher has started this process, its place among the others, and their process group."""
 
 import gc
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ __all__ = [
     "restart_count",
     "set_device",
 ]
+
+logger = logging.getLogger(__name__)
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_PORT = 29500
@@ -141,7 +144,9 @@ def init_process_group(
     meeting = dist.rendezvous(url, place.rank, place.world_size, timeout=timeout)  # type: ignore[attr-defined]
     store, *_ = next(meeting)
     store.set_timeout(timeout)
-    if place.world_size == place.local_world_size:
+    if place.world_size > place.local_world_size:
+        _warn_of_restarts(os.environ)
+    else:
         # torchrun's store outlives a restart, with the addresses of the dead ranks in it. Each of
         # several machines counts the restarts for itself, so that the number is of no use there.
         store = dist.PrefixStore(f"attempt{restart_count()}", store)  # type: ignore[attr-defined]
@@ -150,6 +155,16 @@ def init_process_group(
     )
     comm.create_local_process_group(place.local_world_size)
     return place
+
+
+def _warn_of_restarts(env: Mapping[str, str]) -> None:
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        logger.warning(
+            "Restarted processes of several machines often do not find each other, since torchrun "
+            "lets them meet where the dead ones have met. For a fresh place at each restart set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
+        )
 
 
 def destroy_process_group() -> None:

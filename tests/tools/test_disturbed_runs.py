@@ -87,6 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     code, printed = run(TWO_RANKS, "nothing", 0, folder)
     assert code == 0, printed
+    assert "Warning" not in printed
     return folder
 
 
@@ -150,23 +151,45 @@ def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(folder
     assert (folder / "second" / "last_checkpoint").read_text() == "model_0000001.pth"
 
 
-def test_two_agents_train_one_network(folder: Path, undisturbed: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+def two_agents(
+    options: list[str], disturbance: str, folder: Path, env: dict[str, str] | None = None
+) -> str:
+    """What both print; each runs one rank."""
     agents = []
     for node in range(2):
-        meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        launcher = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *meet]
+        launcher = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *options]
+        launcher = [option.format(node=node) for option in launcher]
         with open(folder / f"agent{node}", "w") as output:
             agents.append(
                 subprocess.Popen(
-                    command(launcher, "nothing", 0, folder / "out"),
+                    command(launcher, disturbance, 1, folder / "out"),
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
                 )
             )
     codes = [agent.wait(LIMIT_SECONDS) for agent in agents]
-    assert codes == [0, 0], (folder / "agent0").read_text() + (folder / "agent1").read_text()
+    printed = (folder / "agent0").read_text() + (folder / "agent1").read_text()
+    assert codes == [0, 0], printed
+    return printed
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_two_agents_train_one_network(folder: Path, undisturbed: Path) -> None:
+    meet = ["--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    two_agents(meet, "nothing", folder)
+    assert_same_weights(folder / "out", undisturbed)
+
+
+def test_two_agents_restart_when_a_rank_is_killed(folder: Path, undisturbed: Path) -> None:
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=1"]
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    printed = two_agents([*meet, "--max-restarts=1"], "kill", folder, fresh)
+    assert "Starting training from iteration 2" in printed
     assert_same_weights(folder / "out", undisturbed)
