@@ -50,7 +50,8 @@ train.output_dir = "./output/digits_gan"
 train.max_iter = 5000
 train.ddp.type = "SeparateDistributedDataParallel"
 train.ema = dict(enabled=True, decay=0.998)
-train.checkpointer = dict(period=1000, max_to_keep=2)
+train.checkpointer.period = 1000
+train.checkpointer.max_to_keep = 2
 train.eval_period = 0
 
 hooks = [

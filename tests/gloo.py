@@ -31,7 +31,13 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Also what the first optimizer and the first sharded model import, which takes seconds.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+    ]
 )
 
 NOT_CONNECTED = ", before the function was called"

@@ -18,15 +18,20 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hooktrain.checkpoint.folder import verify_folder
-from hooktrain.checkpoint.sharded import load_sharded, read_structure, save_sharded
+from hooktrain.checkpoint.manifest import verify_folder
+from hooktrain.checkpoint.sharded import save_sharded
+from hooktrain.checkpoint.sharded_loading import read_sharded
 from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file, save_file, verify_file
 from hooktrain.checkpoint.tree import split_state
 
 
 def inspect(path: Path) -> None:
     """Print a table of the tensors, and the other values below."""
-    state = read_structure(path) if path.is_dir() else load_file(path, map_location="meta")
+    state = (
+        read_sharded(path, map_location="meta")
+        if path.is_dir()
+        else load_file(path, map_location="meta")
+    )
     rest, _, tensors = split_state(state)
     rows = [
         [name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"]
@@ -64,7 +69,7 @@ def verify(path: Path) -> None:
 def to_file(folder: Path, file: Path) -> None:
     """Convert a sharded folder into one file."""
     refuse_to_replace(file)
-    save_file(load_sharded(folder), file)
+    save_file(read_sharded(folder), file)
 
 
 def to_sharded(file: Path, folder: Path) -> None:

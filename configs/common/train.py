@@ -28,7 +28,12 @@ train = dict(
     # enable=True multiplies learning rates by the batch of all ranks over base_batch_size
     auto_scale_lr=dict(enable=False, base_batch_size=None),
     ema=dict(enabled=False, decay=0.999),
-    checkpointer=dict(period=5000, max_to_keep=100),
+    checkpointer=dict(
+        period=5000,
+        max_to_keep=100,
+        background=False,  # training waits for a copy of the state only, and a thread writes it
+        sharded=False,  # a folder that each rank writes its part of, instead of one file
+    ),
     eval_period=5000,  # 0 evaluates at the end only
     best_metric=None,  # such as "classification/accuracy": keeps model_best.pth
     best_mode="max",  # or "min"

@@ -14,6 +14,8 @@ T = TypeVar("T")
 def on_all_ranks(function: Callable[[], T]) -> T:
     """Call a function on every rank; raise the error of the first that failed on all. Collective.
 
+    Where none failed, that is one sum of one number.
+
     Args:
         function: makes no collective calls, since another rank may have failed before.
 
@@ -25,9 +27,8 @@ def on_all_ranks(function: Callable[[], T]) -> T:
         result = function()
     except Exception as problem:  # raised below, once all ranks are here
         error = problem
-    for first in comm.all_gather(_portable(error)):
-        if first is not None:
-            raise first
+    if comm.any_rank(error is not None):
+        raise next(e for e in comm.all_gather(_portable(error)) if e is not None)
     return result  # type: ignore[return-value]  # the function returned it
 
 

@@ -1,28 +1,25 @@
-"""The Checkpointer: one file for the model and everything that resumes beside it."""
+"""The Checkpointer: saves and loads the model and everything that resumes beside it."""
 
-import difflib
-import inspect
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from hooktrain.checkpoint.discovery import (
-    POINTER,
-    checkpoint_files,
+    checkpoint_names,
     newest_good,
     read_pointer,
     resumable_names,
+    write_pointer,
 )
-from hooktrain.checkpoint.reading import read_checkpoint, read_on_all_ranks
-from hooktrain.checkpoint.sources import digest_in_name, local_path
-from hooktrain.checkpoint.storage import save_file
-from hooktrain.checkpoint.surgery import load_model_state
+from hooktrain.checkpoint.loading import restore
+from hooktrain.checkpoint.reading import read_on_all_ranks
+from hooktrain.checkpoint.saving import FileSaver, FolderSaver, OnError, OnSaved, Saver, check_name
+from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.file_io import atomic_write, sweep_temporary_files
 from hooktrain.utils.unwrap import unwrap_model
 
 __all__ = ["Checkpointer"]
@@ -39,19 +36,35 @@ class Checkpointer:
 
     Every rank may call :meth:`save` (a state may need collectives to be gathered), and so may one
     rank alone, unless the model is sharded; there is no barrier in it. :meth:`load` and
-    :meth:`resume_or_load` must be called by all ranks, which agree on one file.
+    :meth:`resume_or_load` must be called by all ranks, which agree on one checkpoint.
+
+    With ``sharded``, a checkpoint is a folder ``<save_dir>/<name>`` that all ranks write together,
+    each its shards, and :meth:`save` is a collective. Files and folders are both loaded in either
+    case, and by any number of ranks; of a folder each rank reads its shards of what the model has
+    sharded.
+
+    With ``background``, :meth:`save` copies the state into memory that is kept for it, and a thread
+    writes while training goes on. One save is under way at a time: all other methods wait for it
+    first (a collective if it is sharded, as it gets its name then), and raise what failed. So call
+    :meth:`wait` at the end, as :class:`PeriodicCheckpointer` does after the last iteration.
 
     Attributes:
         model: the model, without the wrapper of DDP or DataParallel if it had one.
         save_dir: the folder; "" if nothing is to be saved.
+        sharded: whether checkpoints are saved as folders of shards.
         checkpointables: what is saved beside the model, by name.
         logger: for the messages.
 
     Args:
         model: the model; a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
-        save_to_disk: whether this process writes; by default, whether it is the main process.
+        save_to_disk: whether this process writes files; by default, whether it is the main process.
+        background: write in a thread.
+        sharded: save folders, on a disk that all ranks see.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name.
+
+    Raises:
+        ValueError: if ``save_to_disk`` is given for ``sharded``, where all ranks write.
     """
 
     def __init__(
@@ -60,16 +73,22 @@ class Checkpointer:
         save_dir: str | os.PathLike[str] = "",
         *,
         save_to_disk: bool | None = None,
+        background: bool = False,
+        sharded: bool = False,
         **checkpointables: Any,
     ) -> None:
+        if sharded and save_to_disk is not None:
+            raise ValueError(f"with sharded all ranks write: save_to_disk is {save_to_disk!r}")
         self.model = unwrap_model(model)
         self.save_dir = os.fspath(save_dir)
+        self.sharded = sharded
         self.logger = logging.getLogger(__name__)
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self._save_to_disk = save_to_disk
-        self._is_first_save = True
+        self._saver: Saver = FolderSaver(background) if sharded else FileSaver(background)
+        self._has_warned = False
 
     @property
     def save_to_disk(self) -> bool:
@@ -96,50 +115,81 @@ class Checkpointer:
                 )
         self.checkpointables[key] = checkpointable
 
-    def save(self, name: str, *, tag: bool = True, **extra: Any) -> None:
-        """Write ``<save_dir>/<name>.pth``, then make it the one to resume from.
+    def save(
+        self,
+        name: str,
+        *,
+        tag: bool = True,
+        on_saved: OnSaved | None = None,
+        on_error: OnError | None = None,
+        **extra: Any,
+    ) -> None:
+        """Write a checkpoint, then make it the one to resume from.
 
-        A file of that name is replaced in one go. On ranks that do not write, the states are
-        gathered all the same. Without a ``save_dir`` nothing happens.
+        One of that name is replaced in one go. On ranks that do not write, the states are gathered
+        all the same. Without a ``save_dir`` nothing happens.
 
         Args:
-            name: of the file, without folder and ``.pth``.
+            name: of the checkpoint, without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
+            on_saved: called with the path when the checkpoint is there for good, on the rank that
+                gives it its name; in the background in a thread. It must raise nothing and must
+                not call this checkpointer.
+            on_error: called with the error if the checkpoint cannot be written, in place of raising
+                it; of what fails in the background, by the next call.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
             ValueError: if ``name`` has a folder or seems to end with a digest (``-`` and eight or
                 more hexadecimal digits), or an extra entry has the name of a state.
             TypeError: if a state holds what could not be loaded back; it names the key.
-            OSError: if the disk is full or fails; the files are as they were.
+            OSError: if the disk is full or fails; the files are as they were. Also what failed in
+                the background in the save before; this one is not begun then.
         """
-        if not name or name in (".", "..") or name != os.path.basename(name):
-            raise ValueError(f"name must be a file name without a folder, got {name!r}")
-        if digest_in_name(name + ".pth"):  # which would be checked on loading
-            raise ValueError(f"name must not end with what looks like a digest, got {name!r}")
-        taken = sorted(extra.keys() & {"model", *self.checkpointables})
-        if taken:
+        check_name(name)
+        if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
             raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
         if not self.save_dir:
-            if self._is_first_save:
+            if not self._has_warned:
                 self.logger.warning("Nothing is saved, since save_dir is empty")
-            self._is_first_save = False
+            self._has_warned = True
             return
+        self.wait()
         items = {"model": self.model, **self.checkpointables}
-        state = full_tensors({key: item.state_dict() for key, item in items.items()} | extra)
-        if self.save_to_disk:
-            self._write(name + ".pth", state, tag)
-
-    def _write(self, basename: str, state: State, tag: bool) -> None:
-        path = os.path.join(self.save_dir, basename)
-        if self._is_first_save:
-            os.makedirs(self.save_dir, exist_ok=True)
-            sweep_temporary_files(self.save_dir)  # of a run that was killed
-            self._is_first_save = False
+        state: State = {key: item.state_dict() for key, item in items.items()} | extra
+        if not self.sharded:
+            state = full_tensors(state)
+            if not self.save_to_disk:
+                return
+        path = os.path.join(self.save_dir, name if self.sharded else name + ".pth")
         self.logger.info("Saving checkpoint to %s", path)
-        save_file(state, path)
-        if tag:
-            self.tag_last_checkpoint(basename)
+        self._saver.save(state, os.path.abspath(path), tag, on_saved, on_error)
+
+    def poll(self) -> None:
+        """Do what :meth:`wait` does, unless that would take time. Collective, as that is."""
+        self._saver.poll()
+
+    def wait(self, *, together: bool = False) -> None:
+        """Wait until nothing is being saved. Collective, if a sharded checkpoint is.
+
+        Args:
+            together: always collective: no rank goes on before what all of them save is on the
+                disk, and what failed on one is raised on all.
+
+        Raises:
+            Exception: what failed in the background, unless there is an ``on_error`` for it.
+        """
+        if together:
+            self._saver.wait_on_all_ranks()
+        else:
+            self._saver.wait()
+
+    def give_up(self) -> None:
+        """After a failure: as :meth:`wait`, but never collective.
+
+        A file is completed. What several ranks write together is not, and swept by a later save.
+        """
+        self._saver.give_up()
 
     def load(
         self, path: str | os.PathLike[str], checkpointables: Iterable[str] | None = None
@@ -149,8 +199,8 @@ class Checkpointer:
         Nothing is changed unless the file is intact and all that was asked for is in it.
 
         Args:
-            path: the file, or its address (:func:`~hooktrain.checkpoint.local_path`); "" loads
-                nothing.
+            path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""
+                loads nothing.
             checkpointables: names of those to load beside the model; by default all. A dotted name
                 such as ``"trainer.optimizer"`` selects a component of a checkpointable whose
                 ``load_state_dict`` takes ``only={"optimizer"}``.
@@ -159,17 +209,17 @@ class Checkpointer:
             The entries that were not loaded, such as ``{"iteration": 99}``.
 
         Raises:
-            FileNotFoundError: or another OSError, if the main process cannot read the file.
-            CorruptCheckpointError: if the file is broken or unsafe.
+            FileNotFoundError: or another OSError, if the main process cannot read it.
+            CorruptCheckpointError: if it is broken or unsafe.
             ValueError: if a name in ``checkpointables`` is unknown, or not in the file.
         """
         path = local_path(path)
         if not path:
             self.logger.info("No checkpoint found. Initializing model from scratch")
             return {}
-        found = read_on_all_ranks(lambda: (path, read_checkpoint(path)))
-        assert found is not None
-        return self._restore(*found, checkpointables, must_have_all=False)
+        self.wait(together=True)
+        state = read_on_all_ranks(path, self.model)
+        return restore(path, state, self.model, self.checkpointables, checkpointables)
 
     def resume_or_load(
         self,
@@ -180,11 +230,11 @@ class Checkpointer:
     ) -> State:
         """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``.
 
-        Broken files are passed over with a warning each. For all ranks to call.
+        Broken ones are passed over with a warning each. For all ranks to call.
 
         Args:
-            path: the model to start from where there is no checkpoint, a file or an address as in
-                :meth:`load`, or "" for none. Of it only the model is loaded.
+            path: the model to start from where there is no checkpoint, as in :meth:`load`, or ""
+                for none. Of it only the model is loaded.
             resume: whether to look into ``save_dir``.
             checkpointables: what to resume beside the model, as in :meth:`load`; by default all,
                 and it is an error if the checkpoint lacks one.
@@ -194,13 +244,16 @@ class Checkpointer:
 
         Raises:
             CorruptCheckpointError: if there are checkpoints and none is intact, or ``path`` is not.
-            FileNotFoundError: if there is no file ``path``.
+            FileNotFoundError: if there is no ``path``.
             ValueError: if the checkpoint lacks a checkpointable.
         """
         if resume and self.save_dir:
-            found = read_on_all_ranks(lambda: newest_good(self.save_dir))
+            self.wait(together=True)
+            found = newest_good(self.save_dir, self.model)
             if found is not None:
-                return self._restore(*found, checkpointables, must_have_all=True)
+                return restore(
+                    *found, self.model, self.checkpointables, checkpointables, must_have_all=True
+                )
         return self.load(path, checkpointables=[])
 
     def has_checkpoint(self) -> bool:
@@ -209,87 +262,26 @@ class Checkpointer:
 
     def get_checkpoint_file(self) -> str:
         """The path of the checkpoint to resume from, or ""; it is not verified."""
+        self.wait()
         if not self.save_dir:
             return ""
         name = next(resumable_names(self.save_dir, read_pointer(self.save_dir)), "")
         return os.path.join(self.save_dir, name) if name else ""
 
     def get_all_checkpoint_files(self) -> list[str]:
-        """The paths of all ``.pth`` files in ``save_dir``, sorted by name."""
-        return checkpoint_files(self.save_dir) if self.save_dir else []
+        """The paths of all checkpoints in ``save_dir``, files and folders, sorted by name."""
+        self.wait()
+        return [os.path.join(self.save_dir, name) for name in checkpoint_names(self.save_dir)]
 
     def tag_last_checkpoint(self, basename: str) -> None:
-        """Make a file of ``save_dir`` the one to resume from.
+        """Make a file or folder of ``save_dir`` the one to resume from.
 
         Raises:
             FileNotFoundError: if it is not there.
         """
+        self.wait()
         if basename != os.path.basename(basename) or not os.path.exists(
             os.path.join(self.save_dir, basename)
         ):
-            raise FileNotFoundError(f"no file {basename!r} in {self.save_dir!r} to resume from")
-        with atomic_write(os.path.join(self.save_dir, POINTER), "w") as file:
-            file.write(basename)
-
-    def _restore(
-        self, path: str, state: State, names: Iterable[str] | None, *, must_have_all: bool
-    ) -> State:
-        chosen = self._choose(path, state, names, must_have_all=must_have_all)
-        self._check_only(chosen)
-        self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
-        load_model_state(self.model, state["model"])
-        for key, components in chosen.items():
-            only = {} if components is None else {"only": components}
-            self.checkpointables[key].load_state_dict(state[key], **only)
-        left = {key: item for key, item in state.items() if key not in {"model", *chosen}}
-        unused = [key for key in left if key != "iteration"]
-        if unused:
-            self.logger.info("Entries of %s that were not loaded: %s", path, ", ".join(unused))
-        return left
-
-    def _choose(
-        self, path: str, state: State, names: Iterable[str] | None, *, must_have_all: bool
-    ) -> dict[str, set[str] | None]:
-        """What to load beside the model: the components of each, or None for the whole."""
-        if names is None:
-            lacking = [key for key in self.checkpointables if key not in state]
-            if lacking and must_have_all:
-                raise ValueError(
-                    f"{path} holds no {lacking}, only {sorted(state)}: it cannot be resumed in "
-                    "full. Name what is to be loaded, with checkpointables=[...], to go on without"
-                )
-            if lacking:
-                self.logger.warning("%s holds no %s: they keep their state", path, lacking)
-            return {key: None for key in self.checkpointables if key in state}
-        chosen: dict[str, set[str] | None] = {}
-        for name in names:
-            key, _, component = name.partition(".")
-            if name == "model":  # always loaded
-                continue
-            _check_known(
-                name, key, self.checkpointables, "is not among what this checkpointer loads"
-            )
-            _check_known(name, key, state, f"is not in {path}")
-            components = chosen.setdefault(key, set() if component else None)
-            if not component:
-                chosen[key] = None
-            elif components is not None:
-                _check_known(name, component, state[key], f"is not in {path}")
-                components.add(component)
-        return chosen
-
-    def _check_only(self, chosen: Mapping[str, set[str] | None]) -> None:
-        for key, components in chosen.items():
-            load = self.checkpointables[key].load_state_dict
-            if components is not None and "only" not in inspect.signature(load).parameters:
-                raise TypeError(
-                    f"cannot load {sorted(components)} of {key!r} alone: "
-                    f"its load_state_dict takes no argument 'only'"
-                )
-
-
-def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:
-    if part not in known:
-        near = difflib.get_close_matches(part, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {sorted(known)}"
-        raise ValueError(f"checkpointables: {name!r} {problem}{hint}")
+            raise FileNotFoundError(f"no {basename!r} in {self.save_dir!r} to resume from")
+        write_pointer(self.save_dir, basename)

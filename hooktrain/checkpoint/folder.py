@@ -1,42 +1,28 @@
-"""Folders that are there as a whole or not at all, with a manifest to tell whether intact."""
+"""Folders that are there as a whole or not at all, whatever happens while they are written."""
 
-import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hooktrain.checkpoint.storage import CorruptCheckpointError
-from hooktrain.utils.file_io import (
-    _disk_full_error,
-    _is_another_living_process,
-    _sync_folder,
-    atomic_write,
-)
+from hooktrain.checkpoint.manifest import MANIFEST, METADATA
+from hooktrain.utils.file_io import disk_full_error, is_another_living_process, sync_folder
 
 __all__ = [
-    "MANIFEST",
-    "FileRecord",
-    "check_digests",
-    "check_sizes",
+    "abandon_temporary_folder",
     "commit_folder",
+    "delete_folder",
     "disk_full_as_oserror",
+    "is_sharded",
     "make_temporary_folder",
-    "read_manifest",
-    "record_of",
     "remove_temporary_folder",
     "sweep_temporary_folders",
-    "verify_folder",
-    "write_manifest",
 ]
 
-MANIFEST = "manifest.json"
-_FORMAT = 1
 _LEFT_OVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-[0-9a-f]{8}")
 
 # What this process is writing. A pid alone does not tell: in a container the run that died and the
@@ -44,11 +30,18 @@ _LEFT_OVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-[0-9a-f]{
 _in_progress: set[Path] = set()
 
 
-class FileRecord(NamedTuple):
-    """What the manifest says about a file."""
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a sharded checkpoint at ``path``, be it intact or not.
 
-    size: int
-    sha256: str
+    One that has lost its manifest is one, too; a folder that is being written or deleted is none.
+    One that was moved aside is one as long as nothing has taken its place.
+    """
+    parent, name = os.path.split(path)
+    if left_over := _LEFT_OVER.fullmatch(name):
+        replaced = os.path.exists(os.path.join(parent, left_over["name"]))
+        if left_over["kind"] == "tmp" or replaced:
+            return False
+    return any(os.path.isfile(os.path.join(path, file)) for file in (MANIFEST, METADATA))
 
 
 def make_temporary_folder(folder: Path) -> Path:
@@ -58,7 +51,7 @@ def make_temporary_folder(folder: Path) -> Path:
         FileExistsError: if there is something at ``folder`` that is no sharded checkpoint, and so
             will not be replaced by one.
     """
-    if folder.exists() and not (folder / MANIFEST).exists():
+    if folder.exists() and not is_sharded(folder):
         raise FileExistsError(
             f"{folder} is there and no sharded checkpoint (it has no {MANIFEST}): it is not "
             "replaced. Remove it, or choose another name"
@@ -77,6 +70,26 @@ def remove_temporary_folder(temporary: Path) -> None:
     _in_progress.discard(temporary)
 
 
+def abandon_temporary_folder(temporary: Path) -> None:
+    """Leave it to the next sweep, since other processes may still be writing to it."""
+    _in_progress.discard(temporary)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a sharded checkpoint: at once as far as its name goes, so never by halves.
+
+    Raises:
+        OSError: if it cannot be deleted; what has lost its name already is swept later.
+    """
+    temporary = _beside(folder.absolute(), "tmp")
+    _in_progress.add(temporary)
+    try:
+        os.rename(folder, temporary)
+        shutil.rmtree(temporary)
+    finally:
+        _in_progress.discard(temporary)
+
+
 def commit_folder(temporary: Path, folder: Path) -> None:
     """Let a temporary folder, whose files are on the disk, take its final name, durably.
 
@@ -93,7 +106,7 @@ def commit_folder(temporary: Path, folder: Path) -> None:
             os.rename(old, folder)
         raise
     _in_progress.discard(temporary)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -110,7 +123,9 @@ def sweep_temporary_folders(parent: str | os.PathLike[str]) -> list[Path]:
     left_over = []
     for entry in sorted(Path(parent).absolute().iterdir()):
         match = _LEFT_OVER.fullmatch(entry.name)
-        if match is None or entry in _in_progress or _is_another_living_process(int(match["pid"])):
+        if match is None or entry in _in_progress or not entry.is_dir():
+            continue
+        if is_another_living_process(int(match["pid"])):
             continue
         left_over.append(entry)
         final = entry.with_name(match["name"])
@@ -119,104 +134,6 @@ def sweep_temporary_folders(parent: str | os.PathLike[str]) -> list[Path]:
         else:
             shutil.rmtree(entry)
     return left_over
-
-
-def record_of(path: Path) -> FileRecord:
-    """The size and digest of a file (sha256, 1 to 2 GB/s)."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileRecord(size, digest.hexdigest())
-
-
-def write_manifest(folder: Path, files: Mapping[str, FileRecord], **more: Any) -> None:
-    """Write the manifest, durably and with the names of all files before it.
-
-    Args:
-        folder: where the files lie.
-        files: of the folder, by name, each on the disk already.
-        more: entries of plain types to keep in it.
-    """
-    records = {name: record._asdict() for name, record in sorted(files.items())}
-    content = {"format": _FORMAT, **more, "files": records}
-    with atomic_write(folder / MANIFEST, "w") as file:
-        json.dump({"sha256": _digest(content), "content": content}, file, indent=1)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of the manifest, with a :class:`FileRecord` for each of ``"files"``.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        CorruptCheckpointError: if it has no manifest, or a broken one.
-    """
-    path = folder / MANIFEST
-    try:
-        document = json.loads(path.read_bytes())
-        content: dict[str, Any] = document["content"]
-        if document["sha256"] != _digest(content):
-            raise CorruptCheckpointError(f"{path} is not intact: its digest does not match")
-        if content["format"] != _FORMAT:
-            raise CorruptCheckpointError(
-                f"{path} has the format {content['format']!r}; this version reads {_FORMAT}"
-            )
-        content["files"] = {name: FileRecord(**item) for name, item in content["files"].items()}
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if not folder.exists():
-            raise FileNotFoundError(f"there is no checkpoint {str(folder)!r}") from error
-        raise CorruptCheckpointError(
-            f"{folder} is no sharded checkpoint: it has no {MANIFEST}"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is not readable: {error!r}") from error
-    return content
-
-
-def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read all files of a sharded checkpoint and compare them with its manifest.
-
-    Returns:
-        The manifest: its ``"format"``, ``"world_size"``, ``"torch"`` and ``"files"``.
-
-    Raises:
-        CorruptCheckpointError: naming the first file that is missing, truncated or altered.
-        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest["files"])
-    check_digests(folder, manifest["files"])
-    return manifest
-
-
-def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Check that the files are there, and as long as they should be.
-
-    Raises:
-        CorruptCheckpointError: naming the first that is not.
-    """
-    for name, record in files.items():
-        path = folder / name
-        if name != os.path.basename(name) or not path.is_file():
-            raise CorruptCheckpointError(f"{path} is missing")
-        size = path.stat().st_size
-        if size != record.size:
-            raise CorruptCheckpointError(f"{path} has {size:,} bytes instead of {record.size:,}")
-
-
-def check_digests(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Read the files, and check that they are what was written.
-
-    Raises:
-        CorruptCheckpointError: naming the first that is not.
-    """
-    for name, record in files.items():
-        if record_of(folder / name) != record:
-            raise CorruptCheckpointError(
-                f"{folder / name} was altered: its sha256 is not that of the manifest"
-            )
 
 
 def disk_full_as_oserror(write: Callable[[], Any], folder: Path) -> Any:
@@ -228,7 +145,7 @@ def disk_full_as_oserror(write: Callable[[], Any], folder: Path) -> Any:
     try:
         return write()
     except Exception as error:
-        full = _disk_full_error(error)
+        full = disk_full_error(error)
         if full is None:
             raise
         free = -1
@@ -240,7 +157,3 @@ def disk_full_as_oserror(write: Callable[[], Any], folder: Path) -> Any:
 
 def _beside(folder: Path, kind: str) -> Path:
     return folder.with_name(f"{folder.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -2,12 +2,16 @@
 
 import logging
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hooktrain.checkpoint.checkpointer import Checkpointer
-from hooktrain.checkpoint.discovery import read_pointer
+from hooktrain.checkpoint.discovery import checkpoint_names, read_pointer
+from hooktrain.checkpoint.folder import delete_folder, is_sharded
+from hooktrain.checkpoint.reading import verify_checkpoint
 from hooktrain.checkpoint.retention import files_to_delete
-from hooktrain.checkpoint.storage import CorruptCheckpointError, verify_file
+from hooktrain.checkpoint.storage import CorruptCheckpointError
 from hooktrain.utils.file_io import is_disk_full
 
 __all__ = ["PeriodicCheckpointer"]
@@ -19,21 +23,23 @@ class PeriodicCheckpointer:
     """Calls ``checkpointer.save`` at the iterations where it is due. For loops of your own.
 
     The last iteration is saved as ``{file_prefix}_final.pth``, others as
-    ``{file_prefix}_0000099.pth``.
+    ``{file_prefix}_0000099.pth``; folders of shards are named so, without ``.pth``. Old ones are
+    deleted when a newer one is there and was verified: in the background, if it is saved there.
 
     Attributes:
         checkpointer: what saves.
         period: iterations between two saves; iteration ``period - 1`` is the first saved.
         max_iter: the number of iterations of the run; may be set until the first :meth:`step`.
-        max_to_keep: how many numbered files to keep, None for all of them.
+        max_to_keep: how many numbered ones to keep, None for all of them.
         file_prefix: of the file names.
 
     Args:
         checkpointer: what saves.
         period: at least 1.
         max_iter: None if the end is not known, so that no final file is written.
-        max_to_keep: at least 1, or None. The count is that of the files in the folder, also after
-            a resume; the final file and others without a number are neither counted nor deleted.
+        max_to_keep: at least 1, or None. The count is that of files and folders in ``save_dir``,
+            also after a resume; the final one and others without a number are neither counted nor
+            deleted.
         file_prefix: of the file names.
 
     Raises:
@@ -62,7 +68,8 @@ class PeriodicCheckpointer:
         """Save if ``iteration`` (from 0) ends a period or the run. On all ranks, or one.
 
         If the disk is full, that is logged as an error, the older files stay, and the next period
-        tries again; only the last save of the run raises.
+        tries again; only the last save of the run raises. When that one returns, it is on the disk,
+        also if the checkpointer saves in the background.
 
         Args:
             iteration: the one just finished; saved as ``"iteration"``.
@@ -73,45 +80,54 @@ class PeriodicCheckpointer:
         """
         if self.max_iter is not None and iteration >= self.max_iter - 1:
             self.save(f"{self.file_prefix}_final", iteration=iteration, **extra)
+            self.checkpointer.wait()
         elif (iteration + 1) % self.period == 0:
-            self._save_numbered(iteration, extra)
+            self.save(
+                f"{self.file_prefix}_{iteration:07d}",
+                iteration=iteration,
+                on_saved=partial(self._delete_old, iteration),
+                on_error=self._go_on_if_full,
+                **extra,
+            )
 
     def save(self, name: str, **extra: Any) -> None:
         """The same as ``checkpointer.save``: at any time, under any name."""
         self.checkpointer.save(name, **extra)
 
-    def _save_numbered(self, iteration: int, extra: dict[str, Any]) -> None:
-        name = f"{self.file_prefix}_{iteration:07d}"
-        folder = self.checkpointer.save_dir
-        try:
-            self.save(name, iteration=iteration, **extra)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            # The error names the path and the free space.
-            message = "NOT SAVED: %s. Training goes on; the next attempt is in %d iterations"
-            logger.error(message, error, self.period)
-            return
-        if self.max_to_keep is not None and folder and self.checkpointer.save_to_disk:
-            self._delete_old(f"{name}.pth", iteration, self.max_to_keep)
+    def _go_on_if_full(self, error: Exception) -> None:
+        if not isinstance(error, OSError) or not is_disk_full(error):
+            raise error
+        # The error names the path and the free space.
+        message = "NOT SAVED: %s. Training goes on; the next attempt is in %d iterations"
+        logger.error(message, error, self.period)
 
-    def _delete_old(self, newest: str, iteration: int, max_to_keep: int) -> None:
-        folder = self.checkpointer.save_dir
-        old = files_to_delete(
-            os.listdir(folder),
-            self.file_prefix,
-            max_to_keep,
-            newest=iteration,
-            protected={read_pointer(folder)},
-        )
+    def _delete_old(self, iteration: int, newest: str) -> None:
+        """Delete what is too old, if the newest checkpoint is good. In any thread."""
+        if self.max_to_keep is None:
+            return
+        folder = os.path.dirname(newest)
         try:
+            old = files_to_delete(
+                checkpoint_names(folder),
+                self.file_prefix,
+                self.max_to_keep,
+                newest=iteration,
+                protected={read_pointer(folder)},
+            )
             if old:
-                verify_file(os.path.join(folder, newest))
-        except CorruptCheckpointError as error:
+                verify_checkpoint(newest)
+        except (OSError, CorruptCheckpointError) as error:
             logger.error("Keeping all older checkpoints, since the newest is broken: %s", error)
             return
         for name in old:
             try:
-                os.remove(os.path.join(folder, name))
+                _delete(os.path.join(folder, name))
             except OSError as error:
                 logger.warning("Cannot delete the old checkpoint: %s", error)
+
+
+def _delete(path: str) -> None:
+    if is_sharded(path):
+        delete_folder(Path(path))
+    else:
+        os.remove(path)

@@ -1,45 +1,69 @@
-"""From a file to a checked state, the same one on every rank."""
+"""From a file or a folder to a checked state, the same one on every rank."""
 
 import errno
 import logging
 import os
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from hooktrain.checkpoint.agreement import on_main_process
+from hooktrain.checkpoint.folder import is_sharded
+from hooktrain.checkpoint.manifest import verify_folder
+from hooktrain.checkpoint.sharded_loading import load_sharded, read_sharded
 from hooktrain.checkpoint.sources import check_digest
-from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file
+from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file, verify_file
+from hooktrain.checkpoint.targets import shard_targets
 from hooktrain.utils import comm
 from hooktrain.utils.names import did_you_mean
 
-__all__ = ["Found", "read_checkpoint", "read_on_all_ranks"]
+__all__ = ["read_checkpoint", "read_on_all_ranks", "verify_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
-Found = tuple[str, dict[str, Any]]
-"""The path of a checkpoint and its content."""
+State = dict[str, Any]
 
 
-def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Load and check a file; the result has the model's state under ``"model"``.
+def verify_checkpoint(path: str) -> None:
+    """Read all of a file or a folder, and compare it with its checksums.
+
+    Raises:
+        CorruptCheckpointError: if it is broken.
+        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+    """
+    if is_sharded(path):
+        verify_folder(path)
+    else:
+        verify_file(path)
+
+
+def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
+    """Load and check a file or a folder; the result has the model's state under ``"model"``.
 
     A bare state dict (tensors by name) is taken as the model's, and so is ``"state_dict"``, its
     name in the files of MMEngine and Lightning. A digest in the name of the file is compared with
     its content; see :func:`digest_in_name`.
 
     Args:
-        path: of the file.
+        path: of the file or folder. It is read by this process alone.
         map_location: the device on which the tensors arrive.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds no model's state.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
+    if is_sharded(path):
+        return _with_model(read_sharded(path, map_location), path)
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, f"No such file{_nearest(path)}", path)
     check_digest(path)
-    state = load_file(path, map_location)
+    return _with_model(load_file(path, map_location), path)
+
+
+def _with_model(state: Any, path: str) -> State:
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path} is no checkpoint: it holds a {type(state).__name__}")
     if isinstance(state.get("model"), dict):
@@ -66,37 +90,42 @@ def _nearest(path: str) -> str:
     return did_you_mean(name, sorted(os.listdir(folder or ".")))
 
 
-def read_on_all_ranks(find: Callable[[], Found | None]) -> Found | None:
-    """Let the main process find and read a checkpoint, and the others read the same file.
+def read_on_all_ranks(path: str, model: nn.Module) -> State:
+    """Load and check a file or a folder, as :func:`read_checkpoint` does. Collective.
 
-    Ranks that cannot read it (a disk of another machine) get the main process's copy. Collective.
+    Of a folder, each rank reads no more than its shards of what ``model`` has sharded. A file is
+    read by each rank; those that cannot (a disk of another machine) get the main process's copy.
 
     Args:
-        find: called on the main process only.
-
-    Returns:
-        What ``find`` returned, on every rank.
+        path: which of the two it is, the main process decides.
+        model: without a wrapper; it is not changed.
 
     Raises:
-        Exception: whatever ``find`` raised, on every rank.
+        CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
+        FileNotFoundError: on every rank, if the main process finds none; other ``OSError`` if it
+            cannot be opened.
     """
-    if comm.get_world_size() == 1:
-        return find()
-    found, error = None, None
-    if comm.is_main_process():
-        try:
-            found = find()
-        except Exception as problem:  # raised below, once the others know
-            error = problem
-    path, error = comm.broadcast((found[0] if found else "", error))
-    if error is not None:
-        raise error
-    if not path:
-        return None
+    if on_main_process(lambda: is_sharded(path)):
+        return _with_model(load_sharded(Path(path), partial(shard_targets, model)), path)
+    state: State | None = None
+
+    def read() -> None:
+        nonlocal state
+        state = read_checkpoint(path)
+
+    on_main_process(read)
+    if comm.get_world_size() > 1:
+        state = _read_behind_main(path, state)
+    assert state is not None
+    return state
+
+
+def _read_behind_main(path: str, state: State | None) -> State | None:
+    """The state on every rank, when the main process has read it."""
     failure = ""
-    if not comm.is_main_process():
+    if state is None:
         try:
-            found = (path, read_checkpoint(path))
+            state = read_checkpoint(path)
         except (OSError, CorruptCheckpointError) as problem:
             failure = str(problem)
     failures = {rank: text for rank, text in enumerate(comm.all_gather(failure)) if text}
@@ -104,6 +133,6 @@ def read_on_all_ranks(find: Callable[[], Found | None]) -> Found | None:
         logger.warning(
             "Sending %s from the main process, as ranks cannot read it: %s", path, failures
         )
-        sent = comm.broadcast(found)
-        found = sent if failure else found
-    return found
+        sent = comm.broadcast(state)
+        state = sent if failure else state
+    return state

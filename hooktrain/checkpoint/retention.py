@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable
 
 __all__ = ["files_to_delete", "iteration_in_name"]
 
-_NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})\.pth")
+_NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
 
 
 def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
-    """The number in ``{prefix}_{7 or more digits}.pth``, or None for any other name.
+    """The number in ``{prefix}_{7 or more digits}`` with or without ``.pth``, or None.
 
     >>> iteration_in_name("model_0000099.pth")
     99
@@ -30,14 +30,15 @@ def files_to_delete(
     newest: int | None = None,
     protected: Collection[str] = (),
 ) -> list[str]:
-    """The numbered files beyond the newest ``max_to_keep``, oldest first.
+    """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
 
     The order is that of the numbers, so that clocks do not matter. As it looks at nothing but the
     folder, it goes on where it was after a resume.
 
     Args:
-        names: all names in the folder; those not of the form ``{prefix}_0000099.pth`` stay.
-        prefix: of the files that are looked at.
+        names: of all checkpoints in the folder, files and folders of shards; those not of the form
+            ``{prefix}_0000099.pth`` or ``{prefix}_0000099`` stay.
+        prefix: of those that are looked at.
         max_to_keep: how many to keep, at least 1.
         newest: the iteration just saved. Higher numbers come from another run in the same folder;
             they are neither counted nor deleted.

@@ -1,13 +1,12 @@
 """Sharded checkpoints: a folder that all ranks write, each its part of the tensors.
 
-Such a folder can be loaded by another number of ranks. It holds the files of
-torch.distributed.checkpoint for the tensors, ``state.pth`` for all the rest, and ``manifest.json``
-with the size and digest of each. The ranks must see the same disk.
+Such a folder can be loaded by another number of ranks; see ``sharded_loading.py``. It holds the
+files of torch.distributed.checkpoint for the tensors, ``state.pth`` for all the rest, and
+``manifest.json`` with the size and digest of each. The ranks must see the same disk.
 """
 
-import difflib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,30 @@ from torch import Tensor
 
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.folder import (
-    MANIFEST,
-    FileRecord,
-    check_digests,
-    check_sizes,
+    abandon_temporary_folder,
     commit_folder,
     disk_full_as_oserror,
     make_temporary_folder,
-    read_manifest,
-    record_of,
     remove_temporary_folder,
-    verify_folder,
+)
+from hooktrain.checkpoint.manifest import (
+    METADATA,
+    REST,
+    FileRecord,
+    check_sizes,
+    record_of,
     write_manifest,
 )
-from hooktrain.checkpoint.shards import METADATA, ShardReader, ShardWriter
+from hooktrain.checkpoint.shards import AgreedPlans, ShardWriter
 from hooktrain.checkpoint.staging import StagingBuffers
-from hooktrain.checkpoint.storage import (
-    CorruptCheckpointError,
-    check_storable,
-    load_file,
-    save_file,
-)
-from hooktrain.checkpoint.tree import ItemPath, join_state, split_state
+from hooktrain.checkpoint.storage import CorruptCheckpointError, check_storable, save_file
+from hooktrain.checkpoint.tree import ItemPath, split_state
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 
-__all__ = ["ShardedSaver", "is_sharded", "load_sharded", "read_structure", "save_sharded"]
+__all__ = ["ShardedSaver", "save_sharded"]
 
 State = dict[str, Any]
-
-_REST = "state.pth"
 
 
 def save_sharded(state: State, folder: str | os.PathLike[str]) -> None:
@@ -68,58 +61,6 @@ def save_sharded(state: State, folder: str | os.PathLike[str]) -> None:
     save.commit(save.write)
 
 
-def load_sharded(folder: str | os.PathLike[str], into: State | None = None) -> State:
-    """Verify a folder, then load it, on any number of ranks. Collective.
-
-    Every byte is read and compared with the manifest first, each rank a part of the files. No code
-    that a file may hold is run.
-
-    Args:
-        folder: of :func:`save_sharded`.
-        into: a part of a state like the saved one, such as that of model and optimizer. Its
-            tensors, on whatever device, are read into; so every rank reads its shard of a DTensor.
-            All other tensors are read in full, to the CPU, by each rank. If a rank fails while it
-            reads, ``into`` is half read.
-
-    Returns:
-        The saved state; the tensors of ``into`` are in it.
-
-    Raises:
-        CorruptCheckpointError: on every rank, if a file is missing, truncated or altered.
-        ValueError: on every rank, if ``into`` has a tensor that the checkpoint lacks or that has
-            another shape there; nothing is read.
-        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
-    """
-    folder = Path(folder)
-    files = on_all_ranks(lambda: _verify_part(folder))
-    rest, reader, tensors = on_all_ranks(lambda: _open(folder, files, into or {}))
-    on_all_ranks(lambda: reader.read(tensors))
-    state: State = join_state(rest["tree"], rest["paths"], tensors)
-    return state
-
-
-def read_structure(folder: str | os.PathLike[str]) -> State:
-    """Verify a folder, and return its state with tensors that have no data. Not collective.
-
-    Returns:
-        The saved state; its tensors are on the device "meta".
-
-    Raises:
-        CorruptCheckpointError: if a file is missing, truncated or altered.
-        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
-    """
-    folder = Path(folder)
-    files = verify_folder(folder)["files"]
-    rest, _, tensors = _open(folder, files, {}, device="meta")
-    state: State = join_state(rest["tree"], rest["paths"], tensors)
-    return state
-
-
-def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a sharded checkpoint at ``path``, be it intact or not."""
-    return Path(path, MANIFEST).is_file()
-
-
 class ShardedSaver:
     """Saves sharded checkpoints in the background, from memory that is kept for it.
 
@@ -134,6 +75,7 @@ class ShardedSaver:
         self._worker = BackgroundWorker("sharded checkpoint")
         self._buffers = StagingBuffers()
         self._pending: _Save | None = None
+        self._plans = AgreedPlans()
 
     def save(self, state: State, folder: str | os.PathLike[str]) -> None:
         """Begin to save, as :func:`save_sharded` does; ``state`` may change afterwards.
@@ -143,7 +85,7 @@ class ShardedSaver:
             TypeError: and what else :func:`save_sharded` raises before it writes.
         """
         self.finish()
-        save = _Save(state, Path(folder))
+        save = _Save(state, Path(folder), self._plans)
         save.stage(self._buffers)
         self._worker.submit(save.write)
         self._pending = save
@@ -154,7 +96,7 @@ class ShardedSaver:
         Raises:
             OSError: as :meth:`finish`.
         """
-        if self._pending is not None and not any(comm.all_gather(self._worker.is_busy)):
+        if self._pending is not None and not comm.any_rank(self._worker.is_busy):
             self.finish()
         return self._pending is None
 
@@ -168,18 +110,32 @@ class ShardedSaver:
         if pending is not None:
             pending.commit(self._worker.wait)
 
+    def give_up(self) -> None:
+        """Let go of what is under way, after a failure. The one method that is not collective.
+
+        Waits until this rank's part is written. The checkpoint does not get its name; what is left
+        of it is swept by a later save.
+
+        Raises:
+            OSError: if this rank's disk was full or failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            abandon_temporary_folder(pending.temporary)
+            self._worker.wait()
+
 
 class _Save:
     """One save under way. The constructor and :meth:`commit` are collective."""
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: State, folder: Path, agreed: AgreedPlans | None = None) -> None:
         self.folder = folder.absolute()
         tree, paths, tensors = on_all_ranks(lambda: _split(state))
         # The main process's is written.
         self.rest = {"tree": tree, "paths": paths} if comm.is_main_process() else {}
         self.temporary = on_main_process(lambda: make_temporary_folder(self.folder))
         try:
-            self.writer = ShardWriter(tensors, self.temporary)
+            self.writer = ShardWriter(tensors, self.temporary, agreed)
         except Exception:
             self._give_up()
             raise
@@ -194,8 +150,8 @@ class _Save:
         """Write this rank's files, and take their digests. For any thread."""
         names, self.results = disk_full_as_oserror(self.writer.write, self.temporary)
         if comm.is_main_process():
-            save_file(self.rest, self.temporary / _REST)
-            names.append(_REST)
+            save_file(self.rest, self.temporary / REST)
+            names.append(REST)
         self.files = {name: record_of(self.temporary / name) for name in names}
 
     def commit(self, write: Callable[[], None]) -> None:
@@ -237,37 +193,3 @@ def _split(state: State) -> tuple[State, dict[str, ItemPath], dict[str, Tensor]]
         if tensor.is_meta:
             raise TypeError(f"cannot save {name}: a tensor on the device 'meta' has no data")
     return tree, paths, tensors
-
-
-def _verify_part(folder: Path) -> dict[str, FileRecord]:
-    """Compare all sizes, and the digests of this rank's part of the files."""
-    files: dict[str, FileRecord] = read_manifest(folder)["files"]
-    check_sizes(folder, files)
-    own = sorted(files)[comm.get_rank() :: comm.get_world_size()]
-    check_digests(folder, {name: files[name] for name in own})
-    return files
-
-
-def _open(
-    folder: Path, files: Collection[str], into: State, device: str = "cpu"
-) -> tuple[State, ShardReader, dict[str, Tensor]]:
-    """What is no tensor, the reader of the tensors, and where they are to be read to."""
-    rest = load_file(folder / _REST)
-    reader = ShardReader(folder, files)
-    tensors = dict(split_state(into)[2])
-    lacking = sorted(tensors.keys() - reader.tensors.keys())
-    if lacking:
-        near = difflib.get_close_matches(lacking[0], reader.tensors, n=1, cutoff=0)
-        raise ValueError(
-            f"{folder} lacks {len(lacking)} tensors of 'into', such as {lacking[0]!r}; "
-            f"the nearest that it has is {near[0] if near else None!r}"
-        )
-    for name, saved in reader.tensors.items():
-        if name not in tensors:
-            tensors[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
-        elif tensors[name].shape != saved.size:
-            raise ValueError(
-                f"{name} has the shape {tuple(saved.size)} in {folder}, "
-                f"but {tuple(tensors[name].shape)} in 'into'"
-            )
-    return rest, reader, tensors

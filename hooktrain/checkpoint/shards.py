@@ -5,6 +5,7 @@ in a row: so the ranks talk in the main thread, and the files are written in ano
 unpickled that is not known.
 """
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Collection, Mapping
@@ -24,12 +25,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
+from hooktrain.checkpoint.manifest import METADATA
 from hooktrain.checkpoint.storage import CorruptCheckpointError
 from hooktrain.utils import comm
 
-__all__ = ["METADATA", "ShardReader", "ShardWriter"]
-
-METADATA = ".metadata"
+__all__ = ["AgreedPlans", "ShardReader", "ShardWriter"]
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -51,6 +51,19 @@ _KNOWN = {
 }
 
 
+@dataclasses.dataclass
+class AgreedPlans:
+    """Who writes what, as the ranks agreed on it for a save.
+
+    That takes the main process some 60 microseconds for each tensor of each rank: longer than all
+    else that a save makes training wait for. So it is kept for the next one.
+    """
+
+    proposed: SavePlan | None = None
+    settled: SavePlan | None = None
+    metadata: Metadata | None = None
+
+
 class ShardWriter:
     """Writes the tensors of all ranks into a folder, each rank its own part.
 
@@ -65,12 +78,16 @@ class ShardWriter:
         tensors: by name. Of a DTensor every rank has its shard; of the others the main process's
             are written.
         folder: an existing folder, on a disk that all ranks see.
+        agreed: what was agreed on for the last save. If the tensors are like those on every rank,
+            it holds again; else it is replaced.
 
     Raises:
         ValueError: on every rank, if a rank has a DTensor that the main process lacks.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], folder: Path, agreed: AgreedPlans | None = None
+    ) -> None:
         own = {
             name: tensor
             for name, tensor in tensors.items()
@@ -81,11 +98,18 @@ class ShardWriter:
         # Nothing is copied ahead: that would use the accelerator, from another thread.
         self._writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         self._planner = _Planner()
-        self._metadata: Metadata | None = None
-        plans = comm.gather(on_all_ranks(lambda: self._plan_own(own)))
-        self._plan = self._planner.finish_plan(
-            on_main_process(lambda: self._plan_all(plans))[comm.get_rank()]
-        )
+        agreed = AgreedPlans() if agreed is None else agreed
+        proposed = on_all_ranks(lambda: self._plan_own(own))
+        if comm.any_rank(proposed != agreed.proposed):
+            agreed.proposed = None  # until all is agreed on
+            plans = comm.gather(proposed)
+            on_main_process(lambda: self._plan_all(plans, agreed))
+            # Each rank gets its own plan only: all of them would be large with many ranks.
+            agreed.settled = comm.scatter(plans)
+            agreed.proposed = proposed
+        assert agreed.settled is not None
+        self._metadata = agreed.metadata
+        self._plan = self._planner.finish_plan(agreed.settled)
         for item in self._plan.items:
             tensor = own[item.index.fqn]
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -98,13 +122,14 @@ class ShardWriter:
         self._planner.set_up_planner(tensors, is_coordinator=is_main)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _plan_all(self, plans: list[SavePlan], agreed: AgreedPlans) -> None:
+        """Settle, in the list itself, which rank writes what."""
         known = {item.index.fqn for item in plans[0].items}
         others = sorted({item.index.fqn for plan in plans for item in plan.items} - known)
         if others:
             raise ValueError(f"the main process has no {others}, which other ranks have")
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        return self._writer.prepare_global_plan(plans)
+        settled, agreed.metadata = self._planner.create_global_plan(plans)
+        plans[:] = self._writer.prepare_global_plan(settled)
 
     def write(self) -> tuple[list[str], list[Any]]:
         """Write this rank's files, and wait until they are on the disk. Not collective.
@@ -121,7 +146,7 @@ class ShardWriter:
     def finish(self, results: list[list[Any]]) -> None:
         """Write which tensor lies where, from the results of all ranks. For the main process."""
         assert self._metadata is not None
-        self._writer.finish(self._metadata, results)
+        self._writer.finish(dataclasses.replace(self._metadata), results)
 
 
 class ShardReader:

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from hooktrain.utils.dtensor import local_tensor
 
 __all__ = ["StagingBuffers"]
 
@@ -37,7 +39,7 @@ class StagingBuffers:
         """
         tensors = {id(tensor): tensor for tensor in _tensors(state)}
         # Shards may be made on the fly: held, so that no two of them have one address in turn.
-        local = {key: _local(tensor) for key, tensor in tensors.items()}
+        local = {key: local_tensor(tensor).detach() for key, tensor in tensors.items()}
         memories = {_address(tensor): tensor for tensor in local.values() if _is_plain(tensor)}
         self._buffers = [
             self._copy(tensor, index) for index, tensor in enumerate(memories.values())
@@ -75,13 +77,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of the tensor that this rank has, without its history."""
-    # By its method, since the import of DTensor takes half a second, also where there is none.
-    to_local = getattr(tensor, "to_local", None)
-    return (tensor if to_local is None else cast(Tensor, to_local())).detach()
 
 
 def _address(tensor: Tensor) -> tuple[torch.device, int, int]:

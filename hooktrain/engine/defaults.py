@@ -176,8 +176,15 @@ class DefaultTrainer(StepTrainer):
 
     def build_checkpointer(self) -> Checkpointer:
         """What saves and loads the model and this trainer."""
-        # A proxy: the trainer owns the checkpointer, not the other way round.
-        return Checkpointer(self.model, self.cfg.train.output_dir, trainer=weakref.proxy(self))
+        options = self.cfg.train.checkpointer
+        return Checkpointer(
+            self.model,
+            self.cfg.train.output_dir,
+            background=options.get("background", False),
+            sharded=options.get("sharded", False) or self.strategy.saves_shards,
+            # A proxy: the trainer owns the checkpointer, not the other way round.
+            trainer=weakref.proxy(self),
+        )
 
     def build_writers(self) -> list[EventWriter]:
         """Where metrics are written to."""

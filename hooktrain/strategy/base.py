@@ -76,11 +76,14 @@ class BaseStrategy(PreparedStates):
         optim_wrapper: the optimizer or several, once prepared.
         param_schedulers: the schedulers, once prepared.
         dispatch_kwargs: what was said about the run.
+        saves_shards: whether its checkpoints are folders of shards.
 
     Raises:
         TypeError: if ``env_kwargs`` is neither.
         ValueError: for an unknown name in ``env_kwargs``.
     """
+
+    saves_shards = False
 
     def __init__(
         self,

@@ -1,18 +1,20 @@
-"""Checkpoints of strategies: how their entries are laid out, written by one rank, read by all."""
+"""Checkpoints of strategies: how their entries are laid out, written and read by all ranks."""
 
 import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from hooktrain import __version__
-from hooktrain.checkpoint import local_path, save_file
+from hooktrain.checkpoint import local_path
 from hooktrain.checkpoint.agreement import on_main_process
-from hooktrain.checkpoint.discovery import POINTER, newest_good
-from hooktrain.checkpoint.reading import Found, read_checkpoint, read_on_all_ranks
+from hooktrain.checkpoint.discovery import Found, newest_good
+from hooktrain.checkpoint.reading import read_on_all_ranks
+from hooktrain.checkpoint.saving import FileSaver, FolderSaver
 from hooktrain.utils import comm
 from hooktrain.utils.env import get_rng_state
-from hooktrain.utils.file_io import atomic_write, sweep_temporary_files
 
 __all__ = ["Callback", "add_meta", "check_has", "find_newest", "read_state", "write_state"]
 
@@ -23,25 +25,25 @@ Callback = Callable[[State], Any]
 _PARTS = ("state_dict", "optimizer", "param_schedulers")
 
 
-def read_state(filename: Path) -> Found:
+def read_state(filename: Path, model: nn.Module) -> Found:
     """A checked checkpoint, with its model under ``state_dict``. A collective.
 
     Args:
-        filename: a path or an address, of a file of a strategy, a
-            :class:`~hooktrain.checkpoint.Checkpointer`, MMEngine, detectron2, or of weights alone.
+        filename: a path or an address, of a file or folder of a strategy or a
+            :class:`~hooktrain.checkpoint.Checkpointer`, or of a file of MMEngine, detectron2, or of
+            weights alone.
+        model: without its wrapper; of what it has sharded, each rank reads its shards of a folder.
 
     Returns:
-        The path, and the content on the CPU.
+        The path, and the content on the CPU, but for shards.
     """
     path = local_path(filename)
-    found = read_on_all_ranks(lambda: (path, read_checkpoint(path)))
-    assert found is not None
-    return _with_mmengines_name(found)
+    return _with_mmengines_name((path, read_on_all_ranks(path, model)))
 
 
-def find_newest(folder: str) -> Found | None:
+def find_newest(folder: str, model: nn.Module) -> Found | None:
     """The newest intact checkpoint of a folder, as of :func:`read_state`. A collective."""
-    found = read_on_all_ranks(lambda: newest_good(folder))
+    found = newest_good(folder, model)
     return None if found is None else _with_mmengines_name(found)
 
 
@@ -87,26 +89,21 @@ def add_meta(state: State, extra: Mapping[str, Any] | None, seed: int) -> State:
     return {**state, **extra, "meta": meta}
 
 
-def write_state(state: State, filename: Path, tag: bool) -> None:
-    """Let the main process write a checkpoint, while the others wait. A collective.
+def write_state(state: State, filename: Path, tag: bool, *, sharded: bool = False) -> None:
+    """Write a checkpoint. A collective.
 
     Args:
         state: of tensors and plain types.
         filename: its path; the folder is made if need be.
         tag: whether to make it the one to resume from, in its folder.
+        sharded: let each rank write its part of a folder. Otherwise the main process writes a file,
+            while the others wait.
 
     Raises:
         OSError: or a TypeError of what could not be loaded back, on every rank.
     """
-    on_main_process(lambda: _write(state, os.path.abspath(filename), tag))
-
-
-def _write(state: State, path: str, tag: bool) -> None:
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    sweep_temporary_files(folder)  # of a run that was killed
-    save_file(state, path)
-    if tag:
-        # The name alone, so that the folder may be moved.
-        with atomic_write(os.path.join(folder, POINTER), "w") as file:
-            file.write(name)
+    path = os.path.abspath(filename)
+    if sharded:
+        FolderSaver().save(state, path, tag)
+    else:
+        on_main_process(lambda: FileSaver().save(state, path, tag))

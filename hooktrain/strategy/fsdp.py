@@ -8,15 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from hooktrain.checkpoint.reading import Found
-from hooktrain.checkpoint.sharded import is_sharded, save_sharded
-from hooktrain.checkpoint.storage import CorruptCheckpointError
 from hooktrain.model.deferred import init_deferred
 from hooktrain.model.sharding import WrapRule, build_mp_policy, full_state_dict, shard_model
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.strategy.base import BaseStrategy
-from hooktrain.strategy.sharded_files import read_sharded, sharded_candidates, tag_sharded
+from hooktrain.strategy.checkpoint_files import write_state
+from hooktrain.strategy.model_parts import ModelSource
 from hooktrain.strategy.states import Path, State
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.names import did_you_mean
@@ -93,7 +91,7 @@ class FSDPStrategy(BaseStrategy):
         self.saves_shards = _STATES[state_dict_cfg]
         self._names: dict[int, str] = {}
 
-    def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
+    def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
         if not self.deferred_init:
             return super().build_model(model)
@@ -185,35 +183,9 @@ class FSDPStrategy(BaseStrategy):
         whole: State = state if self.saves_shards else full_tensors(state)
         return whole
 
-    def read_checkpoint(self, filename: Path) -> Found:
-        """The path and the content of a checkpoint, be it a file or a folder. A collective."""
-        if not is_sharded(filename):
-            return super().read_checkpoint(filename)
-        return read_sharded(filename, self.model, getattr(self, "optim_wrapper", None))
-
-    def find_newest(self) -> Found | None:
-        """The path and the content of the newest one in ``work_dir``, if any. A collective."""
-        problems = {}
-        for folder in sharded_candidates(self.work_dir):
-            try:
-                return self.read_checkpoint(folder)
-            except (OSError, CorruptCheckpointError) as error:  # the same on every rank
-                self.logger.warning("Passing over the checkpoint %s: %s", folder, error)
-                problems[folder] = str(error)
-        if problems:
-            raise CorruptCheckpointError(
-                f"no checkpoint in {self.work_dir!r} is intact: {problems}"
-            )
-        return super().find_newest()
-
     def write_checkpoint(self, state: State, filename: Path, tag: bool) -> None:
         """Write a file or a folder; with ``tag``, it is the one to resume from. A collective."""
-        if not self.saves_shards:
-            super().write_checkpoint(state, filename, tag)
-            return
-        save_sharded(state, filename)
-        if tag:
-            tag_sharded(filename)
+        write_state(state, filename, tag, sharded=self.saves_shards)
 
 
 def _on_meta(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooktrain.checkpoint import load_model_state
-from hooktrain.checkpoint.reading import Found
+from hooktrain.checkpoint.discovery import Found
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.strategy.checkpoint_files import (
@@ -43,9 +43,9 @@ class PreparedStates(Session, ABC):
     MMEngine's do. It is written and read as those of :class:`~hooktrain.checkpoint.Checkpointer`:
     in one go, verified, and without running code.
 
-    A subclass that gathers states in another way overrides the methods for the parts; one with
-    other files overrides :meth:`read_checkpoint`, :meth:`find_newest` and
-    :meth:`write_checkpoint`. What is loaded when is decided here, in methods that all share.
+    A subclass that gathers states in another way overrides the methods for the parts; one that
+    writes folders overrides :meth:`write_checkpoint`. Files and folders of shards are read by all.
+    What is loaded when is decided here, in methods that all share.
     """
 
     model: nn.Module
@@ -107,12 +107,12 @@ class PreparedStates(Session, ABC):
         return getattr(self, name)
 
     def read_checkpoint(self, filename: Path) -> Found:
-        """The path and the content of a checkpoint. A collective."""
-        return read_state(filename)
+        """The path and the content of a checkpoint, be it a file or a folder. A collective."""
+        return read_state(filename, unwrap_model(self._prepared("model")))
 
     def find_newest(self) -> Found | None:
         """The path and the content of the newest one in ``work_dir``, if any. A collective."""
-        return find_newest(self.work_dir)
+        return find_newest(self.work_dir, unwrap_model(self._prepared("model")))
 
     def write_checkpoint(self, state: State, filename: Path, tag: bool) -> None:
         """Write a checkpoint; with ``tag``, it is the one to resume from. A collective."""

@@ -6,6 +6,7 @@ not call makes the others wait until the process group's timeout.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -168,6 +169,41 @@ def broadcast(obj: T, src: int = 0) -> T:
     box = [obj]
     dist.broadcast_object_list(box, src=src, group=_object_group())
     return box[0]
+
+
+def scatter(objects: Sequence[T], src: int = 0) -> T:
+    """Give every rank its own picklable object from the list of rank `src`. Collective.
+
+    Args:
+        objects: one for each rank, in the order of ranks; not looked at on other ranks than `src`.
+        src: the rank that sends.
+    """
+    _check_rank("src", src)
+    if get_world_size() == 1:
+        return objects[0]
+    box: list[Any] = [None]
+    sent = list(objects) if get_rank() == src else None
+    dist.scatter_object_list(box, sent, src=src, group=_object_group())
+    received: T = box[0]
+    return received
+
+
+def all_reduce(values: Tensor) -> Tensor:
+    """Sum a tensor in CPU memory over all ranks, in place. Collective.
+
+    Every rank gets the same bits.
+
+    Returns:
+        `values`.
+    """
+    if get_world_size() > 1:
+        dist.all_reduce(values, group=_object_group())
+    return values
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank, known to all of them. Collective."""
+    return bool(all_reduce(torch.tensor([float(flag)])) > 0)
 
 
 def shared_random_seed() -> int:

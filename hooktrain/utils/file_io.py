@@ -55,11 +55,11 @@ def atomic_write(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except BaseException as error:
         with suppress(OSError):  # the error that is under way says more; the file can be swept
             temporary.unlink(missing_ok=True)
-        if isinstance(error, Exception) and (full := _disk_full_error(error)) is not None:
+        if isinstance(error, Exception) and (full := disk_full_error(error)) is not None:
             free = shutil.disk_usage(target.parent).free
             message = f"no space to write {target}: {os.strerror(full)}, {free:,} bytes free"
             raise OSError(full, message) from error
@@ -87,14 +87,14 @@ def sweep_temporary_files(folder: str | os.PathLike[str]) -> list[Path]:
         for entry in sorted(Path(folder).absolute().iterdir())
         if (match := _TEMPORARY.fullmatch(entry.name))
         and entry not in _in_progress
-        and not _is_another_living_process(int(match["pid"]))
+        and not is_another_living_process(int(match["pid"]))
     ]
     for entry in left_over:
         entry.unlink(missing_ok=True)
     return left_over
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename in the folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -106,7 +106,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _disk_full_error(error: BaseException | None) -> int | None:
+def disk_full_error(error: BaseException | None) -> int | None:
     """The errno of a full disk, from the exception or from one that it came of."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
@@ -115,7 +115,8 @@ def _disk_full_error(error: BaseException | None) -> int | None:
     return None
 
 
-def _is_another_living_process(pid: int) -> bool:
+def is_another_living_process(pid: int) -> bool:
+    """Whether a process of this machine, and not this one, has the number."""
     if pid == os.getpid():
         return False
     try:

@@ -6,6 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,21 +22,25 @@ def make_model(iteration: int) -> nn.Linear:
     return model
 
 
-def save_without_end(folder: Path, start: int, committed: Connection) -> None:
+def save_without_end(
+    folder: Path, start: int, committed: Connection, background: bool, sharded: bool
+) -> None:
     torch.set_num_threads(1)
     model = make_model(start)
-    periodic = PeriodicCheckpointer(Checkpointer(model, folder), period=1, max_to_keep=2)
+    checkpointer = Checkpointer(model, folder, background=background, sharded=sharded)
+    periodic = PeriodicCheckpointer(checkpointer, period=1, max_to_keep=2)
     for iteration in range(start, 1_000_000):
         for parameter in model.parameters():
             nn.init.constant_(parameter, iteration)
         periodic.step(iteration)
-        committed.send(iteration)
+        # In the background it is known to be there when the next one has begun.
+        committed.send(iteration - background)
 
 
-def kill_while_saving(folder: Path, start: int, saves: int, seconds: float) -> int:
+def kill_while_saving(folder: Path, start: int, saves: int, seconds: float, *mode: bool) -> int:
     """Kill a saving process ``seconds`` after its n-th save; return the last one it committed."""
     receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=save_without_end, args=(folder, start, sender))
+    process = _CONTEXT.Process(target=save_without_end, args=(folder, start, sender, *mode))
     process.start()
     sender.close()
     committed = [receiver.recv() for _ in range(saves)]
@@ -52,16 +57,25 @@ def kill_while_saving(folder: Path, start: int, saves: int, seconds: float) -> i
     return int(committed[-1])
 
 
-def test_the_newest_committed_checkpoint_loads_after_each_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("background", "sharded", "kills"),
+    [(False, False, 10), (True, False, 6), (False, True, 5), (True, True, 6)],
+    ids=["file", "file in the background", "folder", "folder in the background"],
+)
+def test_the_newest_committed_checkpoint_loads_after_each_kill(
+    background: bool, sharded: bool, kills: int, tmp_path: Path
+) -> None:
     draw = random.Random(0)
     start = leftovers = 0
-    for _ in range(12):
-        committed = kill_while_saving(tmp_path, start, draw.randint(1, 4), draw.uniform(0, 0.01))
+    for _ in range(kills):
+        saves, seconds = draw.randint(2, 4), draw.uniform(0, 0.01)
+        committed = kill_while_saving(tmp_path, start, saves, seconds, background, sharded)
         leftovers += any(".tmp-" in p.name for p in tmp_path.iterdir())
         model = make_model(-1)
         iteration = Checkpointer(model, tmp_path).resume_or_load("")["iteration"]
-        # Killed between the commit and its message, the run is one further than it could tell.
-        assert committed <= iteration <= committed + 1
+        # Killed between the commit and its message, the run is one further than it could tell; and
+        # one more, where another was begun meanwhile.
+        assert committed <= iteration <= committed + 1 + background
         for parameter in model.parameters():
             assert torch.equal(parameter, torch.full_like(parameter, iteration))
         start = iteration + 1

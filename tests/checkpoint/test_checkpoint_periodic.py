@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, load_file
+from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, load_file, save_file, saving
 
 
 def run(folder: Path, start: int, stop: int, **settings: Any) -> PeriodicCheckpointer:
@@ -103,7 +103,8 @@ def test_the_resume_point_is_not_deleted(tmp_path: Path) -> None:
     run(tmp_path, 0, 20, period=10)
 
     class KeepsThePointer(Checkpointer):
-        def tag_last_checkpoint(self, basename: str) -> None: ...
+        def save(self, name: str, *, tag: bool = True, **extra: Any) -> None:
+            super().save(name, tag=False, **extra)
 
     (tmp_path / "last_checkpoint").write_text("model_0000009.pth")
     checkpointer = KeepsThePointer(nn.Linear(1, 1), tmp_path)
@@ -112,17 +113,15 @@ def test_the_resume_point_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_nothing_is_deleted_while_the_newest_file_is_broken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class BadDisk(Checkpointer):
-        def save(self, name: str, *, tag: bool = True, **extra: Any) -> None:
-            super().save(name, tag=tag, **extra)
-            path = tmp_path / f"{name}.pth"
-            path.write_bytes(path.read_bytes()[:-1])
+    def save_badly(state: dict[str, Any], path: str) -> None:
+        save_file(state, path)
+        os.truncate(path, os.path.getsize(path) - 1)
 
     run(tmp_path, 0, 20, period=10)
-    bad = PeriodicCheckpointer(BadDisk(nn.Linear(1, 1), tmp_path), 10, max_to_keep=1)
-    bad.step(29)
+    monkeypatch.setattr(saving, "save_file", save_badly)
+    run(tmp_path, 29, 30, period=10, max_to_keep=1)
     assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (9, 19, 29)]
     assert "Keeping all older checkpoints, since the newest is broken" in caplog.text
     assert "model_0000029.pth" in caplog.text

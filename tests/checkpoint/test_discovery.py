@@ -208,7 +208,7 @@ def test_a_dangling_pointer_in_an_empty_folder_starts_from_scratch_and_says_so(
 ) -> None:
     (tmp_path / "last_checkpoint").write_text("model_0000009.pth")
     assert resumed(tmp_path) is None
-    assert "names 'model_0000009.pth', which is no file there" in caplog.text
+    assert "names 'model_0000009.pth', which is no checkpoint there" in caplog.text
 
 
 def test_an_empty_or_missing_folder_starts_from_scratch(

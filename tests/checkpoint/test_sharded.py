@@ -11,14 +11,10 @@ from sharded_toys import FILES, names, save, state_of
 from storage_toys import equal
 
 from hooktrain.checkpoint import sharded
-from hooktrain.checkpoint.folder import verify_folder
-from hooktrain.checkpoint.sharded import (
-    ShardedSaver,
-    is_sharded,
-    load_sharded,
-    read_structure,
-    save_sharded,
-)
+from hooktrain.checkpoint.folder import is_sharded
+from hooktrain.checkpoint.manifest import verify_folder
+from hooktrain.checkpoint.sharded import ShardedSaver, save_sharded
+from hooktrain.checkpoint.sharded_loading import load_sharded, read_sharded
 from hooktrain.checkpoint.storage import save_file
 
 LIMIT = 20.0
@@ -85,7 +81,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_read(
 
 
 def test_the_structure_has_shapes_without_data(tmp_path: Path) -> None:
-    structure = read_structure(save(tmp_path / "a", 3))
+    structure = read_sharded(save(tmp_path / "a", 3), "meta")
     weight = structure["model"].pop("w")
     assert (weight.device.type, weight.shape, weight.dtype) == ("meta", (3, 4), torch.float32)
     assert structure["trainer"]["iteration"] == 3

@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from hooktrain.checkpoint import folder as folder_module
 from hooktrain.checkpoint import shards
-from hooktrain.checkpoint.folder import (
+from hooktrain.checkpoint.folder import sweep_temporary_folders
+from hooktrain.checkpoint.manifest import (
     FileRecord,
     read_manifest,
     record_of,
-    sweep_temporary_folders,
     verify_folder,
     write_manifest,
 )
-from hooktrain.checkpoint.sharded import load_sharded
+from hooktrain.checkpoint.sharded_loading import load_sharded
 from hooktrain.checkpoint.storage import CorruptCheckpointError
 from hooktrain.utils.file_io import is_disk_full
 

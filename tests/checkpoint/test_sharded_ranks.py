@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gloo import run_ranks
 from hooktrain.checkpoint import sharded
-from hooktrain.checkpoint.folder import verify_folder
-from hooktrain.checkpoint.sharded import ShardedSaver, load_sharded, read_structure, save_sharded
+from hooktrain.checkpoint.manifest import verify_folder
+from hooktrain.checkpoint.sharded import ShardedSaver, save_sharded
+from hooktrain.checkpoint.sharded_loading import load_sharded, read_sharded
 from hooktrain.checkpoint.staging import StagingBuffers
 from hooktrain.checkpoint.storage import CorruptCheckpointError
 from hooktrain.checkpoint.tree import join_state, split_state
@@ -109,7 +110,7 @@ def test_what_2_ranks_saved_is_resumed_by_1(
 
 def load_on_4_ranks(folder: Path) -> tuple[dict[str, torch.Tensor], set[int]]:
     mesh = init_device_mesh("cpu", (4,))
-    tree, paths, tensors = split_state(read_structure(folder))
+    tree, paths, tensors = split_state(read_sharded(folder, "meta"))
     into = {
         name: distribute_tensor(torch.zeros(tensor.shape), mesh, [Shard(0)])
         for name, tensor in tensors.items()

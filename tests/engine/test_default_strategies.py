@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
 from hooktrain.config import LazyConfig
-from hooktrain.engine import DefaultTrainer, HookBase
+from hooktrain.engine import DefaultTrainer, HookBase, create_ddp_model
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensor
 from hooktrain.utils.logger import close_logger
@@ -84,6 +85,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     made = {"one": train(f"{folder}/one", "text_gpt", half)}
     made["ddp"] = run_ranks(train, 2, f"{folder}/ddp", "text_gpt", half)[0]
     made["fsdp"] = run_ranks(train, 2, f"{folder}/fsdp", "text_gpt", half, FSDP)[0]
+    folders = ["train.checkpointer.sharded=true", "train.checkpointer.background=true"]
+    made["shards"] = run_ranks(train, 2, f"{folder}/shards", "text_gpt", half, FSDP, *folders)[0]
     made["folder"] = {"path": folder}
     return made
 
@@ -124,12 +127,19 @@ def test_each_strategy_evaluates_model_and_average_alike(strategy: str, runs: An
         ("fsdp", 1, []),
         ("fsdp", 4, []),
         ("ddp", 4, [FSDP]),
+        ("shards", 1, []),
+        ("shards", 4, []),
+        ("shards", 4, [FSDP]),
     ],
 )
 def test_a_run_of_two_ranks_goes_on_with_one_or_four(
     saved_by: str, world_size: int, options: list[str], runs: Any, tmp_path: Path
 ) -> None:
-    shutil.copy(runs["folder"]["path"] / saved_by / "model_0000002.pth", tmp_path)
+    saved = runs["folder"]["path"] / saved_by / "model_0000002"
+    if saved_by == "shards":
+        shutil.copytree(saved, tmp_path / saved.name)
+    else:
+        shutil.copy(saved.with_suffix(".pth"), tmp_path)
     arguments = (str(tmp_path), "text_gpt", *options)
     ours = run_ranks(train, world_size, *arguments)[0] if world_size > 1 else train(*arguments)
     whole = runs[saved_by]
@@ -158,3 +168,15 @@ def test_learning_rates_are_scaled_by_the_batch_of_all_ranks(tmp_path: Path) -> 
     options = [*SHORT, *scale, f"train.output_dir={tmp_path}", "optimizer.lr=0.25"]
     trainer = DefaultTrainer(LazyConfig.apply_overrides(cfg, options))
     assert {group["lr"] for group in trainer.optim_wrapper.param_groups} == {0.5}
+
+
+def ddp_model() -> tuple[bool, bool]:
+    model = create_ddp_model(nn.Linear(2, 2), broadcast_buffers=False, fp16_compression=True)
+    assert isinstance(model, DistributedDataParallel)
+    model(torch.ones(1, 2) * comm.get_rank()).sum().backward()
+    same = comm.all_gather(model.module.weight.grad)
+    return torch.equal(same[0], same[1]), model.broadcast_buffers
+
+
+def test_several_ranks_get_ddp_with_its_options_on_the_cpu_too() -> None:
+    assert run_ranks(ddp_model, 2) == [(True, False)] * 2

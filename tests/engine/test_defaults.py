@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
 from hooktrain.config import LazyConfig
@@ -160,18 +159,6 @@ def test_the_default_hooks_evaluate_then_write_then_save() -> None:
 def test_a_single_process_gets_its_model_back_unwrapped() -> None:
     model = nn.Linear(1, 1)
     assert create_ddp_model(model) is model
-
-
-def ddp_model() -> tuple[bool, bool]:
-    model = create_ddp_model(nn.Linear(2, 2), broadcast_buffers=False, fp16_compression=True)
-    assert isinstance(model, DistributedDataParallel)
-    model(torch.ones(1, 2) * comm.get_rank()).sum().backward()
-    same = comm.all_gather(model.module.weight.grad)
-    return torch.equal(same[0], same[1]), model.broadcast_buffers
-
-
-def test_several_ranks_get_ddp_with_its_options_on_the_cpu_too() -> None:
-    assert run_ranks(ddp_model, 2) == [(True, False)] * 2
 
 
 def test_the_default_trainer_trains_evaluates_and_returns_the_results(folder: Path) -> None:

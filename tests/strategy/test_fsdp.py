@@ -16,7 +16,6 @@ from hooktrain.config import LazyCall
 from hooktrain.model.text_gpt import Block, TextGPT
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import BaseStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from hooktrain.strategy.sharded_files import sharded_candidates
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors
 from sharding_toys import VOCABULARY, batches, make_model, train
@@ -145,6 +144,7 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
         "shards": saved_run(FSDPStrategy, f"{folder}/shards/iter_3", **sharded),
         "from one": resumed_run(FSDPStrategy, folder, f"{folder}/one/iter_3.pth"),
         "from shards": resumed_run(FSDPStrategy, f"{folder}/shards", True, **sharded),
+        "ddp from shards": resumed_run(DDPStrategy, f"{folder}/shards", True),
         "prebuilt": _prebuilt(folder),
         "configured": _configured(folder),
         "compiled": _configured(folder, {"backend": "eager"}),
@@ -217,24 +217,19 @@ def test_a_folder_of_shards_resumes_with_equal_bits(two: list[dict[str, Any]]) -
     assert resumed["losses"] == saved["losses"][3:]
 
 
+def test_a_folder_of_shards_resumes_without_shards(folder: Path, two: list[dict[str, Any]]) -> None:
+    saved = two[0]["shards"]
+    for resumed in (
+        two[0]["ddp from shards"],
+        resumed_run(SingleDeviceStrategy, f"{folder}/shards", True),
+    ):
+        assert resumed["iter"] == 3
+        assert same(resumed["states"], saved["states"])
+        assert resumed["losses"] == pytest.approx(saved["losses"][3:], abs=1e-5)
+
+
 def test_broken_folders_are_passed_over(two: list[dict[str, Any]]) -> None:
     assert [result["damaged"] for result in two] == ["iter_1", "iter_1"]
-
-
-def test_folders_are_tried_by_the_pointer_and_then_by_their_numbers(tmp_path: Path) -> None:
-    assert sharded_candidates(str(tmp_path / "none")) == []
-    for name in ("iter_2", "iter_10", "iter_9", "best"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text("{}")
-    (tmp_path / "iter_99").mkdir()
-    (tmp_path / "iter_11.pth").write_text("")
-    names = ["iter_10", "iter_9", "iter_2", "best"]
-    assert [Path(path).name for path in sharded_candidates(str(tmp_path))] == names
-    (tmp_path / "last_checkpoint").write_text("iter_9")
-    names = ["iter_9", "iter_10", "iter_2", "best"]
-    assert [Path(path).name for path in sharded_candidates(str(tmp_path))] == names
-    (tmp_path / "last_checkpoint").write_text("iter_11.pth")
-    assert sharded_candidates(str(tmp_path)) == []
 
 
 def test_the_states_are_whole_on_the_main_process_and_empty_elsewhere(

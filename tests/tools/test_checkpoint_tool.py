@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooktrain.checkpoint.sharded import load_sharded
+from hooktrain.checkpoint.sharded_loading import load_sharded
 from hooktrain.checkpoint.storage import load_file, save_file
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint.discovery import checkpoint_names
 from hooktrain.checkpoint.reading import read_checkpoint
 from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full
 
@@ -62,13 +64,12 @@ class BestCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Learn of a better model that was saved after the checkpoint that the run goes on from."""
-        checkpointer = self._checkpointer
-        if not self.trainer.start_iter or not checkpointer.save_dir:
-            return
-        path = os.path.join(checkpointer.save_dir, self._file_prefix)
-        for path in (path, path + ".pth"):
-            if checkpointer.save_to_disk and os.path.exists(path):
-                self._learn_from(path)
+        check_on_every_rank(self, self._checkpointer)
+        if self.trainer.start_iter and self._checkpointer.save_to_disk:
+            folder = self._checkpointer.save_dir
+            for name in checkpoint_names(folder):
+                if name in (self._file_prefix, self._file_prefix + ".pth"):
+                    self._learn_from(os.path.join(folder, name))
 
     def _learn_from(self, path: str) -> None:
         try:
@@ -124,19 +125,19 @@ class BestCheckpointer(HookBase):
         found = {"metric": self._val_metric, "value": float(value), "iteration": int(measured_at)}
         if every_rank:
             self.trainer.prepare_checkpoint()
-        self._checkpointer.save(
-            self._file_prefix,
-            tag=False,
-            iteration=iteration,
-            best=found,
-            on_error=partial(self._go_on_if_full, before),
-        )
         logger.info(
             "Saving the best model: %s is %.5f at iteration %d, before %s",
             self._val_metric,
             value,
             measured_at,
             "none" if best is None else f"{best:.5f}",
+        )
+        self._checkpointer.save(
+            self._file_prefix,
+            tag=False,
+            iteration=iteration,
+            best=found,
+            on_error=partial(self._go_on_if_full, before),
         )
 
     def _go_on_if_full(self, before: Mapping[str, Any], error: Exception) -> None:

@@ -1,9 +1,23 @@
 """Saves checkpoints while training."""
 
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.hook_base import HookBase
 
-__all__ = ["PeriodicCheckpointer"]
+__all__ = ["PeriodicCheckpointer", "check_on_every_rank"]
+
+
+def check_on_every_rank(hook: HookBase, checkpointer: Checkpointer) -> None:
+    """Refuse a hook that saves sharded checkpoints on some of the ranks only.
+
+    Raises:
+        RuntimeError: since it would wait for ever for the others.
+    """
+    if checkpointer.sharded and not hook.trainer.on_every_rank(hook):
+        raise RuntimeError(
+            "every rank writes its part of a sharded checkpoint: register "
+            f"{type(hook).__name__} on every rank, not only on some"
+        )
 
 
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
@@ -16,17 +30,9 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     """
 
     def before_train(self) -> None:
-        """Learn where the run ends.
-
-        Raises:
-            RuntimeError: if the checkpointer saves shards and this is not registered on every rank.
-        """
+        """Learn where the run ends; see also :func:`check_on_every_rank`."""
         self.max_iter = self.trainer.max_iter
-        if self.checkpointer.sharded and not self.trainer.on_every_rank(self):
-            raise RuntimeError(
-                "every rank writes its part of a sharded checkpoint: register "
-                f"{type(self).__name__} on every rank, not only on the main process"
-            )
+        check_on_every_rank(self, self.checkpointer)
 
     def after_step(self) -> None:
         """Save where a period ends, and at the last iteration."""

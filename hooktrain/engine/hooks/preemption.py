@@ -10,6 +10,7 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.utils import comm
 
 __all__ = ["Preemption"]
@@ -61,6 +62,7 @@ class Preemption(HookBase):
 
     def before_train(self) -> None:
         """Install the handlers."""
+        check_on_every_rank(self, self.checkpointer)
         self._received = None
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Signals are not heeded: the training does not run in the main thread")
@@ -104,7 +106,10 @@ class Preemption(HookBase):
     def _exit(self, number: signal.Signals) -> None:
         iteration = self.trainer.iter
         logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
-        if self.trainer.on_every_rank(self):
+        together = self.trainer.on_every_rank(self)
+        if together:
             self.trainer.prepare_checkpoint()
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
+        # A rank that is gone is a failure to launchers, which end the one that still writes.
+        self.checkpointer.wait(together=together)
         raise SystemExit(128 + number)

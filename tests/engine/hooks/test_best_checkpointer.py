@@ -8,18 +8,23 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, save_file, saving
+from hooktrain.checkpoint.reading import read_checkpoint
 from hooktrain.engine.hooks import BestCheckpointer, CallbackHook
 from hooktrain.utils import comm
 from toy import linear_trainer
 
 
 def run(
-    folder: Path, values: list[float], mode: str = "max", state: Any = None
+    folder: Path,
+    values: list[float],
+    mode: str = "max",
+    state: Any = None,
+    **options: Any,
 ) -> tuple[BestCheckpointer, Any]:
     """Train one iteration a value, each evaluated to that value."""
     trainer = linear_trainer()
-    checkpointer = Checkpointer(trainer.model, str(folder), trainer=trainer)
+    checkpointer = Checkpointer(trainer.model, folder, **options, trainer=trainer)
     hook = BestCheckpointer(1, checkpointer, "acc", mode)
 
     def put(t: Any) -> None:
@@ -34,7 +39,8 @@ def run(
 
 
 def saved_iteration(folder: Path) -> int:
-    file = torch.load(folder / "model_best.pth", weights_only=True)
+    (name,) = {"model_best", "model_best.pth"} & {path.name for path in folder.iterdir()}
+    file = read_checkpoint(str(folder / name))
     assert file["trainer"]["iteration"] == file["iteration"]
     return int(file["iteration"])
 
@@ -82,22 +88,40 @@ def test_a_metric_that_is_not_there_is_told(
     assert "no metric 'acc'" in caplog.text
 
 
+@pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_does_not_end_the_run_and_the_next_best_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    background: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real, calls = Checkpointer.save, []
+    calls = []
 
-    def full_at_first(self: Checkpointer, name: str, **kwargs: Any) -> None:
-        calls.append(name)
+    def full_at_first(state: dict[str, Any], path: str) -> None:
+        calls.append(path)
         if len(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, name, **kwargs)
+        save_file(state, path)
 
-    monkeypatch.setattr(Checkpointer, "save", full_at_first)
-    hook, _ = run(tmp_path, [0.5, 0.25])
-    assert "NOT SAVED" in caplog.text
+    monkeypatch.setattr(saving, "save_file", full_at_first)
+    hook, _ = run(tmp_path, [0.5, 0.25], background=background)
+    assert caplog.text.count("NOT SAVED") == 1
     assert saved_iteration(tmp_path) == 1
     assert hook.best_metric == 0.25
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_best_of_the_final_evaluation_is_there_when_the_run_has_ended(
+    tmp_path: Path, sharded: bool
+) -> None:
+    trainer = linear_trainer()
+    options = {"background": True, "sharded": sharded}
+    checkpointer = Checkpointer(trainer.model, tmp_path, **options, trainer=trainer)
+    put = CallbackHook(after_train=lambda t: t.storage.put_scalar("acc", 1))
+    trainer.register_hooks([put, BestCheckpointer(0, checkpointer, "acc")])
+    trainer.train(0, 3)
+    assert saved_iteration(tmp_path) == 2
+    assert not (tmp_path / "last_checkpoint").exists()
 
 
 def test_another_mode_is_refused(tmp_path: Path) -> None:
@@ -125,18 +149,19 @@ def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(tmp_path: Pat
     ]
 
 
+@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("saved_after", [True, False])
 def test_a_better_model_saved_after_the_resumed_checkpoint_is_kept(
-    tmp_path: Path, saved_after: bool
+    tmp_path: Path, saved_after: bool, sharded: bool
 ) -> None:
-    _, first = run(tmp_path, [0.5])
+    _, first = run(tmp_path, [0.5], sharded=sharded)
     state = first.state_dict()
     state["hooks"] = {}  # as in a checkpoint from before the evaluation
     if not saved_after:
         state["iteration"] = -1  # a run from the start knows of no other
-    run(tmp_path, [0.25, 0.125], state=state)
+    run(tmp_path, [0.25, 0.125], state=state, sharded=sharded)
     assert saved_iteration(tmp_path) == 0
-    best = torch.load(tmp_path / "model_best.pth", weights_only=True)["best"]
+    best = read_checkpoint(str(tmp_path / ("model_best" if sharded else "model_best.pth")))["best"]
     assert best == {"metric": "acc", "value": 0.5 if saved_after else 0.25, "iteration": 0}
 
 

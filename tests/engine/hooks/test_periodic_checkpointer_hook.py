@@ -1,3 +1,5 @@
+import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -5,15 +7,21 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, saving
 from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.utils import comm
 from toy import linear_trainer
 
 
-def run(folder: Path, max_iter: int, *hooks: Any, **kwargs: Any) -> Any:
-    trainer = linear_trainer(*hooks)
-    checkpointer = Checkpointer(trainer.model, str(folder), trainer=trainer)
+@pytest.fixture(params=[False, True], ids=["at once", "in the background"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of the checkpointer."""
+    return {"background": request.param}
+
+
+def run(folder: Path, max_iter: int, *hooks: Any, options: Any = None, **kwargs: Any) -> Any:
+    trainer = linear_trainer(*hooks, gather_metric_period=1)
+    checkpointer = Checkpointer(trainer.model, folder, **(options or {}), trainer=trainer)
     trainer.register_hooks([PeriodicCheckpointer(checkpointer, **kwargs)])
     checkpointer.resume_or_load("", resume=True)
     trainer.train(max_iter=max_iter)
@@ -21,38 +29,86 @@ def run(folder: Path, max_iter: int, *hooks: Any, **kwargs: Any) -> Any:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.pth"))
+    return sorted(path.name for path in folder.iterdir() if path.name != "last_checkpoint")
 
 
-def test_it_saves_each_period_and_model_final_at_the_end(tmp_path: Path) -> None:
-    run(tmp_path, 6, period=2)
+def pointer(folder: Path) -> str:
+    return (folder / "last_checkpoint").read_text()
+
+
+def test_it_saves_each_period_and_model_final_at_the_end(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    run(tmp_path, 6, options=options, period=2)
     assert names(tmp_path) == ["model_0000001.pth", "model_0000003.pth", "model_final.pth"]
-    assert (tmp_path / "last_checkpoint").read_text().strip() == "model_final.pth"
+    assert pointer(tmp_path) == "model_final.pth"
     final = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert final["iteration"] == final["trainer"]["iteration"] == 5
 
 
-def test_only_the_newest_are_kept_also_across_a_resume(tmp_path: Path) -> None:
-    run(tmp_path, 5, period=1, max_to_keep=2)
-    run(tmp_path, 8, period=1, max_to_keep=2)
+def test_only_the_newest_are_kept_also_across_a_resume(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    run(tmp_path, 5, options=options, period=1, max_to_keep=2)
+    run(tmp_path, 8, options=options, period=1, max_to_keep=2)
     assert names(tmp_path) == ["model_0000005.pth", "model_0000006.pth", "model_final.pth"]
 
 
-def test_a_run_that_is_stopped_early_has_its_final_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_early_has_its_final_checkpoint(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     stop = CallbackHook(after_step=lambda t: t.iter == 2 and t.request_stop("enough"))
-    run(tmp_path, 10, stop, period=100)
+    run(tmp_path, 10, stop, options=options, period=100)
     assert names(tmp_path) == ["model_final.pth"]
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["iteration"] == 2
 
 
-def test_a_failed_run_leaves_no_final_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_failed_run_leaves_no_final_checkpoint_but_the_one_that_was_under_way(
+    options: dict[str, Any], sharded: bool, tmp_path: Path
+) -> None:
     def fail(trainer: Any) -> None:
         if trainer.iter == 3:
             raise OSError("broken")
 
+    options = {**options, "sharded": sharded}
     with pytest.raises(OSError, match="broken"):
-        run(tmp_path, 4, CallbackHook(before_step=fail), period=2)
-    assert names(tmp_path) == ["model_0000001.pth"]
+        run(tmp_path, 4, CallbackHook(before_step=fail), options=options, period=3)
+    assert names(tmp_path) == ["model_0000002" if sharded else "model_0000002.pth"]
+    assert pointer(tmp_path) == names(tmp_path)[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_full_disk_in_the_background_is_told_before_the_next_save(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    told = []
+
+    def see(trainer: Any) -> None:
+        while any("checkpoint" in thread.name for thread in threading.enumerate()):
+            pass
+        told.append("NOT SAVED" in caplog.text)
+
+    monkeypatch.setattr(saving, "save_file", full)
+    monkeypatch.setattr("hooktrain.checkpoint.sharded.save_file", full)
+    hook = CallbackHook(before_step=see)
+    with pytest.raises(OSError, match="no space left"):
+        run(tmp_path, 7, hook, options={"background": True, "sharded": sharded}, period=4)
+    # Saved, in vain, after the fourth step; looked after at the end of the fifth.
+    assert told == [False] * 5 + [True] * 2
+    assert names(tmp_path) == []
+
+
+def test_shards_are_saved_by_every_rank_or_not_at_all(tmp_path: Path) -> None:
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, tmp_path, sharded=True, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 1)])
+    trainer.on_every_rank = lambda hook: False  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="register PeriodicCheckpointer on every rank"):
+        trainer.train(max_iter=1)
 
 
 @pytest.mark.parametrize("period", [0, -1])
