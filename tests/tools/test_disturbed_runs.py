@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from hooktrain.checkpoint.reading import read_checkpoint
+
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "digits_cnn.py")
 SCRIPT = str(Path(__file__).parent / "disturbances.py")
@@ -31,15 +33,19 @@ SMALL = [
 ]
 
 
-def command(launcher: list[str], disturbance: str, rank: int, folder: Path) -> list[str]:
+def command(
+    launcher: list[str], disturbance: str, rank: int, folder: Path, *options: str
+) -> list[str]:
     arguments = ["--resume", "--config-file", CONFIG, *SMALL, f"train.output_dir={folder}"]
-    return [*launcher, SCRIPT, disturbance, str(rank), *arguments]
+    return [*launcher, SCRIPT, disturbance, str(rank), *arguments, *options]
 
 
-def run(launcher: list[str], disturbance: str, rank: int, folder: Path) -> tuple[int, str]:
+def run(
+    launcher: list[str], disturbance: str, rank: int, folder: Path, *options: str
+) -> tuple[int, str]:
     """The exit code, and what was printed."""
     done = subprocess.run(
-        command(launcher, disturbance, rank, folder),
+        command(launcher, disturbance, rank, folder, *options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,7 +57,9 @@ def run(launcher: list[str], disturbance: str, rank: int, folder: Path) -> tuple
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "model_final.pth", weights_only=True)["model"]
+    final = folder / "model_final"
+    path = final if final.is_dir() else final.with_suffix(".pth")
+    state: dict[str, Any] = read_checkpoint(str(path))["model"]
     return state
 
 
@@ -98,6 +106,18 @@ def test_a_rank_that_is_killed_is_restarted_and_the_result_is_the_same(
     assert code == 0, printed
     assert "Starting training from iteration 2" in printed
     assert_same_weights(folder, undisturbed)
+
+
+def test_a_sharded_run_goes_on_from_its_shards(folder: Path) -> None:
+    shards = ["train.strategy=FSDPStrategy", "train.checkpointer.sharded=true"]
+    code, printed = run(TWO_RANKS, "nothing", 0, folder / "whole", *shards)
+    assert code == 0, printed
+    killed = folder / "killed"
+    code, printed = run([*TWO_RANKS, "--max-restarts=1"], "kill", 1, killed, *shards)
+    assert code == 0, printed
+    assert "Starting training from iteration 2" in printed
+    assert (killed / "model_0000001").is_dir()
+    assert_same_weights(killed, folder / "whole")
 
 
 def test_the_error_of_a_rank_is_the_last_thing_printed_and_soon(folder: Path) -> None:
