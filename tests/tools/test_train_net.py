@@ -137,3 +137,16 @@ def test_the_benchmark_measures_a_pair(tmp_path: Path) -> None:
         [*command, "--pairs", "1", "--iterations", "50"], capture_output=True, text=True, check=True
     )
     assert "added (median of pairs)" in result.stdout
+
+
+def test_the_benchmark_of_strategies_runs_a_configuration_through_each(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "benchmark_strategies.py")]
+    small = ["--iterations", "4", "--config-file", CONFIG, "model.channels=2"]
+    cases = ["--strategies", "SingleDeviceStrategy", "FSDPStrategy", "--precisions", "bfloat16"]
+    result = subprocess.run(
+        [*command, *cases, "--compiled", "no", *small], capture_output=True, text=True, check=True
+    )
+    rows = [[cell.strip() for cell in line.split("|")] for line in result.stdout.splitlines()[-2:]]
+    assert [row[1] for row in rows] == ["SingleDeviceStrategy", "FSDPStrategy"]
+    assert all(float(row[5]) > 0 for row in rows)
+    assert rows[0][6] == rows[1][6] != "nan"
