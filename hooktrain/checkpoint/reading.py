@@ -128,8 +128,8 @@ def _read_behind_main(path: str, state: State | None) -> State | None:
             state = read_checkpoint(path)
         except (OSError, CorruptCheckpointError) as problem:
             failure = str(problem)
-    failures = {rank: text for rank, text in enumerate(comm.all_gather(failure)) if text}
-    if failures:
+    if comm.any_rank(bool(failure)):
+        failures = {rank: text for rank, text in enumerate(comm.all_gather(failure)) if text}
         logger.warning(
             "Sending %s from the main process, as ranks cannot read it: %s", path, failures
         )

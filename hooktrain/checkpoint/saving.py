@@ -11,6 +11,7 @@ from hooktrain.checkpoint.background_saver import BackgroundSaver
 from hooktrain.checkpoint.discovery import write_pointer
 from hooktrain.checkpoint.folder import sweep_temporary_folders
 from hooktrain.checkpoint.sharded import ShardedSaver, save_sharded
+from hooktrain.checkpoint.shards import AgreedPlans
 from hooktrain.checkpoint.sources import digest_in_name
 from hooktrain.checkpoint.storage import save_file
 from hooktrain.utils import comm
@@ -170,6 +171,7 @@ class FolderSaver(Saver):
     def __init__(self, background: bool = False) -> None:
         super().__init__(background)
         self._saver = ShardedSaver()
+        self._plans = AgreedPlans()
         self._commit: Callable[[], None] | None = None
         # Old checkpoints are verified and deleted beside the training, too.
         self._follow_up = BackgroundWorker("after a checkpoint")
@@ -181,7 +183,7 @@ class FolderSaver(Saver):
             self._saver.save(state, path)
             self._commit = commit
         else:
-            save_sharded(state, path)
+            save_sharded(state, path, self._plans)
             commit()
 
     def _poll(self) -> None:

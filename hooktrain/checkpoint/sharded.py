@@ -41,7 +41,9 @@ __all__ = ["ShardedSaver", "save_sharded"]
 State = dict[str, Any]
 
 
-def save_sharded(state: State, folder: str | os.PathLike[str]) -> None:
+def save_sharded(
+    state: State, folder: str | os.PathLike[str], agreed: AgreedPlans | None = None
+) -> None:
     """Write ``state`` to a folder that is there as a whole, or not at all. Collective.
 
     A sharded checkpoint of that name is replaced.
@@ -51,13 +53,14 @@ def save_sharded(state: State, folder: str | os.PathLike[str]) -> None:
             rank writes its shard. Of all else the main process's is written, so what differs
             between ranks must have been gathered, as the trainer does with random states.
         folder: its final name.
+        agreed: keeps for the next save what the ranks have agreed on.
 
     Raises:
         TypeError: on every rank, if something could not be loaded back; nothing is written.
         FileExistsError: if something else than a sharded checkpoint has that name.
         OSError: on every rank, if the disk of one is full or fails; the old folder is as it was.
     """
-    save = _Save(state, Path(folder))
+    save = _Save(state, Path(folder), agreed)
     save.commit(save.write)
 
 

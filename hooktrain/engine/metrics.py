@@ -1,7 +1,9 @@
 """The losses of the steps: recorded without waiting, checked, brought together across ranks."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,6 +34,11 @@ class LossRecorder:
         self._period: list[tuple[int, Metrics]] = []
         self._checked_names: set[str] = set()
         self._recorded = self._checked = -1
+        self._tolerated: set[int] = set()
+
+    def tolerate(self, iteration: int) -> None:
+        """Let the losses of an iteration be what they are: no update is made of them."""
+        self._tolerated.add(iteration)
 
     def reset(self, iteration: int) -> None:
         """Forget what is pending: ``iteration`` is the last one of a loaded state."""
@@ -94,7 +101,8 @@ class LossRecorder:
             self._period.append((iteration, {**values, "data_time": data_time}))
             return
         if check_now:
-            if not all(math.isfinite(values[name]) for name in checked):
+            finite = all(math.isfinite(values[name]) for name in checked)
+            if not finite and iteration not in self._tolerated:
                 raise non_finite_loss(iteration, values)
             self._checked = iteration
         for name, value in values.items():
@@ -123,7 +131,8 @@ class LossRecorder:
             FloatingPointError: for the first one that was not finite, with its iteration.
         """
         for i, metrics in read_period(self._period):
-            if not all(math.isfinite(metrics[n]) for n in self._checked_names & set(metrics)):
+            finite = all(math.isfinite(metrics[n]) for n in self._checked_names & set(metrics))
+            if not finite and i not in self._tolerated:
                 raise non_finite_loss(i, metrics)
         if self._checked >= self._recorded or self._period:
             # What the ranks have not brought together yet is left to their common verdict.
@@ -132,10 +141,11 @@ class LossRecorder:
         for name in self._checked_names & set(histories):
             # Host-device synchronisation: reads what was recorded since the last reading.
             for value, i in histories[name].since(self._checked + 1):
-                if not math.isfinite(value):
+                if not math.isfinite(value) and i not in self._tolerated:
                     at = {n: v for n, h in histories.items() for v, j in h.since(i) if j == i}
                     raise non_finite_loss(i, {n: v for n, v in at.items() if "loss" in n})
         self._checked = self._recorded
+        self._tolerated.clear()
 
 
 def non_finite_loss(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
@@ -196,7 +206,10 @@ def merge_periods(
 
     Args:
         reports: for each rank, its metrics by iteration. The ranks need not have the same names.
+            A single one is taken as it is.
     """
+    if len(reports) == 1:
+        return [(iteration, dict(metrics)) for iteration, metrics in reports[0]]
     gathered: dict[tuple[int, str], list[float]] = {}
     for report in reports:
         for iteration, metrics in report:
@@ -204,6 +217,8 @@ def merge_periods(
                 gathered.setdefault((iteration, name), []).append(value)
     merged: dict[int, dict[str, float]] = {}
     for (iteration, name), values in gathered.items():
-        mean = max(values) if name == "data_time" else sum(values) / len(values)
+        # Not sum(), which rounds differently from Python 3.12 on.
+        total = reduce(operator.add, values, 0.0)
+        mean = max(values) if name == "data_time" else total / len(values)
         merged.setdefault(iteration, {})[name] = mean
     return sorted(merged.items())

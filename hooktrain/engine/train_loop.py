@@ -9,6 +9,7 @@ import torch
 
 from hooktrain import __version__
 from hooktrain.engine.hook_base import HookBase, HookList
+from hooktrain.engine.rank_reports import ReportExchange, hooks_of_some_ranks
 from hooktrain.engine.rank_rng import RankRng
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage
@@ -46,6 +47,7 @@ class TrainerBase:
         self._stop_reason: str | None = None
         self._partial_hooks: frozenset[str] = frozenset()
         self._rng = RankRng()
+        self._exchange = ReportExchange()
 
     def register_hooks(
         self,
@@ -114,6 +116,7 @@ class TrainerBase:
         self.max_iter = max_iter
         self._begun = []
         self._stop_request = self._stop_reason = None
+        self._exchange.start(start)
         with self.storage:
             try:
                 self.before_train()
@@ -150,15 +153,7 @@ class TrainerBase:
         """Compare the hooks of the ranks, then call the hooks."""
         self.storage.iter = self.iter
         if comm.get_world_size() > 1:
-            everywhere = comm.all_gather(list(self._hooks.by_key()))
-            common = frozenset[str].intersection(*map(frozenset, everywhere))
-            self._partial_hooks = frozenset[str]().union(*everywhere) - common
-            if self._partial_hooks:
-                logger.info(
-                    "Registered on some ranks only: %s. A checkpointer that runs on every rank "
-                    "also saves every rank's random state; who writes is decided inside.",
-                    sorted(self._partial_hooks),
-                )
+            self._partial_hooks = hooks_of_some_ranks(list(self._hooks.by_key()))
         for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
@@ -223,14 +218,22 @@ class TrainerBase:
     def synchronize(self) -> None:
         """Exchange the ranks' reports. A collective: every rank calls it at the same iteration."""
         if comm.get_world_size() > 1:
-            self.merge_reports(comm.all_gather(self.rank_report()))
+            self.merge_reports(self._exchange.exchange(self.rank_report(), self._finished))
 
     def rank_report(self) -> dict[str, Any]:
-        """What this rank tells the others at the end of a period."""
+        """What this rank tells the others at the end of a period.
+
+        A subclass may add entries; then every rank gets everyone's report, instead of their mean.
+        """
         return {"stop": self._stop_request}
 
     def merge_reports(self, reports: list[dict[str, Any]]) -> None:
-        """Take in what all ranks reported, in the same way on each of them."""
+        """Take in what all ranks reported, in the same way on each of them.
+
+        Args:
+            reports: in the order of ranks; or one with their means, if they hold nothing but
+                metrics of the same names.
+        """
         for rank, report in enumerate(reports):
             if report["stop"] is not None and self._stop_reason is None:
                 self._stop_reason = report["stop"]

@@ -179,6 +179,13 @@ class SimpleTrainer(TrainerBase):
         iteration = self.iter if iter is None else iter
         self._losses.record(self.storage, iteration, loss_dict, data_time, prefix)
 
+    def tolerate_losses(self) -> None:
+        """Let the losses of this iteration be infinite or NaN: no update is made of them.
+
+        For a hook's ``after_backward``, on all ranks alike.
+        """
+        self._losses.tolerate(self.iter)
+
     def synchronize(self) -> None:
         """Exchange the ranks' metrics and requests, and check the losses of the period."""
         super().synchronize()

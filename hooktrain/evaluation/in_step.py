@@ -30,24 +30,19 @@ def _has_shards(module: nn.Module) -> bool:
 def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """The batches of this rank, and then stand-ins for as long as another rank has batches.
 
-    One small collective a batch, so that loaders need no length and may end at different times. A
+    One sum of one number a batch, so that loaders need no length and may end at different times. A
     stand-in is the rank's own last batch; a rank that has none gets the first of another rank.
 
     Yields:
         A batch, and whether it is one of this rank's: of stand-ins nothing is to be counted.
     """
     batches = iter(data_loader)
-    stand_in: Any = None
-    first = True
-    while True:
+    stand_in = batch = next(batches, _END)
+    owners = comm.all_gather(batch is not _END)
+    if True in owners and False in owners:
+        first = comm.broadcast(batch, src=owners.index(True))
+        stand_in = first if batch is _END else batch
+    while comm.any_rank(batch is not _END):
+        stand_in = stand_in if batch is _END else batch
+        yield stand_in, batch is not _END
         batch = next(batches, _END)
-        own = batch is not _END
-        owners = comm.all_gather(own)
-        if not any(owners):
-            return
-        if first and not all(owners):
-            source = owners.index(True)
-            stand_in = comm.broadcast(batch if own else None, src=source)
-        first = False
-        stand_in = batch if own else stand_in
-        yield stand_in, own

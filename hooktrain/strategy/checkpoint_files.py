@@ -84,7 +84,7 @@ def add_meta(state: State, extra: Mapping[str, Any] | None, seed: int) -> State:
         "seed": seed,
         "time": time.strftime("%Y%m%d_%H%M%S"),
         "hooktrain": __version__,
-        "rng": dict(enumerate(comm.all_gather(get_rng_state()))),
+        "rng": dict(enumerate(comm.gather(get_rng_state()))),
     }
     return {**state, **extra, "meta": meta}
 

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainer_toys import Net, batches, sgd
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, save_file, saving
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
@@ -120,18 +121,18 @@ def test_a_window_that_an_error_cut_short_does_not_shift_those_that_follow(tmp_p
     assert first == second
 
 
-def best_on_a_full_disk(folder: Path) -> float | None:
+def best_on_a_full_disk(folder: Path, background: bool) -> float | None:
     trainer = linear_trainer()
-    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer)
-    real, calls = checkpointer.save, []
+    checkpointer = Checkpointer(trainer.model, folder, background=background, trainer=trainer)
+    calls = []
 
-    def full_at_first(name: str, **kwargs: Any) -> None:
-        calls.append(name)
-        if len(calls) == 1 and comm.is_main_process():
+    def full_at_first(state: dict[str, Any], path: str) -> None:
+        calls.append(path)
+        if len(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(name, **kwargs)
+        save_file(state, path)
 
-    checkpointer.save = full_at_first  # type: ignore[method-assign]
+    saving.save_file = full_at_first  # of this process only
     values = iter([0.5, 0.25, 0.125])
     best = BestCheckpointer(1, checkpointer, "acc")
     trainer.register_hooks([EvalHook(1, lambda: {"acc": next(values)}), best])
@@ -139,6 +140,9 @@ def best_on_a_full_disk(folder: Path) -> float | None:
     return best.best_metric
 
 
-def test_a_best_model_that_the_main_rank_could_not_save_is_forgotten_by_all(tmp_path: Path) -> None:
-    assert run_ranks(best_on_a_full_disk, 2, tmp_path) == [0.25, 0.25]
+@pytest.mark.parametrize("background", [False, True])
+def test_a_best_model_that_the_main_rank_could_not_save_is_forgotten_by_all(
+    background: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(best_on_a_full_disk, 2, tmp_path, background) == [0.25, 0.25]
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 1

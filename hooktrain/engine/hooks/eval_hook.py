@@ -62,6 +62,6 @@ class EvalHook(HookBase):
                 raise ValueError(
                     f"results of an evaluation must be numbers, but {name!r} is {value!r}"
                 ) from None
-        # Ranks need very different times to evaluate; all wait here, where it is visible.
-        for name, number in comm.all_gather(numbers)[0].items():
+        # Ranks need very different times to evaluate; they wait here, where it is visible.
+        for name, number in comm.broadcast(numbers).items():
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False)

@@ -1,0 +1,199 @@
+"""Updates that would ruin the model are passed over."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
+from hooktrain.model.sharding import shard_model
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.strategy import wrap_in_ddp
+from hooktrain.utils import comm
+from hooktrain.utils.dtensor import full_tensor
+
+
+class Square(nn.Module):
+    """A linear layer and its mean square, with or without a batch norm before it."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(3) if norm else nn.Identity()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.fc(self.norm(x)).square().mean()
+        return loss
+
+
+def data(poisoned: set[int], count: int = 8, value: float = math.nan) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 3, generator=generator) for _ in range(count)]
+    return [batch * value if i in poisoned else batch for i, batch in enumerate(batches)]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def train(poisoned: set[int], *skip: Any, value: float = math.nan, **options: Any) -> SimpleTrainer:
+    model = Square()
+    trainer = SimpleTrainer(
+        model, data(poisoned, value=value), OptimWrapper(adam(model), **options)
+    )
+    trainer.register_hooks([hooks.SkipNonFinite(*skip)])
+    trainer.train(max_iter=8)
+    return trainer
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
+def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(value: float, clip: Any) -> None:
+    trainer = train({2, 5}, value=value, clip_grad=clip)
+    model = Square()
+    optimizer = adam(model)
+    for i, batch in enumerate(data(set())):
+        if i not in (2, 5):
+            optimizer.zero_grad()
+            model(batch).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    pairs = zip(trainer.model.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
+    assert [i for i, loss in enumerate(losses) if not math.isfinite(loss)] == [2, 5]
+    assert trainer.optim_wrapper.skipped_updates == 2
+    assert trainer.storage.history("skipped_updates").values() == [(1.0, 2), (2.0, 5)]
+
+
+def test_too_many_in_a_row_raise_or_stop() -> None:
+    train({1, 2, 4, 5}, 2)
+    with pytest.raises(FloatingPointError, match=r"in 3 iterations in a row, up to iteration 3"):
+        train({1, 2, 3}, 2)
+    stopped = train({1, 2, 3}, 2, "stop")
+    assert stopped.iter == stopped.max_iter == 4
+
+
+def test_a_window_of_accumulation_is_skipped_as_a_whole() -> None:
+    model = Square()
+    before = [parameter.clone() for parameter in model.parameters()]
+    wrapper = OptimWrapper(adam(model), accumulative_counts=2)
+    trainer = SimpleTrainer(model, data({1}), wrapper)
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=1)
+    assert all(map(torch.equal, before, model.parameters()))
+    trainer.train(max_iter=2)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_scaler_skips_and_counts_by_itself() -> None:
+    model = Square()
+    wrapper = AmpOptimWrapper(adam(model), "float16", loss_scale={"init_scale": 4.0})
+    trainer = SimpleTrainer(model, data({2}), wrapper)
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=4)
+    assert wrapper.skipped_updates == 1
+    assert wrapper.grad_scaler.get_scale() == 2.0
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+class Two(nn.Module):
+    """Two layers with an optimizer each; the second one's loss is the batch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def train_step(self, batch: Tensor, wrappers: OptimWrapperDict) -> dict[str, Tensor]:
+        loss_one = self.one(torch.ones(2, 3)).square().mean()
+        wrappers["one"].update_params(loss_one)
+        loss_two = self.two(batch).square().mean()
+        wrappers["two"].update_params(loss_two)
+        return {"loss_one": loss_one, "loss_two": loss_two}
+
+
+def test_of_several_optimizers_only_the_one_concerned_skips() -> None:
+    model = Two()
+    wrappers = OptimWrapperDict(
+        one=OptimWrapper(adam(model.one)), two=OptimWrapper(adam(model.two))
+    )
+    trainer = StepTrainer(model, data({0}), wrappers)
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    before = Two()
+    trainer.train(max_iter=1)
+    assert not torch.equal(model.one.weight, before.one.weight)
+    assert torch.equal(model.two.weight, before.two.weight)
+    assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
+
+
+def test_a_poisoned_buffer_ends_the_run() -> None:
+    model = Square(norm=True)
+    trainer = SimpleTrainer(model, data({1}), adam(model))
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    with pytest.raises(FloatingPointError, match=r"not finite any more: \['norm.running_mean'"):
+        trainer.train(max_iter=4)
+
+
+def test_a_loss_that_its_gradients_do_not_show_ends_the_run() -> None:
+    class Hidden(Square):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + math.inf
+
+    model = Hidden()
+    trainer = SimpleTrainer(model, data(set()), adam(model))
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    with pytest.raises(FloatingPointError, match="iteration=0"):
+        trainer.train(max_iter=4)
+
+
+def test_how_many_there_were_in_a_row_outlives_a_resume(tmp_path: Path) -> None:
+    def run(poisoned: set[int], max_iter: int) -> None:
+        model = Square()
+        trainer = SimpleTrainer(model, data(poisoned), adam(model))
+        checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+        periodic = hooks.PeriodicCheckpointer(checkpointer, period=1)
+        trainer.register_hooks([hooks.SkipNonFinite(2), periodic])
+        checkpointer.resume_or_load("")
+        trainer.train(max_iter=max_iter)
+
+    run({1, 2}, 3)
+    with pytest.raises(FloatingPointError, match="in 3 iterations in a row, up to iteration 3"):
+        run({0}, 4)  # a list begins anew when a run is resumed
+
+
+def two_ranks(kind: str, poisoned_rank: int) -> tuple[list[Tensor], int, list[float]]:
+    model: Any = Square()
+    model = wrap_in_ddp(model, torch.device("cpu")) if kind == "ddp" else shard_model(model)
+    mine = {2} if comm.get_rank() == poisoned_rank else set()
+    trainer = SimpleTrainer(model, data(mine), adam(model), gather_metric_period=4)
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=8)
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
+    weights = [full_tensor(parameter).clone() for parameter in model.parameters()]
+    return weights, trainer.optim_wrapper.skipped_updates, losses
+
+
+@pytest.mark.parametrize(("kind", "poisoned_rank"), [("ddp", 1), ("fsdp", 0)])
+def test_all_ranks_skip_what_one_has_poisoned(kind: str, poisoned_rank: int) -> None:
+    alone = train({2})
+    for weights, skipped, losses in run_ranks(two_ranks, 2, kind, poisoned_rank):
+        # Both ranks have the same data but for the poison: the means are those of one.
+        pairs = zip(weights, alone.model.parameters(), strict=True)
+        assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in pairs)
+        assert skipped == 1
+        assert [i for i, loss in enumerate(losses) if not math.isfinite(loss)] == [2]
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_skips must be at least 1, but got 0"):
+        hooks.SkipNonFinite(0)
+    with pytest.raises(ValueError, match="on_limit must be 'raise' or 'stop', but got 'halt'"):
+        hooks.SkipNonFinite(1, "halt")

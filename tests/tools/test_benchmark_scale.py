@@ -1,0 +1,75 @@
+"""tools/benchmark_scale.py, run in this process at a small size: what it counts and prints."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hooktrain.utils import comm
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = ROOT / "tools/benchmark_scale.py"
+    spec = importlib.util.spec_from_file_location("benchmark_scale", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_one_collective_a_period_is_counted_and_its_bytes_are_known(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--worlds 8 4096 --losses 3 --rounds 1 --iterations 40"
+    real = comm._object_group
+    tool.main(["ranks", *options.split()])
+    rows = [cells(line)[:4] for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
+    # A number; of 20 iterations a waiting time of each rank, and 8 rows of 3 losses and the sum.
+    sizes = [8 * (1 + 20 * (ranks + 8 * 4)) for ranks in (8, 4096)]
+    assert rows[2:] == [
+        ["1", "3", "0", "0"],
+        ["8", "3", "1", str(sizes[0])],
+        ["4,096", "3", "1", str(sizes[1])],
+    ]
+    assert comm._object_group is real
+
+
+def test_a_collective_that_somebody_adds_to_a_period_is_counted(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tool.traffic(512, 1)[0] == 1
+    synchronize = tool.SimpleTrainer.synchronize
+    monkeypatch.setattr(
+        tool.SimpleTrainer, "synchronize", lambda self: comm.any_rank(False) or synchronize(self)
+    )
+    assert tool.traffic(512, 1)[0] == 2
+
+
+def test_the_costs_of_a_checkpoint_follow_from_its_size(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    threads = torch.get_num_threads()
+    tool.main(["checkpoint", "--gigabytes", "0.001", "--rounds", "1", "--folder", str(tmp_path)])
+    assert torch.get_num_threads() == threads
+    lines = [cells(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
+    names = [line[0] for line in lines]
+    assert "copy into kept memory" in names
+    assert "load_sharded (verified)" in names
+    assert list(tmp_path.iterdir()) == []
+    speed = {
+        "copy into kept memory": 10.0,
+        "save_sharded (sha256, fsync)": 0.5,
+        "load_sharded (verified)": 1.0,
+    }
+    # 12 bytes a parameter; a hundredth of 120 GB for each of 100 ranks.
+    assert tool.costs(speed, 10, 100) == pytest.approx([10, 100, 120, 1.2, 0.12, 2.4, 1.2])

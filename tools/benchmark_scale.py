@@ -1,0 +1,300 @@
+"""Measure what grows with the number of ranks, and what a checkpoint of a size costs.
+
+    python tools/benchmark_scale.py ranks
+    python tools/benchmark_scale.py checkpoint
+
+``ranks`` trains in one process that takes itself for the main one of many: under torch's fake
+process group collectives return at once, with nothing from the others. So it measures what a rank
+itself does, and counts what it sends, but neither the network nor the wait for others. Runs of all
+sizes take turns, since machines are noisy and drift. What others do on the machine can only add
+time: the fastest round says most, the median how disturbed the rounds were.
+
+``checkpoint`` measures, on this disk and one core, each thing that is done to the bytes of a
+checkpoint, and prints from that, by arithmetic, what larger ones would cost.
+"""
+
+import argparse
+import hashlib
+import os
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hooktrain.checkpoint.sharded import save_sharded
+from hooktrain.checkpoint.sharded_loading import load_sharded
+from hooktrain.checkpoint.staging import StagingBuffers
+from hooktrain.checkpoint.storage import load_file, save_file, verify_file
+from hooktrain.engine import SimpleTrainer, hooks
+from hooktrain.solver import CosineParamScheduler
+from hooktrain.utils import comm
+from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
+from hooktrain.utils.logger import close_logger, setup_logger
+
+PERIOD = 20
+
+
+class Model(nn.Module):
+    """A linear layer of 16 by 16 and its mean square, with constants as further losses."""
+
+    def __init__(self, metrics: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.others = {f"loss_{i}": torch.tensor(1.0 / i) for i in range(1, metrics)}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Compute the losses."""
+        return {"loss_0": self.fc(x).square().mean(), **self.others}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives, by whichever function they are begun, and the bytes given to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.count += 1
+            given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            self.bytes += sum(t.nbytes for t in given if isinstance(t, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process is one of so many."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    real = comm._object_group
+    # A fake process group has no gloo beside it.
+    comm._object_group = lambda: dist.group.WORLD  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        comm._object_group = real
+        dist.destroy_process_group()
+
+
+@contextmanager
+def full_stack(metrics: int, iterations: int) -> Iterator[SimpleTrainer]:
+    """A trainer with timer, schedule, and all metrics to a log and to JSON each 20 iterations."""
+    torch.manual_seed(0)
+    model = Model(metrics)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with tempfile.TemporaryDirectory() as folder:
+        setup_logger(folder, configure_stdout=False)
+        trainer = SimpleTrainer(model, repeat(torch.randn(16, 16)), optimizer, PERIOD)
+        writers = [CommonMetricPrinter(iterations), JSONWriter(f"{folder}/metrics.json")]
+        trainer.register_hooks(
+            [
+                hooks.IterationTimer(),
+                hooks.LRScheduler(scheduler=CosineParamScheduler(1.0, 0.0)),
+                hooks.PeriodicWriter(writers, period=PERIOD),
+            ]
+        )
+        try:
+            yield trainer
+        finally:
+            close_logger("hooktrain")
+
+
+def microseconds(ranks: int, metrics: int, iterations: int) -> float:
+    """The processor's time for an iteration; others on the machine disturb that least."""
+    with one_of(ranks), full_stack(metrics, iterations) as trainer:
+        start = time.process_time()
+        trainer.train(0, iterations)
+        return (time.process_time() - start) / iterations * 1e6
+
+
+def traffic(ranks: int, metrics: int) -> tuple[float, float]:
+    """Collectives and bytes a period, once the ranks know each other."""
+    periods = 5
+    with one_of(ranks), full_stack(metrics, PERIOD * (periods + 1)) as trainer:
+        trainer.train(0, PERIOD)
+        with Traffic() as first:
+            trainer.train(max_iter=2 * PERIOD)
+        with Traffic() as all_of_them:
+            trainer.train(max_iter=(3 + periods) * PERIOD)
+        count = (all_of_them.count - first.count) / periods
+        return count, (all_of_them.bytes - first.bytes) / periods
+
+
+def ranks_command(worlds: list[int], counts: list[int], rounds: int, iterations: int) -> None:
+    """Print the collectives of a period, and the time of an iteration with them."""
+    print(f"{rounds} rounds of {iterations} iterations, one thread, torch {torch.__version__}")
+    for metrics in counts:
+        times: dict[int, list[float]] = {ranks: [] for ranks in [1, *worlds]}
+        for ranks in times:
+            microseconds(ranks, metrics, 100)  # warm-up
+        for turn in range(rounds):
+            for ranks in times if turn % 2 == 0 else reversed(times):
+                times[ranks].append(microseconds(ranks, metrics, iterations))
+        rows = []
+        for ranks, own in times.items():
+            both = [f"{value:.1f}" for value in (statistics.median(own), min(own))]
+            more = f"{min(own) - min(times[worlds[0]]):+.1f}" if ranks > 1 else ""
+            rows.append([ranks, metrics, *traffic(ranks, metrics), *both, more])
+        headers = ["ranks", "losses", "collectives a period", "bytes a period"]
+        headers += ["us, median", "us, fastest", f"more than with {worlds[0]} ranks"]
+        print("\n" + tabulate(rows, headers, tablefmt="pipe", intfmt=","), flush=True)
+
+
+def seconds_of(function: Callable[[], object], rounds: int) -> float:
+    """The median time of several calls."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def write_durably(path: Path, content: memoryview) -> None:
+    """Write bytes to a new file, and wait until they are on the disk."""
+    path.unlink(missing_ok=True)
+    with open(path, "wb") as file:
+        file.write(content)
+        os.fsync(file.fileno())
+
+
+def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
+    """GB/s of what is done to the bytes of a checkpoint."""
+    count = 48
+    size = max(1, int(gigabytes * 1e9 / 4 / count))
+    state = {f"layer_{i}": torch.rand(size) for i in range(count)}
+    total = count * size * 4 / 1e9
+    buffers, content = StagingBuffers(), memoryview(torch.rand(count * size).numpy()).cast("B")
+    raw, ours, plain = folder / "raw", folder / "ours.pth", folder / "plain.pth"
+    sharded = folder / "sharded"
+    # In this order: what reads comes after what writes.
+    steps: dict[str, Callable[[], object]] = {
+        "copy into fresh memory": lambda: StagingBuffers().stage(state),
+        "copy into kept memory": lambda: buffers.stage(state),
+        "write and fsync": lambda: write_durably(raw, content),
+        "torch.save, not synced": lambda: torch.save(state, plain),
+        "save_file (checksums, fsync)": lambda: save_file(state, ours),
+        "save_sharded (sha256, fsync)": lambda: save_sharded(state, sharded),
+        "sha256 alone": lambda: hashlib.sha256(content).digest(),
+        "verify_file (all checksums)": lambda: verify_file(ours),
+        "load_file (verified)": lambda: load_file(ours),
+        "load_sharded (verified)": lambda: load_sharded(sharded, into=state),
+    }
+    buffers.stage(state)
+    return {name: total / seconds_of(step, rounds) for name, step in steps.items()}
+
+
+def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
+    """What a rank proposes to write of so many sharded tensors, as it is sent."""
+    with one_of(ranks, rank):
+        mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
+        options = {"run_check": False, "shape": shape, "stride": (4, 1)}
+        shards = {
+            f"model.layers.{i}.attention.weight": DTensor.from_local(
+                torch.zeros(1, 4), mesh, [Shard(0)], **options
+            )
+            for i in range(tensors)
+        }
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(shards, is_coordinator=rank == 0)
+        return pickle.dumps(planner.create_local_plan())
+
+
+def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
+    """What a tensor of a rank adds for the main process: bytes and us of the plan, of its results.
+
+    The plans of all ranks are settled when the tensors are saved for the first time; what was
+    written comes together at each save, and goes into the metadata.
+    """
+    sent = [plan_of(rank, ranks, tensors) for rank in range(ranks)]
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    start = time.process_time()
+    settled, metadata = planner.create_global_plan([pickle.loads(plan) for plan in sent])
+    for plan in settled:
+        pickle.dumps(plan)
+    agreed = time.process_time() - start
+    written = [
+        pickle.dumps(
+            [WriteResult(i.index, 16, _StorageInfo("__0_0.distcp", 0, 16)) for i in p.items]
+        )
+        for p in settled
+    ]
+    start = time.process_time()
+    results = [result for rank in written for result in pickle.loads(rank)]
+    metadata.storage_data = {result.index: result.storage_data for result in results}
+    pickle.dumps(metadata)
+    known = time.process_time() - start
+    each = ranks * tensors
+    sizes = (sum(map(len, sent)) / each, sum(map(len, written)) / each)
+    return [sizes[0], agreed / each * 1e6, sizes[1], known / each * 1e6]
+
+
+def costs(speed: dict[str, float], billions: float, ranks: int) -> list[Any]:
+    """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds."""
+    share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
+    blocked = share / speed["copy into kept memory"]
+    background = share / speed["save_sharded (sha256, fsync)"]
+    restore = share / speed["load_sharded (verified)"]
+    return [billions, ranks, 12 * billions, share, blocked, background, restore]
+
+
+def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> None:
+    """Print bandwidths, and the arithmetic of larger checkpoints."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        speed = bandwidths(Path(name), gigabytes, rounds)
+    title = f"{gigabytes:g} GB in float32, {rounds} rounds, one thread, torch {torch.__version__}"
+    print(f"{title}\n\n{tabulate(speed.items(), ['measured', 'GB/s'], 'pipe', floatfmt='.2f')}")
+    headers = ["plan, bytes", "plan, us", "result, bytes", "result, us"]
+    title = "each tensor of each rank, for the main process of a sharded save"
+    columns = zip(*(plan_costs() for _ in range(rounds)), strict=True)
+    medians = [statistics.median(column) for column in columns]
+    print(f"\n{title}\n\n{tabulate([medians], headers, 'pipe', floatfmt='.0f')}\n")
+    rows = [costs(speed, billions, ranks) for billions in (1, 10, 100) for ranks in (8, 64, 512)]
+    headers = ["billion parameters", "ranks", "GB", "GB a rank"]
+    headers += ["blocked, s", "in the background, s", "restore, s"]
+    print(tabulate(rows, headers, tablefmt="pipe", floatfmt=("g", "g", "g", *[".3g"] * 4)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="what", required=True)
+    ranks = commands.add_parser("ranks", help="what grows with the number of ranks")
+    ranks.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
+    ranks.add_argument("--losses", type=int, nargs="+", default=[1, 10, 100])
+    ranks.add_argument("--rounds", type=int, default=25)
+    ranks.add_argument("--iterations", type=int, default=500)
+    saves = commands.add_parser("checkpoint", help="what a checkpoint of a size costs")
+    saves.add_argument("--gigabytes", type=float, default=1.0)
+    saves.add_argument("--rounds", type=int, default=5)
+    saves.add_argument("--folder", help="on the disk to measure; a temporary one by default")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if args.what == "ranks":
+        ranks_command(args.worlds, args.losses, args.rounds, args.iterations)
+    else:
+        checkpoint_command(args.gigabytes, args.rounds, args.folder)
+
+
+if __name__ == "__main__":
+    main()
