@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain import checkpoint, config, data, engine, evaluation, model, solver
+from hooktrain import checkpoint, config, data, engine, evaluation, model, solver, strategy
 from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
 from hooktrain.utils import comm, env, events, logger, registries
@@ -79,7 +79,7 @@ def test_every_script_of_the_guide_is_valid_python(name: str) -> None:
 # Where a name in the tables' right column can be from, in this order.
 MODULES: list[ModuleType] = [
     *(engine, hooks, solver, model, data, checkpoint, evaluation, config),
-    *(param_scheduler, registries, events, env, logger),
+    *(param_scheduler, registries, events, env, logger, strategy),
     *(torch, nn.parallel, torch.amp, torch.utils.data, torch.optim.lr_scheduler),
 ]
 
@@ -100,6 +100,7 @@ OBJECTS = {
     "hooks": hooks,
     "model": model.BaseModel,
     "optim_wrapper": TRAINER.optim_wrapper,
+    "strategy": strategy.SingleDeviceStrategy(),
     "torch": torch,
     "trainer": TRAINER,
     "update_params": TRAINER.optim_wrapper.update_params,

@@ -187,8 +187,8 @@ def test_nothing_is_deleted_while_the_newest_folder_is_broken(
     steps(tmp_path, 0, 20, sharded=True)
     real = save_sharded
 
-    def save_badly(state: dict[str, Any], path: str) -> None:
-        real(state, path)
+    def save_badly(state: dict[str, Any], path: str, *agreed: Any) -> None:
+        real(state, path, *agreed)
         damage(Path(path))
 
     monkeypatch.setattr("hooktrain.checkpoint.saving.save_sharded", save_badly)
