@@ -35,6 +35,7 @@ class LossRecorder:
         self._checked_names: set[str] = set()
         self._recorded = self._checked = -1
         self._tolerated: set[int] = set()
+        self._alone = comm.get_world_size() == 1
 
     def tolerate(self, iteration: int) -> None:
         """Let the losses of an iteration be what they are: no update is made of them."""
@@ -47,6 +48,7 @@ class LossRecorder:
 
     def rewind(self, iteration: int) -> None:
         """Forget what lies after ``iteration``, since the run goes on right after it."""
+        self._alone = comm.get_world_size() == 1  # asked once a run, since it takes as long as all
         self._period = [entry for entry in self._period if entry[0] <= iteration]
         self._recorded = self._checked = min(self._checked, iteration)
 
@@ -70,7 +72,7 @@ class LossRecorder:
         """
         if not RESERVED.isdisjoint(metrics):
             raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
-        alone = comm.get_world_size() == 1
+        alone = self._alone
         check_now = alone and self.check_at_once
         total_name = prefix + "total_loss"
         # The sum comes first where metrics are shown.
@@ -101,9 +103,9 @@ class LossRecorder:
             self._period.append((iteration, {**values, "data_time": data_time}))
             return
         if check_now:
-            finite = all(math.isfinite(values[name]) for name in checked)
-            if not finite and iteration not in self._tolerated:
-                raise non_finite_loss(iteration, values)
+            for name in checked:
+                if not math.isfinite(values[name]) and iteration not in self._tolerated:
+                    raise non_finite_loss(iteration, values)
             self._checked = iteration
         for name, value in values.items():
             storage.put_scalar(name, value, True, iteration)
