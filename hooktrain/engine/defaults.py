@@ -3,7 +3,8 @@
 import logging
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -95,6 +96,7 @@ class DefaultTrainer(StepTrainer):
         self.max_iter = cfg.train.max_iter
         self.ema = EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
         self.last_results: dict[str, Any] = {}
+        self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
 
     @classmethod
@@ -216,26 +218,37 @@ class DefaultTrainer(StepTrainer):
         return hooks
 
     def _evaluate(self) -> dict[str, Any]:
-        results = self.test(self.cfg, self.model, step="val_step")
+        if self._evaluator is None:  # it may take long to build
+            self._evaluator = self.build_evaluator(self.cfg)
+        test = partial(self.test, self.cfg, self.model, self._evaluator, step="val_step")
+        results = test()
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
             with self.ema.swap():
-                averaged = self.test(self.cfg, self.model, step="val_step")
+                averaged = test()
             results = {**results, "ema": averaged}
         self.last_results = results
         return results
 
     @classmethod
-    def test(cls, cfg: Any, model: nn.Module, step: str = "test_step") -> dict[str, Any]:
+    def test(
+        cls,
+        cfg: Any,
+        model: nn.Module,
+        evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
+        step: str = "test_step",
+    ) -> dict[str, Any]:
         """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
 
         Args:
             cfg: the configuration.
             model: the model.
+            evaluators: one or several; None is that of :meth:`build_evaluator`.
             step: see :func:`~hooktrain.evaluation.inference_on_dataset`.
         """
-        loader, evaluator = cls.build_test_loader(cfg), cls.build_evaluator(cfg)
-        results = inference_on_dataset(model, loader, evaluator, step=step)
+        loader = cls.build_test_loader(cfg)
+        evaluators = cls.build_evaluator(cfg) if evaluators is None else evaluators
+        results = inference_on_dataset(model, loader, evaluators, step=step)
         if comm.is_main_process():
             print_csv_format(results)
         return results
