@@ -219,9 +219,9 @@ def default_hooks(
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: in iterations.
         epoch_length: the iterations of an epoch, for schedules that step by epochs.
-        watchdog_s: after how many seconds without progress a rank is taken to hang; it must be more
-            than the longest evaluation takes. See :class:`~hooktrain.engine.hooks.Watchdog`, which
-            then ends the process. 0 watches nothing.
+        watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
+            iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
+            ends the process. 0 watches nothing.
     """
     schedule = LRScheduler(scheduler=scheduler, epoch_length=epoch_length)
     hooks: list[HookBase] = [IterationTimer(), schedule]

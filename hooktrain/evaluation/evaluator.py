@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.evaluation.in_step import computes_together, in_step
-from hooktrain.utils import comm
+from hooktrain.utils import comm, heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,7 @@ class _Progress:
         for batch in data_loader:
             self.lap("Dataloading")
             yield batch
+            heartbeat.beat()
             self.batches += 1
             self._measured += 1
             if perf_counter() - self._last_line >= _SECONDS_BETWEEN_LINES:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hooktrain.utils import heartbeat
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -50,6 +52,7 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
             for statistics in layers:
                 statistics.used = False
             model(batch)
+            heartbeat.beat()
             seen += 1
     # A rank with too few batches takes part in the exchange too: no other rank waits in vain.
     missing = _merge_ranks(layers, num_iters - seen)

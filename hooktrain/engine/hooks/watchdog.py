@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.utils import comm
+from hooktrain.utils import comm, heartbeat
 
 __all__ = ["EXIT_HUNG", "Watchdog"]
 
@@ -41,9 +41,11 @@ class Watchdog(HookBase):
     group, once in a quarter of ``timeout_s`` and at most once in ten seconds; there is no
     collective, and a step costs two calls of a clock.
 
-    An evaluation or a save happens between two iterations: ``timeout_s`` must exceed the longest
-    one, and the first iteration with its compilation. Call :meth:`beat` inside of what takes long
-    by right. The final evaluation is watched if the hook is registered last.
+    ``timeout_s`` must exceed the longest iteration, also the first one with its compilation, and
+    the longest save. Each batch of an evaluation counts as progress, if it goes by
+    :func:`~hooktrain.evaluation.inference_on_dataset`; call
+    :func:`hooktrain.utils.heartbeat.beat` inside of whatever else takes long by right. The final
+    evaluation is watched if the hook is registered last.
 
     Args:
         timeout_s: in seconds, above 0.
@@ -62,7 +64,7 @@ class Watchdog(HookBase):
             raise ValueError(f"on_timeout must be 'report' or 'abort', but got {on_timeout!r}")
         self.timeout_s = timeout_s
         self.on_timeout = on_timeout
-        self._beat = (0, 0.0)
+        self._iteration = 0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -93,13 +95,14 @@ class Watchdog(HookBase):
 
     def beat(self) -> None:
         """Tell that this rank makes progress; the iterations do so by themselves."""
-        self._beat = (self.trainer.iter, time.monotonic())
+        self._iteration = self.trainer.iter
+        heartbeat.beat()
 
     def _watch(self, board: "_Board") -> None:
         reported = None
         pause = min(10.0, self.timeout_s / 4)
         while True:
-            beat = self._beat
+            beat = (self._iteration, heartbeat.last_beat())
             board.publish(beat[0])
             stalled = time.monotonic() - beat[1]
             if stalled >= self.timeout_s and reported != beat and not self._end.is_set():

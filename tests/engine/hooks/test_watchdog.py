@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.hooks.watchdog import Progress, Watchdog, describe, ranks_behind
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils import comm
 from toy import Idle
 
@@ -74,19 +75,18 @@ def test_what_takes_long_by_right_can_tell_so(
         looks[0] += threading.current_thread().name == "watchdog"
         return clock[0]
 
-    monkeypatch.setattr(
-        "hooktrain.engine.hooks.watchdog.time", SimpleNamespace(monotonic=monotonic)
-    )
-    watchdog = Watchdog(0.04)
+    for module in ("hooktrain.engine.hooks.watchdog", "hooktrain.utils.heartbeat"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=monotonic))
+
+    def model(batch: int) -> None:
+        clock[0] += 0.03
+        seen = looks[0]
+        wait_until(lambda: looks[0] > seen + 1)
 
     def evaluate(_: Any) -> None:
-        for _ in range(3):
-            clock[0] += 0.03
-            seen = looks[0]
-            wait_until(lambda seen=seen: looks[0] > seen + 1)
-            watchdog.beat()
+        inference_on_dataset(model, range(3), None)
 
-    Idle(watchdog, CallbackHook(after_step=evaluate)).train(0, 1)
+    Idle(Watchdog(0.04), CallbackHook(after_step=evaluate)).train(0, 1)
     assert reports(caplog) == []
 
 
