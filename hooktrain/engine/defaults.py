@@ -108,9 +108,9 @@ class DefaultTrainer(StepTrainer):
             instantiate(train.get("strategy", "auto")),
             ddp={
                 "fp16_compression": ddp.pop("fp16_compression", False),
-                "sync_bn": train.get("sync_bn"),
                 "model_wrapper": ddp,
             },
+            sync_bn=train.get("sync_bn"),
             work_dir=train.output_dir,
             device=train.device,
             auto_scale_lr=train.get("auto_scale_lr"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hooktrain.model import convert_sync_batchnorm
 from hooktrain.solver import build_optim_wrapper, build_param_scheduler
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
@@ -67,6 +68,10 @@ class BaseStrategy(PreparedStates):
             (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). It takes the number of one rank,
             ``train_micro_batch_size_per_gpu``, from ``dispatch_kwargs``. Passes that are
             accumulated do not count, as in MMEngine.
+        sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches of all
+            ranks, by :class:`torch.nn.SyncBatchNorm`, or on the CPU, which that refuses, by
+            :class:`~hooktrain.model.CPUSyncBatchNorm`. None changes nothing; one process has all
+            of the batch anyway.
         device: such as ``"cpu"`` or ``"cuda:1"``. None is the accelerator, if there is one; with
             several ranks, each has its own.
 
@@ -80,7 +85,7 @@ class BaseStrategy(PreparedStates):
 
     Raises:
         TypeError: if ``env_kwargs`` is neither.
-        ValueError: for an unknown name in ``env_kwargs``.
+        ValueError: for an unknown name in ``env_kwargs``, or another ``sync_bn``.
     """
 
     saves_shards = False
@@ -93,6 +98,7 @@ class BaseStrategy(PreparedStates):
         env_kwargs: Environment | Mapping[str, Any] | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
+        sync_bn: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__(
@@ -102,6 +108,9 @@ class BaseStrategy(PreparedStates):
             log_kwargs=log_kwargs,
             device=device,
         )
+        if sync_bn not in (None, "torch"):
+            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
+        self.sync_bn = sync_bn
         self._auto_scale_lr = None if auto_scale_lr is None else dict(auto_scale_lr)
         self.dispatch_kwargs = {}
         self._compiled = False
@@ -216,6 +225,13 @@ class BaseStrategy(PreparedStates):
 
         A model that is wrapped already stays as it is.
         """
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Let batch norms communicate, if that is asked for."""
+        if self.sync_bn is None:
+            return model
+        on_cpu = self.device.type == "cpu"
+        return convert_sync_batchnorm(model, "cpu" if on_cpu else self.sync_bn)
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """Bring a model to :attr:`device`, and give it the first rank's weights. A collective.

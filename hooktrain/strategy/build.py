@@ -12,7 +12,7 @@ from hooktrain.utils.registries import STRATEGIES
 __all__ = ["build_strategy"]
 
 # So that one configuration serves any number of processes.
-_OF_DDP = ("model_wrapper", "sync_bn", "fp16_compression")
+_OF_DDP = ("model_wrapper", "fp16_compression")
 
 
 def build_strategy(

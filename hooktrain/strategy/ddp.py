@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from hooktrain.model import (
     BaseModel,
-    convert_sync_batchnorm,
     is_model_wrapper,
     revert_sync_batchnorm,
 )
@@ -75,34 +74,26 @@ class DDPStrategy(BaseStrategy):
             see :class:`torch.nn.parallel.DistributedDataParallel` and
             :class:`~hooktrain.model.StepDistributedDataParallel`. The type is by default that of
             :func:`wrapper_for`, and ``broadcast_buffers`` is False.
-        sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches of all
-            ranks, by :class:`torch.nn.SyncBatchNorm`, or on the CPU, which that refuses, by
-            :class:`~hooktrain.model.CPUSyncBatchNorm`. None changes nothing.
         fp16_compression: exchange gradients in float16.
         kwargs: see :class:`BaseStrategy`.
 
     Raises:
         TypeError: for another kind of ``model_wrapper``.
-        ValueError: for another ``sync_bn``.
     """
 
     def __init__(
         self,
         *,
         model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None = None,
-        sync_bn: str | None = None,
         fp16_compression: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if sync_bn not in (None, "torch"):
-            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         if not isinstance(model_wrapper, str | type | Mapping | None):
             raise TypeError(
                 f"model_wrapper must be a name, a class or a dict of options: {model_wrapper!r}"
             )
         self.model_wrapper = model_wrapper
-        self.sync_bn = sync_bn
         self.fp16_compression = fp16_compression
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -114,13 +105,6 @@ class DDPStrategy(BaseStrategy):
         model = self.place_model(self.convert_model(model))
         options = {"broadcast_buffers": False, **_options(self.model_wrapper)}
         return wrap_in_ddp(model, self.device, fp16_compression=self.fp16_compression, **options)
-
-    def convert_model(self, model: nn.Module) -> nn.Module:
-        """Let batch norms communicate, if that is asked for."""
-        if self.sync_bn is None:
-            return model
-        on_cpu = self.device.type == "cpu"
-        return convert_sync_batchnorm(model, "cpu" if on_cpu else self.sync_bn)
 
 
 def _options(model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None) -> dict[str, Any]:

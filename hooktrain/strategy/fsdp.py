@@ -112,6 +112,7 @@ class FSDPStrategy(BaseStrategy):
                 "FSDPStrategy shards a model over processes, and nothing has started any: use "
                 "torchrun or hooktrain.engine.launch(), or SingleDeviceStrategy for one process"
             )
+        model = self.convert_model(model)
         deferred = _on_meta(model)
         if not deferred:
             model = self.place_model(model)

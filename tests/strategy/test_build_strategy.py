@@ -48,17 +48,18 @@ def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
 
 
 def test_defaults_for_ddp_reach_no_other_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp = {"fp16_compression": True, "sync_bn": "torch"}
+    ddp = {"fp16_compression": True, "model_wrapper": {"static_graph": True}}
     for strategy in ("auto", "SingleDeviceStrategy", "FSDPStrategy"):
-        assert not hasattr(build_strategy(strategy, ddp=ddp, work_dir="/here"), "sync_bn")
-    made = build_strategy({"type": "DDPStrategy", "sync_bn": None}, ddp=ddp)
+        made = build_strategy(strategy, ddp=ddp, work_dir="/here")
+        assert not hasattr(made, "fp16_compression")
+    made = build_strategy({"type": "DDPStrategy", "model_wrapper": None}, ddp=ddp)
     assert isinstance(made, DDPStrategy)
-    assert (made.sync_bn, made.fp16_compression) == (None, True)
+    assert (made.model_wrapper, made.fp16_compression) == (None, True)
     for name, value in torchrun(world_size=2).items():
         monkeypatch.setenv(name, value)
     made = build_strategy("auto", ddp=ddp)
     assert isinstance(made, DDPStrategy)
-    assert made.sync_bn == "torch"
+    assert made.model_wrapper == {"static_graph": True}
 
 
 def test_a_strategy_is_returned() -> None:
