@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, save_file
+from hooktrain.checkpoint.reading import read_checkpoint
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer
 from hooktrain.engine.hooks.preemption import Preemption
@@ -24,9 +25,12 @@ def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
     return CallbackHook(after_backward=send)
 
 
-def preemptible(folder: Path, *hooks: HookBase, **kwargs: Any) -> SimpleTrainer:
+def preemptible(
+    folder: Path, *hooks: HookBase, background: bool = False, sharded: bool = False, **kwargs: Any
+) -> SimpleTrainer:
     trainer = linear_trainer(*hooks, **kwargs)
-    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer)
+    how = {"background": background, "sharded": sharded}
+    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer, **how)
     periodic = PeriodicCheckpointer(checkpointer, period=4)
     trainer.register_hooks([periodic, Preemption(checkpointer)])
     checkpointer.resume_or_load("")
@@ -138,18 +142,46 @@ def test_in_another_thread_it_says_that_it_heeds_nothing(
     assert "does not run in the main thread" in caplog.text
 
 
-def preempt_one_rank(folder: Path) -> tuple[Any, int, list[int]]:
+def test_the_process_outlives_what_it_saves_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = threading.Event()
+
+    def save_late(*args: Any) -> None:
+        assert waited.wait(30)
+        save_file(*args)
+
+    def wait(checkpointer: Checkpointer, **together: bool) -> None:
+        if together:  # other calls come from within the checkpointer
+            waited.set()
+        real_wait(checkpointer, **together)
+
+    real_wait = Checkpointer.wait
+    monkeypatch.setattr("hooktrain.checkpoint.saving.save_file", save_late)
+    monkeypatch.setattr(Checkpointer, "wait", wait)
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1), background=True)
+    waited.clear()  # nothing is under way yet
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=3)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+
+
+def preempt_one_rank(folder: Path, shards: bool) -> tuple[Any, int, list[int]]:
     # The exchanges follow iterations 3 and 7.
-    trainer = preemptible(folder, signal_at(signal.SIGTERM, 4, rank=1), gather_metric_period=4)
+    hook = signal_at(signal.SIGTERM, 4, rank=1)
+    how = {"background": shards, "sharded": shards}
+    trainer = preemptible(folder, hook, gather_metric_period=4, **how)
     code = None
     try:
         trainer.train(max_iter=20)
     except SystemExit as error:
         code = error.code
-    comm.synchronize()  # the main rank has written the file now
-    state = torch.load(folder / "model_0000007.pth", weights_only=True)
+    state = read_checkpoint(str(folder / ("model_0000007" if shards else "model_0000007.pth")))
     return code, trainer.iter, sorted(state["trainer"]["rng"])
 
 
-def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(tmp_path: Path) -> None:
-    assert run_ranks(preempt_one_rank, 2, tmp_path) == [(143, 7, [0, 1])] * 2
+@pytest.mark.parametrize("shards", [False, True])
+def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(
+    shards: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(preempt_one_rank, 2, tmp_path, shards) == [(143, 7, [0, 1])] * 2
