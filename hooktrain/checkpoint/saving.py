@@ -195,8 +195,12 @@ class FolderSaver(Saver):
                 self._commit = commit
 
     def _wait(self) -> None:
+        try:
+            self._saver.finish()
+        except Exception:
+            self._commit = None
+            raise
         commit, self._commit = self._commit, None
-        self._saver.finish()
         if commit is not None:
             commit()
         self._follow_up.wait()

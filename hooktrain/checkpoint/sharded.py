@@ -109,9 +109,14 @@ class ShardedSaver:
         Raises:
             OSError: if the disk of a rank was full or failed; the folder is as it was before.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.commit(self._worker.wait)
+        if self._pending is None:
+            return
+        try:
+            self._pending.commit(self._worker.wait)
+        except Exception:
+            self._pending = None
+            raise
+        self._pending = None  # after a KeyboardInterrupt it can still be finished
 
     def give_up(self) -> None:
         """Let go of what is under way, after a failure. The one method that is not collective.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.config import LazyConfig
+from hooktrain.config import LazyConfig, instantiate
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks import (
     BestCheckpointer,
@@ -25,7 +25,7 @@ from hooktrain.engine.hooks import (
     Preemption,
     Watchdog,
 )
-from hooktrain.strategy import wrap_in_ddp
+from hooktrain.strategy import BaseStrategy, build_strategy, wrap_in_ddp
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_all_rng
@@ -40,10 +40,12 @@ from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registries import MODEL_WRAPPERS
 
 __all__ = [
+    "batch_size_of_a_rank",
     "create_ddp_model",
     "default_argument_parser",
     "default_hooks",
     "default_setup",
+    "default_strategy",
     "default_writers",
 ]
 
@@ -73,8 +75,52 @@ def create_ddp_model(
         if type is not None:
             MODEL_WRAPPERS.get(type)  # a typo is found with one process too
         return model
-    device = next(model.parameters()).device
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return wrap_in_ddp(model, device, type=type, fp16_compression=fp16_compression, **kwargs)
+
+
+def default_strategy(train: Any) -> BaseStrategy:
+    """The strategy of a configuration.
+
+    Args:
+        train: as in ``configs/common/train.py``; of it, ``strategy``, ``device``, ``ddp``,
+            ``sync_bn``, ``auto_scale_lr``, ``seed`` and ``output_dir`` are looked at.
+
+    Raises:
+        TypeError: if ``strategy`` is an object.
+        KeyError: for an unknown strategy or wrapper.
+    """
+    strategy, ddp = train.get("strategy", "auto"), dict(train.ddp)
+    if isinstance(strategy, Mapping) and "_target_" in strategy:  # it is built with the rest
+        strategy = {("type" if k == "_target_" else k): v for k, v in strategy.items()}
+    if isinstance(strategy, BaseStrategy):
+        raise TypeError(
+            f"train.strategy must be a name, or a dict with type and options, since it gets "
+            f"device, seed and more from train; but it is {strategy!r}"
+        )
+    if isinstance(ddp.get("type"), str):
+        MODEL_WRAPPERS.get(ddp["type"])  # a typo is found with one process too
+    seeded = train.seed is not None and train.seed >= 0
+    return build_strategy(
+        instantiate(strategy),
+        ddp={
+            "fp16_compression": ddp.pop("fp16_compression", False),
+            "model_wrapper": ddp,
+        },
+        sync_bn=train.get("sync_bn"),
+        work_dir=train.output_dir,
+        device=train.device,
+        auto_scale_lr=train.get("auto_scale_lr"),
+        env_kwargs={"seed": train.seed if seeded else None, "diff_rank_seed": True},
+    )
+
+
+def batch_size_of_a_rank(loader: Any) -> int | None:
+    """The samples in a batch of one rank, as far as the loader tells."""
+    if total := getattr(loader, "total_batch_size", None):
+        return int(total) // comm.get_world_size()
+    size: int | None = getattr(loader, "batch_size", None)
+    return size
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """A trainer that builds itself from a configuration."""
 
+import inspect
 import logging
 import math
 import weakref
@@ -12,10 +13,12 @@ from torch import nn
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.engine.default_parts import (
+    batch_size_of_a_rank,
     create_ddp_model,
     default_argument_parser,
     default_hooks,
     default_setup,
+    default_strategy,
     default_writers,
 )
 from hooktrain.engine.hook_base import HookBase
@@ -34,7 +37,7 @@ from hooktrain.solver import (
     build_optim_wrapper,
     build_param_scheduler,
 )
-from hooktrain.strategy import BaseStrategy, build_strategy
+from hooktrain.strategy import BaseStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
 from hooktrain.utils.unwrap import unwrap_model
@@ -88,10 +91,10 @@ class DefaultTrainer(StepTrainer):
         _, optim_wrapper = self.strategy.prepare(
             model,
             optim_wrapper=self.build_optimizer(cfg, unwrap_model(model)),
-            dispatch_kwargs={"train_micro_batch_size_per_gpu": _batch_size_of_a_rank(loader)},
+            dispatch_kwargs={"train_micro_batch_size_per_gpu": batch_size_of_a_rank(loader)},
         )
         super().__init__(model, loader, optim_wrapper, gather_metric_period=cfg.train.log_period)
-        self.meta = {"config": LazyConfig.to_py(cfg), "seed": cfg.train.seed}
+        self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.strategy.seed}
         self.checkpointer = self.build_checkpointer()
         self.max_iter = cfg.train.max_iter
         self.ema = EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
@@ -102,20 +105,7 @@ class DefaultTrainer(StepTrainer):
     @classmethod
     def build_strategy(cls, cfg: Any) -> BaseStrategy:
         """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``."""
-        train = cfg.train
-        ddp = dict(train.ddp)
-        return build_strategy(
-            instantiate(train.get("strategy", "auto")),
-            ddp={
-                "fp16_compression": ddp.pop("fp16_compression", False),
-                "model_wrapper": ddp,
-            },
-            sync_bn=train.get("sync_bn"),
-            work_dir=train.output_dir,
-            device=train.device,
-            auto_scale_lr=train.get("auto_scale_lr"),
-            env_kwargs={"seed": train.seed, "diff_rank_seed": True},
-        )
+        return default_strategy(cfg.train)
 
     @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
@@ -220,7 +210,11 @@ class DefaultTrainer(StepTrainer):
     def _evaluate(self) -> dict[str, Any]:
         if self._evaluator is None:  # it may take long to build
             self._evaluator = self.build_evaluator(self.cfg)
-        test = partial(self.test, self.cfg, self.model, self._evaluator, step="val_step")
+        options: dict[str, Any] = {"evaluators": self._evaluator, "step": "val_step"}
+        # Overridden as in detectron2, it may take none or one of these.
+        known = inspect.signature(self.test).parameters
+        options = {name: value for name, value in options.items() if name in known}
+        test = partial(self.test, self.cfg, self.model, **options)
         results = test()
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
@@ -281,11 +275,3 @@ class DefaultTrainer(StepTrainer):
         if self.cfg.train.expected_results and comm.is_main_process():
             verify_results(self.cfg.train.expected_results, self.last_results)
         return self.last_results
-
-
-def _batch_size_of_a_rank(loader: Any) -> int | None:
-    """The samples in a batch of one rank, as far as the loader tells."""
-    if total := getattr(loader, "total_batch_size", None):
-        return int(total) // comm.get_world_size()
-    size: int | None = getattr(loader, "batch_size", None)
-    return size

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage
+from hooktrain.utils.events.pending import fetch, read_scalar
 
 # The metrics of one iteration, by name.
 Metrics = Mapping[str, Any]
@@ -44,12 +44,14 @@ class LossRecorder:
     def reset(self, iteration: int) -> None:
         """Forget what is pending: ``iteration`` is the last one of a loaded state."""
         self._period.clear()
+        self._tolerated.clear()
         self._recorded = self._checked = iteration
 
     def rewind(self, iteration: int) -> None:
         """Forget what lies after ``iteration``, since the run goes on right after it."""
         self._alone = comm.get_world_size() == 1  # asked once a run, since it takes as long as all
         self._period = [entry for entry in self._period if entry[0] <= iteration]
+        self._tolerated = {i for i in self._tolerated if i <= iteration}
         self._recorded = self._checked = min(self._checked, iteration)
 
     def record(
@@ -82,11 +84,9 @@ class LossRecorder:
             if isinstance(value, Tensor):
                 # On the CPU reading is free: no synchronisation.
                 check_now = check_now and value.is_cpu
-                if check_now:
-                    value = value.item()
-                else:
-                    # With several ranks it waits here, and the model may write into its own.
-                    value = value.detach() if alone else value.detach().clone()
+                value = value.item() if check_now else value.detach()
+            if not alone:
+                value = read_scalar(name, value)  # a copy, since it waits until the period ends
             values[prefix + name] = value
             if add_up:
                 total = value if total is None else total + value
@@ -192,13 +192,10 @@ def sum_losses(losses: Mapping[str, Any]) -> Any:
 
 def read_period(period: Sequence[tuple[int, Metrics]]) -> list[tuple[int, dict[str, float]]]:
     """The metrics of several iterations as floats: one stack and one transfer for all tensors."""
-    tensors = [v.detach().float() for _, m in period for v in m.values() if isinstance(v, Tensor)]
-    # Host-device synchronisation: once a period.
-    values = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [
-        (i, {name: next(values) if isinstance(v, Tensor) else float(v) for name, v in m.items()})
-        for i, m in period
-    ]
+    queue = [(value, i) for i, metrics in period for value in metrics.values()]
+    fetch([queue])  # host-device synchronisation: once a period
+    values = iter(queue)
+    return [(i, {name: float(next(values)[0]) for name in metrics}) for i, metrics in period]
 
 
 def merge_periods(

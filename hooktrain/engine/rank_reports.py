@@ -25,8 +25,8 @@ Report = dict[str, Any]
 DATA_TIME = "data_time"
 
 # Up to so many ranks the sums are taken in the order of ranks, as they are of objects: the same
-# bits whatever the numbers are. Of more ranks that is so for tensors, whose values are float32:
-# their sum in float64 is exact, unless they differ by a factor of a million or more.
+# bits whatever the numbers are. Of more ranks that is so for float32, as most losses are: their
+# sum in float64 is exact, unless they differ by a factor of a million or more.
 RANKS_IN_ORDER = 8
 
 
@@ -95,14 +95,24 @@ class ReportExchange:
         return [{**report, "metrics": merged}]
 
 
-def hooks_of_some_ranks(names: Sequence[str]) -> frozenset[str]:
+def hooks_of_some_ranks(names: Sequence[str], sync_period: int) -> frozenset[str]:
     """The names of hooks that some ranks have and others do not. A collective.
 
     Where all ranks have the same ones, that costs one broadcast and one sum of one number.
+
+    Raises:
+        ValueError: on every rank, if they would exchange reports at different iterations.
     """
-    if not comm.any_rank(set(comm.broadcast(names)) != set(names)):
+    first_names, first_period = comm.broadcast((names, sync_period))
+    if not comm.any_rank(set(first_names) != set(names) or first_period != sync_period):
         return frozenset()
-    everywhere = [frozenset(of_rank) for of_rank in comm.all_gather(names)]
+    gathered = comm.all_gather((names, sync_period))
+    periods = [period for _, period in gathered]
+    if len({*periods}) > 1:
+        raise ValueError(
+            f"gather_metric_period (sync_period) must be the same on all ranks, but is {periods}"
+        )
+    everywhere = [frozenset(of_rank) for of_rank, _ in gathered]
     partial = frozenset[str]().union(*everywhere) - frozenset.intersection(*everywhere)
     logger.info(
         "Registered on some ranks only: %s. A checkpointer that runs on every rank also saves "

@@ -4,6 +4,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class StepTrainer(SimpleTrainer):
     """
 
     optim_wrapper: OptimWrapper | OptimWrapperDict  # type: ignore[assignment]
+    _updating: OptimWrapper
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class StepTrainer(SimpleTrainer):
         if self._owns_step:
             me = weakref.proxy(self)
             for wrapper in self._wrappers().values():
-                wrapper.after_backward = lambda: me.after_backward()
+                wrapper.after_backward = partial(_before_update, me, wrapper)
             self._counts = {name: w.inner_count for name, w in self._wrappers().items()}
             self._expect_updates(dict.fromkeys(self._counts, 1), self.max_iter - self.start_iter)
         super().before_train()
@@ -99,6 +101,11 @@ class StepTrainer(SimpleTrainer):
         self._losses.record(self.storage, self.iter, outputs, data_time, add_up=False)
         if self.iter == self.start_iter:
             self._learn_updates()
+
+    @property
+    def updating(self) -> OptimWrapper:
+        """In ``after_backward``: the wrapper whose update comes next."""
+        return self._updating if self._owns_step else super().updating
 
     def after_train(self) -> None:
         """Call the hooks; say so if the last window of accumulation made no update."""
@@ -144,3 +151,8 @@ class StepTrainer(SimpleTrainer):
             if wrapper.accumulative_counts > 1:
                 done = wrapper.inner_count
                 wrapper.initialize_count_status(self.model, done, done + each[name] * iterations)
+
+
+def _before_update(trainer: StepTrainer, wrapper: OptimWrapper) -> None:
+    trainer._updating = wrapper
+    trainer.after_backward()

@@ -27,8 +27,7 @@ class TrainerBase:
         start_iter: the first iteration of the current run.
         max_iter: where the run ends; lowered by an early stop.
         storage: the :class:`~hooktrain.utils.events.EventStorage` that takes the metrics.
-        sync_period: with several ranks, they exchange metrics and requests to stop every so many
-            iterations.
+        sync_period: after so many iterations, several ranks exchange metrics and requests to stop.
         meta: plain values to keep in every checkpoint, such as the configuration's text.
     """
 
@@ -153,7 +152,7 @@ class TrainerBase:
         """Compare the hooks of the ranks, then call the hooks."""
         self.storage.iter = self.iter
         if comm.get_world_size() > 1:
-            self._partial_hooks = hooks_of_some_ranks(list(self._hooks.by_key()))
+            self._partial_hooks = hooks_of_some_ranks(list(self._hooks.by_key()), self.sync_period)
         for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
@@ -168,6 +167,8 @@ class TrainerBase:
             except Exception as error:
                 if first is None:
                     first = error
+                    # The hooks after it end a failed run: other ranks may wait elsewhere.
+                    self.iter = min(self.iter, self.max_iter - 1)
                 else:
                     logger.exception("A further hook failed in after_train:")
         if first is not None:
@@ -221,10 +222,7 @@ class TrainerBase:
             self.merge_reports(self._exchange.exchange(self.rank_report(), self._finished))
 
     def rank_report(self) -> dict[str, Any]:
-        """What this rank tells the others at the end of a period.
-
-        A subclass may add entries; then every rank gets everyone's report, instead of their mean.
-        """
+        """What this rank tells the others; if a subclass adds entries, all get every report."""
         return {"stop": self._stop_request}
 
     def merge_reports(self, reports: list[dict[str, Any]]) -> None:

@@ -179,10 +179,15 @@ class SimpleTrainer(TrainerBase):
         iteration = self.iter if iter is None else iter
         self._losses.record(self.storage, iteration, loss_dict, data_time, prefix)
 
-    def tolerate_losses(self) -> None:
-        """Let the losses of this iteration be infinite or NaN: no update is made of them.
+    @property
+    def updating(self) -> OptimWrapper:
+        """In ``after_backward``: the wrapper whose update comes next."""
+        return self.optim_wrapper
 
-        For a hook's ``after_backward``, on all ranks alike.
+    def tolerate_losses(self) -> None:
+        """Let the losses of this iteration be infinite or NaN, since no update is made of them.
+
+        For a hook, at the latest in ``after_backward``, and on all ranks alike.
         """
         self._losses.tolerate(self.iter)
 

@@ -31,7 +31,8 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """The batches of this rank, and then stand-ins for as long as another rank has batches.
 
     One sum of one number a batch, so that loaders need no length and may end at different times. A
-    stand-in is the rank's own last batch; a rank that has none gets the first of another rank.
+    stand-in is the rank's own last batch; a rank that has none gets the first of another rank,
+    which is pickled, so loaders should give tensors on the CPU.
 
     Yields:
         A batch, and whether it is one of this rank's: of stand-ins nothing is to be counted.

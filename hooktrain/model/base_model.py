@@ -90,5 +90,5 @@ class BaseModel(nn.Module, ABC):
         return predict_step(self, data)
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to optimise and the values to log; see :func:`hooktrain.model.parse_losses`."""
+        """The loss to optimise and the values to log; see :mod:`hooktrain.model.step`."""
         return parse_losses(losses)

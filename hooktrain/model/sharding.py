@@ -54,9 +54,9 @@ def shard_model(
     """Shard a model in place; the parameters become DTensors, so make the optimizer afterwards.
 
     Every rank must hold the same values, or the model be on the meta device (see
-    :func:`~hooktrain.model.init_deferred`). Call the model itself, not its ``forward``; a model
-    whose step calls its children instead wants each of these in ``wrap``. Buffers are not sharded,
-    and the ranks do not exchange them.
+    :func:`~hooktrain.model.deferred.init_deferred`). Call the model itself, not its ``forward``; a
+    model whose step calls its children instead wants each of these in ``wrap``. Buffers are not
+    sharded, and the ranks do not exchange them.
 
     Args:
         model: the model.

@@ -53,7 +53,7 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = device_type or optimizer.param_groups[0]["params"][0].device.type
+        self.device_type = device_type or _device_type(optimizer.param_groups[0]["params"][0])
         if dtype is None:
             dtype = torch.get_autocast_dtype(self.device_type)
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -94,8 +94,7 @@ class AmpOptimWrapper(OptimWrapper):
         updated = self._scaler_step()
         self._unscaled = False
         if not updated:
-            self.skipped_updates += 1
-            self._put_scalar("skipped_updates", self.skipped_updates)
+            self.count_skipped_update()
             logger.info(
                 "%sgradients overflowed: update skipped (%d so far), the scale is now %g",
                 f"{self.name}: " if self.name else "",
@@ -136,6 +135,13 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")  # MMEngine's name
         if scaler:
             self.grad_scaler.load_state_dict(scaler)
+
+
+def _device_type(parameter: Tensor) -> str:
+    # Shards may be offloaded to the CPU, where nothing is computed.
+    place: Any = getattr(parameter, "device_mesh", None)
+    kind: str = parameter.device.type if place is None else place.device_type
+    return kind
 
 
 def _build_scaler(

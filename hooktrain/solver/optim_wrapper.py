@@ -184,11 +184,7 @@ class OptimWrapper:
         """Undo what a scaler did to the gradients, so that hooks see the true ones."""
 
     def step(self) -> bool:
-        """Clip the gradients and update the parameters.
-
-        Returns:
-            Whether the update was made. A scaler skips it when gradients overflowed.
-        """
+        """Clip the gradients and update the parameters. Return whether they were updated."""
         self._prepare_gradients()
         self._optimizer.step()
         return True
@@ -197,17 +193,21 @@ class OptimWrapper:
         """What a step does to the true gradients before it uses them."""
         if self.after_backward is not None:
             self.after_backward()
-        if self._clip is not None:
-            self.clip_gradients()
+        self.clip_gradients()
 
     def clip_gradients(self) -> None:
-        """Clip the gradients, if asked for, and log their norm."""
+        """Clip the gradients, if asked for and there are any, and log their norm."""
         if self._clip is None:
             return
         grads = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
-        norm = self._clip(grads)
+        norm = self._clip(grads) if grads else None
         if norm is not None:
             self._put_scalar("grad_norm", norm)
+
+    def count_skipped_update(self) -> None:
+        """Note that an update was skipped, and log how many were."""
+        self.skipped_updates += 1
+        self._put_scalar("skipped_updates", self.skipped_updates)
 
     def _put_scalar(self, name: str, value: Any) -> None:
         if has_event_storage():

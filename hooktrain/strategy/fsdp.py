@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from hooktrain.model.base_model import BaseModel
 from hooktrain.model.deferred import init_deferred
 from hooktrain.model.sharding import WrapRule, build_mp_policy, full_state_dict, shard_model
 from hooktrain.solver.optim_wrapper import OptimWrapper
@@ -31,14 +32,15 @@ _STATES = {"full": False, "sharded": True, "local": True}
 class FSDPStrategy(BaseStrategy):
     """Each process holds a part of the model, of its gradients and of the optimizer's state.
 
-    By torch's ``fully_shard``, over all processes; see :func:`hooktrain.model.shard_model`. The
-    batch of each process is its own, as with :class:`DDPStrategy`, and losses are the same. The
-    model keeps its names and is not wrapped, so that its checkpoints fit every other strategy.
+    By torch's ``fully_shard``, over all processes; see
+    :func:`hooktrain.model.sharding.shard_model`. The batch of each process is its own, as with
+    :class:`DDPStrategy`, and losses are the same. The model keeps its names and is not wrapped, so
+    that its checkpoints fit every other strategy.
 
     A model on the meta device, or one that ``deferred_init`` builds there, gets its weights when it
-    is sharded already; see :func:`hooktrain.model.init_deferred`. Any other must fit the memory of
-    one device until it is sharded. An optimizer that was built of the model's parameters before,
-    and has made no step, goes over to the sharded ones.
+    is sharded already; see :func:`hooktrain.model.deferred.init_deferred`. Any other must fit the
+    memory of one device until it is sharded. An optimizer that was built of the model's parameters
+    before, and has made no step, goes over to the sharded ones.
 
     Args:
         wrap: module classes, or a function of name and module that chooses them: the modules to
@@ -49,7 +51,7 @@ class FSDPStrategy(BaseStrategy):
             process group needs a backend for the CPU then: ``backend="cpu:gloo,cuda:nccl"``.
         activation_checkpointing: the modules that compute again what the backward pass needs,
             chosen as for ``wrap``; True means those of ``wrap``.
-        reshard_after_forward: see :func:`hooktrain.model.shard_model`.
+        reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
         deferred_init: build the model of a configuration on the meta device.
         state_dict_cfg: ``"full"`` saves one file, as other strategies do, and the states are whole
             on the main process and empty on the others; ``"sharded"`` saves a folder that each rank
@@ -111,6 +113,13 @@ class FSDPStrategy(BaseStrategy):
             raise RuntimeError(
                 "FSDPStrategy shards a model over processes, and nothing has started any: use "
                 "torchrun or hooktrain.engine.launch(), or SingleDeviceStrategy for one process"
+            )
+        step = getattr(type(model), "train_step", BaseModel.train_step)
+        if step is not BaseModel.train_step and not self.wrap:
+            self.logger.warning(
+                "%s has a train_step of its own: where that calls children instead of the model, "
+                "name these in wrap, or torch fails to mix shards with whole tensors",
+                type(model).__name__,
             )
         model = self.convert_model(model)
         deferred = _on_meta(model)

@@ -267,3 +267,22 @@ def test_what_cannot_be_saved_is_refused_at_once(shards: bool, tmp_path: Path) -
     with pytest.raises(TypeError, match=r"cannot save note of type builtins\.object"):
         checkpointer.save("a", note=object())
     assert names(tmp_path) == []
+
+
+def test_a_save_that_ctrl_c_did_not_wait_for_can_still_be_finished(
+    shards: bool, go: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
+    checkpointer.save("a")
+
+    def ctrl_c(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.wait()
+    go.set()
+    checkpointer.give_up()  # as at the end of a run that failed
+    assert pointer(tmp_path) == "a"
+    assert names(tmp_path) == ["a", "last_checkpoint"]

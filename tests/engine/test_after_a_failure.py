@@ -9,6 +9,7 @@ import pytest
 import torch
 from trainer_toys import Net, StopOnce, batches, make, sgd
 
+from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
@@ -19,6 +20,7 @@ from hooktrain.engine.hooks import (
     PeriodicWriter,
 )
 from hooktrain.solver import AmpOptimWrapper
+from hooktrain.utils import comm
 from hooktrain.utils.events import JSONWriter
 
 
@@ -161,3 +163,30 @@ def test_a_failure_to_begin_is_no_success_though_nothing_was_left_to_do() -> Non
     with pytest.raises(OSError, match="no disk"):
         trainer.train(max_iter=2)
     assert evaluated == []
+
+
+def evaluate_badly(folder: Path) -> str:
+    """The final evaluation fails on rank 1, where rank 0 waits for its part of the results."""
+
+    def evaluate() -> dict[str, Any]:
+        if comm.get_rank() == 1:
+            raise ValueError("no such label")
+        comm.all_gather("results of rank 0")
+        return {"accuracy": 1.0}
+
+    trainer = make(batches(3))
+    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer, background=True)
+    trainer.register_hooks(
+        [EvalHook(0, evaluate), BestCheckpointer(0, checkpointer, "accuracy"), HookBase()]
+    )
+    try:
+        trainer.train(0, 3)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "succeeded"
+
+
+def test_a_final_evaluation_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
+    first, second = run_ranks(evaluate_badly, 2, tmp_path, limit_seconds=30)
+    assert second == "ValueError: no such label"
+    assert "Connection" in first

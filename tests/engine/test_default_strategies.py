@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
-from hooktrain.config import LazyConfig
+from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import DefaultTrainer, HookBase, create_ddp_model
+from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensor
 from hooktrain.utils.logger import close_logger
@@ -185,3 +186,38 @@ def ddp_model() -> tuple[bool, bool]:
 
 def test_several_ranks_get_ddp_with_its_options_on_the_cpu_too() -> None:
     assert run_ranks(ddp_model, 2) == [(True, False)] * 2
+
+
+def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(tmp_path: Path) -> None:
+    def strategy_of(strategy: Any, *overrides: str) -> Any:
+        cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
+        options = [f"train.output_dir={tmp_path}", "train.device=cpu", "train.seed=7", *overrides]
+        cfg = LazyConfig.apply_overrides(cfg, options)
+        cfg.train.strategy = strategy
+        return DefaultTrainer.build_strategy(cfg)
+
+    for given in ("DDPStrategy", {"type": "DDPStrategy"}, LazyCall(DDPStrategy)()):
+        made = strategy_of(given, "train.sync_bn=torch")
+        assert isinstance(made, DDPStrategy)
+        made.setup()
+        assert (made.seed, made.sync_bn, made.work_dir) == (7, "torch", str(tmp_path))
+    with pytest.raises(TypeError, match=r"train\.strategy must be a name, or a dict"):
+        strategy_of(DDPStrategy())
+    with pytest.raises(KeyError, match="SeparateDistributedDataParallel"):
+        strategy_of("auto", "train.ddp.type=SeperateDistributedDataParallel")
+    drawn = strategy_of("auto", "train.seed=-1")
+    drawn.setup()
+    assert 0 <= drawn.seed < 2**31
+
+
+def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(tmp_path: Path) -> None:
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> Any:
+            assert evaluators is not None
+            return {"classification": {"accuracy": 12.5}}
+
+    cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
+    options = [*TINY["digits_cnn"], *SHORT, "train.max_iter=1", f"train.output_dir={tmp_path}"]
+    trainer = Trainer(LazyConfig.apply_overrides(cfg, options))
+    assert trainer.train() == {"classification": {"accuracy": 12.5}}

@@ -256,8 +256,10 @@ def test_a_random_state_that_was_saved_unpacked_is_restored_too() -> None:
 
 
 def hooks_and_rng() -> tuple[frozenset[str], frozenset[str], list[int], list[int]]:
-    alike = hooks_of_some_ranks(["a", "b"])
-    partial = hooks_of_some_ranks(["a", "b", "c"] if comm.get_rank() == 1 else ["a", "d"])
+    alike = hooks_of_some_ranks(["a", "b"], 20)
+    partial = hooks_of_some_ranks(["a", "b", "c"] if comm.get_rank() == 1 else ["a", "d"], 20)
+    with pytest.raises(ValueError, match=r"the same on all ranks, but is \[20, 21\]"):
+        hooks_of_some_ranks(["a"], 20 + comm.get_rank())
     rng = RankRng()
     rng.gather()
     return alike, partial, list(rng.state_dict()), list(rng.state_dict())

@@ -57,6 +57,26 @@ def values_of_a_buffer() -> list[float]:
     return [value for value, _ in trainer.storage.history("count").values()]
 
 
+def metrics_of_any_kind() -> list[float]:
+    class Telling(LinearLoss):
+        def forward(self, x: Tensor) -> Any:
+            loss = super().forward(x)
+            # An integer and a number that float32 cannot hold, and a loss with a dimension.
+            count, share = torch.tensor(16777217), torch.tensor(0.1, dtype=torch.float64)
+            return {"loss": loss.reshape(1), "count": count, "share": share}
+
+    model = Telling()
+    trainer = SimpleTrainer(model, batches(1), sgd(model))
+    trainer.train(0, 1)
+    return [trainer.storage.history(name).latest() for name in ("count", "share")]
+
+
+def test_metrics_of_several_ranks_are_as_precise_as_those_of_one() -> None:
+    assert (
+        run_ranks(metrics_of_any_kind, 2) == [[16777217.0, 0.1]] * 2 == [metrics_of_any_kind()] * 2
+    )
+
+
 def test_a_metric_that_the_model_goes_on_writing_into_keeps_its_value() -> None:
     assert run_ranks(values_of_a_buffer, 2) == [[1.0, 2.0, 3.0]] * 2
 

@@ -1,6 +1,7 @@
 """Ends a run in order, with a checkpoint, when the system asks for its end."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -59,6 +60,7 @@ class Preemption(HookBase):
         self._file_prefix = file_prefix
         self._previous: dict[signal.Signals, Any] = {}
         self._received: tuple[int, float] | None = None
+        self._process = os.getpid()
 
     def before_train(self) -> None:
         """Install the handlers."""
@@ -67,7 +69,11 @@ class Preemption(HookBase):
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Signals are not heeded: the training does not run in the main thread")
             return
-        self._previous = {number: signal.getsignal(number) for number in self._signals}
+        previous = {number: signal.getsignal(number) for number in self._signals}
+        if any(isinstance(getattr(p, "__self__", None), Preemption) for p in previous.values()):
+            logger.warning("Signals are heeded by another Preemption hook already, not by this one")
+            return
+        self._previous, self._process = previous, os.getpid()
         for number in self._signals:
             signal.signal(number, self._receive)
 
@@ -90,6 +96,10 @@ class Preemption(HookBase):
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
+        if os.getpid() != self._process:  # a child of a fork, such as a worker of a loader
+            self._restore()
+            signal.raise_signal(number)
+            return
         now = time.monotonic()
         if self._received is None:
             self._received = (number, now)

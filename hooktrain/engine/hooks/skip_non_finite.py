@@ -1,16 +1,16 @@
 """Goes on without the updates that would ruin the model."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.solver import OptimWrapperDict
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import full_tensor
+from hooktrain.utils.dtensor import is_sharded, local_tensor
 
 __all__ = ["SkipNonFinite"]
 
@@ -26,11 +26,12 @@ class SkipNonFinite(HookBase):
     skip the same update; of a sharded model they exchange one number.
 
     A loss that is not finite though its gradients are, and a buffer such as a batch norm's that
-    has taken in what is not finite, still end the run: skipping an update does not mend them.
+    has taken in what is not finite, still end the run: skipping an update does not mend them. Of
+    several passes that are accumulated, the gradients alone decide.
 
     A scaler of float16 skips updates while it looks for its scale, which counts here too.
 
-    It costs a host-device synchronisation and the norm of the gradients in each iteration.
+    It costs a host-device synchronisation and the largest gradient in each iteration.
 
     Args:
         max_skips: how many in a row, at least 1.
@@ -50,27 +51,36 @@ class SkipNonFinite(HookBase):
         self._on_limit = on_limit
         self._in_a_row = 0
         self._skipping = False
+        self._buffers: set[str] = set()
+
+    def before_train(self) -> None:
+        """Note which buffers can be checked: a mask, for one, may be infinite by right."""
+        self._buffers = _finite_buffers(self.trainer.model)
 
     def before_step(self) -> None:
-        """Nothing is skipped in this iteration yet."""
+        """Nothing is skipped in this iteration yet; whether it will be, may be known later only."""
         self._skipping = False
+        wrapper = self.trainer.optim_wrapper
+        wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        if not all(each.should_sync() for each in wrappers):
+            self.trainer.tolerate_losses()
 
     def after_backward(self) -> None:
-        """Drop gradients that are not finite, all of an optimizer: it passes them over then."""
-        wrapper = self.trainer.optim_wrapper
-        for each in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:
-            if not _has_finite_gradients(each):
-                self._skip(each)
-
-    def _skip(self, wrapper: OptimWrapper) -> None:
-        _check_buffers(self.trainer.model)
-        for group in wrapper.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        """Drop the gradients, if some are not finite: the optimizer passes them over then."""
+        wrapper = self.trainer.updating
+        parameters = [p for group in wrapper.optimizer.param_groups for p in group["params"]]
+        if _all_finite([p.grad for p in parameters if p.grad is not None]):
+            return
+        broken = sorted(self._buffers - _finite_buffers(self.trainer.model))
+        if comm.any_rank(bool(broken)):
+            raise FloatingPointError(
+                f"buffers of the model are not finite any more: {broken or 'those of another rank'}"
+            )
+        for parameter in parameters:
+            parameter.grad = None
         scaler = getattr(wrapper, "grad_scaler", None)
         if scaler is None or not scaler.is_enabled():  # a scaler counts what it skips
-            wrapper.skipped_updates += 1
-            self.trainer.storage.put_scalar("skipped_updates", wrapper.skipped_updates)
+            wrapper.count_skipped_update()
         self._skipping = True
         self.trainer.tolerate_losses()
         logger.warning("Iteration %d: gradients are not finite: no update", self.trainer.iter)
@@ -97,24 +107,17 @@ class SkipNonFinite(HookBase):
         self._in_a_row = state_dict["in_a_row"]
 
 
-def _has_finite_gradients(wrapper: OptimWrapper) -> bool:
-    groups = wrapper.optimizer.param_groups
-    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    norm = full_tensor(nn.utils.get_total_norm(grads))
-    return bool(norm.isfinite())  # host-device synchronisation
+def _all_finite(gradients: list[Tensor]) -> bool:
+    """The same on all ranks, if their gradients are the same or shards of the same."""
+    local = [local_tensor(grad) for grad in gradients]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+    # The largest value, since a norm of large ones may overflow. A host-device synchronisation.
+    finite = bool(nn.utils.get_total_norm(values, math.inf).isfinite())
+    if any(is_sharded(grad) for grad in gradients):
+        return not comm.any_rank(not finite)
+    return finite
 
 
-def _check_buffers(model: nn.Module) -> None:
-    """Raise if a buffer has become poisoned on any rank. A collective, while an update is skipped.
-
-    Host-device synchronisation for each buffer, then only.
-    """
-    broken = [
-        name
-        for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and not torch.isfinite(buffer).all()
-    ]
-    if comm.any_rank(bool(broken)):
-        raise FloatingPointError(
-            f"buffers of the model are not finite any more: {broken or 'those of another rank'}"
-        )
+def _finite_buffers(model: nn.Module) -> set[str]:
+    """Their names. Host-device synchronisation for each of them."""
+    return {name for name, buffer in model.named_buffers() if bool(buffer.isfinite().all())}

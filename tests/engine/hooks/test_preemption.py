@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import threading
@@ -128,6 +129,34 @@ def test_a_failing_save_is_the_error_and_not_a_successful_exit(
     monkeypatch.setattr(Checkpointer, "save", fail)
     with pytest.raises(OSError, match="no space"):
         trainer.train(max_iter=3)
+
+
+def test_a_forked_child_ends_by_a_signal_as_ever(tmp_path: Path) -> None:
+    codes: list[int | None] = []
+
+    def fork(trainer: Any) -> None:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        child.terminate()
+        child.join(30)
+        codes.append(child.exitcode)
+        child.kill()
+
+    trainer = preemptible(tmp_path, CallbackHook(after_backward=fork))
+    trainer.train(max_iter=1)
+    assert codes == [-signal.SIGTERM]
+
+
+def test_a_second_hook_leaves_the_signals_to_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = handlers()
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1))
+    trainer.register_hooks([Preemption(Checkpointer(trainer.model, tmp_path))])
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=3)
+    assert handlers() == before
+    assert "heeded by another Preemption hook" in caplog.text
 
 
 def test_in_another_thread_it_says_that_it_heeds_nothing(

@@ -53,7 +53,7 @@ def train(poisoned: set[int], *skip: Any, value: float = math.nan, **options: An
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
+@pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}, {"type": "value", "clip_value": 0.1}])
 def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(value: float, clip: Any) -> None:
     trainer = train({2, 5}, value=value, clip_grad=clip)
     model = Square()
@@ -62,8 +62,10 @@ def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(value: float, cli
         if i not in (2, 5):
             optimizer.zero_grad()
             model(batch).backward()
-            if clip is not None:
+            if clip == {"max_norm": 1.0}:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            elif clip is not None:
+                nn.utils.clip_grad_value_(model.parameters(), 0.1)
             optimizer.step()
     pairs = zip(trainer.model.parameters(), model.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
@@ -104,6 +106,29 @@ def test_a_scaler_skips_and_counts_by_itself() -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+class Lookup(nn.Module):
+    """The sum of embeddings, times a factor; its gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, factor: float) -> Tensor:
+        loss: Tensor = self.table(torch.tensor([1, 1, 3])).sum() * factor
+        return loss
+
+
+def test_sparse_gradients_are_looked_at_and_large_ones_are_finite() -> None:
+    model = Lookup()
+    # The squares of 1e25 are infinite in float32.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-26)
+    trainer = SimpleTrainer(model, [1e25, math.nan, 1e25, math.inf], optimizer)
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=4)
+    assert trainer.optim_wrapper.skipped_updates == 2
+    assert model.table.weight.isfinite().all()
+
+
 class Two(nn.Module):
     """Two layers with an optimizer each; the second one's loss is the batch's own."""
 
@@ -132,6 +157,37 @@ def test_of_several_optimizers_only_the_one_concerned_skips() -> None:
     assert not torch.equal(model.one.weight, before.one.weight)
     assert torch.equal(model.two.weight, before.two.weight)
     assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
+
+
+def test_each_of_several_optimizers_counts_its_own_under_its_name() -> None:
+    model = Two()
+    wrappers = OptimWrapperDict(
+        one=OptimWrapper(adam(model.one)),
+        two=OptimWrapper(adam(model.two), accumulative_counts=2),
+    )
+    trainer = StepTrainer(model, data({0}), wrappers)  # in the first pass of a window of two
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=4)
+    assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
+    assert trainer.storage.history("two.skipped_updates").values() == [(1.0, 1)]
+    assert model.two.weight.isfinite().all()
+    assert not torch.equal(model.two.weight, Two().two.weight)
+
+
+def test_a_buffer_that_is_infinite_by_right_ends_nothing() -> None:
+    model = Square()
+    model.register_buffer("mask", torch.full((3,), -math.inf))
+    trainer = SimpleTrainer(model, data({1}), adam(model))
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=4)
+    assert trainer.optim_wrapper.skipped_updates == 1
+
+
+def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None:
+    trainer = train({1})
+    trainer._hooks = []  # as scripts for detectron2 do
+    with pytest.raises(FloatingPointError, match="iteration=1"):
+        trainer.train(0, 4)
 
 
 def test_a_poisoned_buffer_ends_the_run() -> None:
@@ -190,6 +246,26 @@ def test_all_ranks_skip_what_one_has_poisoned(kind: str, poisoned_rank: int) -> 
         assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in pairs)
         assert skipped == 1
         assert [i for i, loss in enumerate(losses) if not math.isfinite(loss)] == [2]
+
+
+def one_window_is_open(folder: str) -> int:
+    """Rank 1 poisons the window of one optimizer while the other one updates."""
+    model = Two()
+    for name in ("one", "two"):
+        setattr(model, name, wrap_in_ddp(getattr(model, name), torch.device("cpu")))
+    wrappers = OptimWrapperDict(
+        one=OptimWrapper(adam(model.one)),
+        two=OptimWrapper(adam(model.two), accumulative_counts=2),
+    )
+    mine = {0} if comm.get_rank() == 1 else set()
+    trainer = StepTrainer(model, data(mine), wrappers, gather_metric_period=4)
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(max_iter=4)
+    return wrappers["two"].skipped_updates
+
+
+def test_gradients_of_an_open_window_are_not_looked_at(tmp_path: Path) -> None:
+    assert run_ranks(one_window_is_open, 2, str(tmp_path)) == [1, 1]
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
