@@ -207,7 +207,6 @@ ABSENT_PARAMETERS = {
     ("engine.DefaultTrainer.build_lr_scheduler", "optimizer"): "the hook has it",
     ("engine.DefaultTrainer.build_test_loader", "dataset_name"): "one data set; override test",
     ("engine.DefaultTrainer.build_evaluator", "dataset_name"): "one data set; override test",
-    ("engine.DefaultTrainer.test", "evaluators"): "override build_evaluator",
     ("evaluation.verify_results", "cfg"): "takes the expected results themselves",
     ("model.update_bn_stats", "progress"): "the logs say what is measured",
 }

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace, processes: int, options: list[str]) -> tuple[s
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
         if result.returncode != 0:
-            return "failed", (result.stdout + result.stderr).strip().splitlines()[-1][:60]
+            errors = [x for x in (result.stdout + result.stderr).splitlines() if "Error: " in x]
+            return "failed", (errors or ["no error was printed"])[0].strip()[:120]
         lines = [json.loads(x) for x in (Path(folder) / "metrics.json").read_text().splitlines()]
     lines = [line for line in lines if "time" in line]
     times = [line["time"] for line in lines[len(lines) // 2 :]]

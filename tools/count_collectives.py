@@ -6,6 +6,7 @@ Two processes do each of them, and the main one prints how many collectives torc
 began them. tools/benchmark_scale.py counts those of a period.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable
 from itertools import repeat
@@ -52,6 +53,7 @@ def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
 
 def main(folder: str) -> None:
     """One of the two processes."""
+    logging.disable()
     model = Model(1)
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = SimpleTrainer(model, repeat(torch.randn(16, 16)), optimizer)

@@ -28,6 +28,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         strategy = DefaultTrainer.build_strategy(cfg)
         model = strategy.prepare_model(lambda: DefaultTrainer.build_model(cfg), init_weights=False)
         checkpointer = Checkpointer(model, cfg.train.output_dir)
+        if not cfg.train.init_checkpoint and not (args.resume and checkpointer.has_checkpoint()):
+            logger.warning("Evaluating initial weights: no --resume, or nothing to resume from")
         checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         return DefaultTrainer.test(cfg, model)
 

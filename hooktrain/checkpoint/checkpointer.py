@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from hooktrain.checkpoint.discovery import (
+    NOTHING_YET,
+    POINTER,
     checkpoint_names,
     newest_good,
     read_pointer,
@@ -40,8 +42,7 @@ class Checkpointer:
 
     With ``sharded``, a checkpoint is a folder ``<save_dir>/<name>`` that all ranks write together,
     each its shards, and :meth:`save` is a collective. Files and folders are both loaded in either
-    case, and by any number of ranks; of a folder each rank reads its shards of what the model has
-    sharded.
+    case, by any number of ranks; of a folder each reads its shards of what the model has sharded.
 
     With ``background``, :meth:`save` copies the state into memory that is kept for it, and a thread
     writes while training goes on. One save is under way at a time: all other methods wait for it
@@ -215,7 +216,7 @@ class Checkpointer:
         """
         path = local_path(path)
         if not path:
-            self.logger.info("No checkpoint found. Initializing model from scratch")
+            self.logger.info("Nothing to load: the model has its initial weights")
             return {}
         self.wait(together=True)
         state = read_on_all_ranks(path, self.model)
@@ -255,6 +256,16 @@ class Checkpointer:
                     *found, self.model, self.checkpointables, checkpointables, must_have_all=True
                 )
         return self.load(path, checkpointables=[])
+
+    def begin_anew(self) -> None:
+        """Let no checkpoint that is there now be resumed from; nothing is deleted.
+
+        Killed before its first checkpoint, a run would otherwise go on with that of an earlier one.
+        """
+        if self.save_to_disk and (found := self.get_checkpoint_file()):
+            message = "%s is of an earlier run: not resumed from unless you write its name to %s"
+            self.logger.warning(message, found, POINTER)
+            write_pointer(self.save_dir, NOTHING_YET)
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from, be it intact or not."""

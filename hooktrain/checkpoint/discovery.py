@@ -21,6 +21,7 @@ from hooktrain.checkpoint.storage import CorruptCheckpointError
 from hooktrain.utils.file_io import atomic_write
 
 __all__ = [
+    "NOTHING_YET",
     "POINTER",
     "Found",
     "checkpoint_names",
@@ -33,6 +34,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
+# In the pointer, when a run has begun anew among the checkpoints of an earlier one.
+NOTHING_YET = "-"
 # "model_best.pth" and the like hold a good state, not the last one.
 _BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
 _BROKEN = -2
@@ -51,7 +54,7 @@ def write_pointer(save_dir: str, name: str) -> None:
 
 
 def read_pointer(save_dir: str) -> str:
-    """The name in ``last_checkpoint``, or "" if it names no checkpoint of the folder."""
+    """The name in ``last_checkpoint``, or :data:`NOTHING_YET`; "" if it names none there."""
     try:
         with open(os.path.join(save_dir, POINTER), "rb") as file:
             text = file.read(4096).decode("utf-8", errors="replace").strip()
@@ -60,6 +63,8 @@ def read_pointer(save_dir: str) -> str:
     except OSError as error:
         logger.warning("Cannot read %s: %s", os.path.join(save_dir, POINTER), error)
         return ""
+    if text == NOTHING_YET:
+        return text
     if text and text == os.path.basename(text) and _is_checkpoint(save_dir, text, suffix=""):
         return text
     path = os.path.join(save_dir, POINTER)
@@ -84,12 +89,15 @@ def resumable_names(save_dir: str, pointed: str) -> Iterator[str]:
 
     After that of the pointer come the others by their iteration, newest first, but those that are
     newer than the pointer's at the very end: they belong to another run in the same folder. Those
-    named ``best``, and those without an iteration (plain weights), do not occur.
+    named ``best``, and those without an iteration (plain weights), do not occur. None does, if the
+    pointer says that a run has begun anew.
 
     Args:
         save_dir: the folder.
         pointed: what :func:`read_pointer` says about it.
     """
+    if pointed == NOTHING_YET:
+        return
     if pointed:
         yield pointed
     limit = iteration_in_name(pointed)
@@ -146,7 +154,8 @@ def _names_in_turn(save_dir: str) -> Iterator[tuple[str, str]]:
     for name in resumable_names(save_dir, pointed):
         yield name, pointed
     if not name and (ignored := checkpoint_names(save_dir)):
-        logger.warning("Not resuming from %s in %r: no last iteration", ignored, save_dir)
+        reason = "they are of an earlier run" if pointed == NOTHING_YET else "no last iteration"
+        logger.warning("Not resuming from %s in %r: %s", ignored, save_dir, reason)
 
 
 def _stored_iteration(path: str) -> int | None:

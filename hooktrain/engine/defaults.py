@@ -5,7 +5,6 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -37,7 +36,7 @@ from hooktrain.solver import (
     build_optim_wrapper,
     build_param_scheduler,
 )
-from hooktrain.strategy import BaseStrategy
+from hooktrain.strategy import BaseStrategy, broadcast_buffers
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
 from hooktrain.utils.unwrap import unwrap_model
@@ -214,7 +213,11 @@ class DefaultTrainer(StepTrainer):
         # Overridden as in detectron2, it may take none or one of these.
         known = inspect.signature(self.test).parameters
         options = {name: value for name, value in options.items() if name in known}
-        test = partial(self.test, self.cfg, self.model, **options)
+
+        def test() -> dict[str, Any]:
+            broadcast_buffers(self.model)  # so that all ranks evaluate what a checkpoint holds
+            return self.test(self.cfg, self.model, **options)
+
         results = test()
         if self.ema is not None:
             logger.info("Evaluating the averaged model")

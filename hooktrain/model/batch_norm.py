@@ -1,10 +1,10 @@
 """Batch norm with the statistics of one rank, or of all ranks together."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_functional
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -60,8 +60,24 @@ class CPUSyncBatchNorm(BatchNormXd):
 
 
 def _sum_of_ranks(values: Tensor) -> Tensor:
-    total: Tensor = dist_functional.all_reduce(values)  # type: ignore[no-untyped-call]
+    total: Tensor = _AllReduce.apply(values)  # type: ignore[no-untyped-call]
     return total
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over the ranks, of the values and, on the way back, of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
 
 
 _SYNCHRONISED: dict[str, type[_BatchNorm]] = {"torch": nn.SyncBatchNorm, "cpu": CPUSyncBatchNorm}

@@ -207,11 +207,12 @@ class OptimWrapper:
     def count_skipped_update(self) -> None:
         """Note that an update was skipped, and log how many were."""
         self.skipped_updates += 1
-        self._put_scalar("skipped_updates", self.skipped_updates)
+        self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
 
-    def _put_scalar(self, name: str, value: Any) -> None:
+    def _put_scalar(self, name: str, value: Any, smooth: bool = True) -> None:
         if has_event_storage():
-            get_event_storage().put_scalar(f"{self.name}.{name}" if self.name else name, value)
+            name = f"{self.name}.{name}" if self.name else name
+            get_event_storage().put_scalar(name, value, smooth)
 
     def zero_grad(self) -> None:
         """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
@@ -231,8 +232,7 @@ class OptimWrapper:
         if hasattr(model, "set_requires_gradient_sync"):  # sharded
             return gradients_kept_back(model)
         no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DDP
-        context: AbstractContextManager[Any] = no_sync()
-        return context
+        return no_sync()
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """For the forward pass: the numbers to compute in. Full precision here."""

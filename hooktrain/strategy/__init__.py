@@ -5,6 +5,7 @@ from hooktrain.strategy.build import build_strategy
 from hooktrain.strategy.ddp import DDPStrategy, wrap_in_ddp, wrapper_for
 from hooktrain.strategy.environment import Environment
 from hooktrain.strategy.fsdp import FSDPStrategy
+from hooktrain.strategy.model_parts import broadcast_buffers
 from hooktrain.strategy.single_device import SingleDeviceStrategy
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Environment",
     "FSDPStrategy",
     "SingleDeviceStrategy",
+    "broadcast_buffers",
     "build_strategy",
     "wrap_in_ddp",
     "wrapper_for",

@@ -1,18 +1,19 @@
 """What is done to a model between its configuration and its first step."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hooktrain.config import instantiate
+from hooktrain.utils import comm
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.registries import MODELS
 
-__all__ = ["ModelSource", "broadcast_weights", "build_model", "compile_model"]
+__all__ = ["ModelSource", "broadcast_buffers", "broadcast_weights", "build_model", "compile_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,22 @@ def broadcast_weights(model: nn.Module) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    _broadcast((*model.parameters(), *model.buffers()))
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Give all ranks the first one's buffers, those that a checkpoint holds. A collective.
+
+    Ranks that do not exchange them while training have statistics of their own batches in them.
+    """
+    if comm.get_world_size() > 1:
+        _broadcast(model.buffers())
+
+
+def _broadcast(given: Iterable[Tensor]) -> None:
+    tensors = [tensor.detach() for tensor in given]
+    if not tensors:
+        return
     # What DistributedDataParallel uses for the same purpose; torch has no public name for it.
     group = dist.distributed_c10d._get_default_group()
     dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)  # type: ignore[attr-defined]

@@ -33,8 +33,10 @@ def call(
     try:
         return target(*args, **kwargs)
     except Exception as err:
-        if isinstance(err, TypeError) and (reason := _mismatch(target, args, kwargs)):
-            raise TypeError(f"cannot instantiate {what}: {reason}") from err
+        if isinstance(err, TypeError):
+            reason = _mismatch(target, args, kwargs) or _unknown_to_bases(target, kwargs, err)
+            if reason:
+                raise TypeError(f"cannot instantiate {what}: {reason}") from err
         if sys.version_info >= (3, 11):
             err.add_note(f"while instantiating {what}")
         else:
@@ -57,3 +59,15 @@ def _mismatch(
         unknown = [key for key in kwargs if key not in names]
         return f"{err}{did_you_mean(unknown[0], names)}" if unknown else str(err)
     return None
+
+
+def _unknown_to_bases(
+    target: Callable[..., Any], kwargs: Mapping[str, Any], err: TypeError
+) -> str | None:
+    """Which argument neither a class nor those that it hands ``**kwargs`` on to accept."""
+    if not isinstance(target, type) or "unexpected keyword argument" not in str(err):
+        return None
+    constructors = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
+    names = {name for each in constructors for name in inspect.signature(each).parameters}
+    unknown = [key for key in kwargs if key not in names]
+    return f"{err}{did_you_mean(unknown[0], sorted(names))}" if unknown else None

@@ -101,7 +101,7 @@ def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(tmp_pat
 def test_an_empty_path_starts_from_scratch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert Checkpointer(model_of(0)).load("") == {}
-    assert "from scratch" in messages(caplog, logging.INFO)
+    assert "initial weights" in messages(caplog, logging.INFO)
 
 
 def test_a_missing_file_is_an_error() -> None:

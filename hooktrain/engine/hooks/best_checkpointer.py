@@ -14,6 +14,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full
+from hooktrain.utils.names import did_you_mean
 
 __all__ = ["BestCheckpointer"]
 
@@ -104,7 +105,9 @@ class BestCheckpointer(HookBase):
             self.load_state_dict(state)
         if latest is None:
             logger.warning(
-                "There is no metric %r to choose the best checkpoint by", self._val_metric
+                "There is no metric %r to choose the best checkpoint by%s",
+                self._val_metric,
+                did_you_mean(self._val_metric, list(self.trainer.storage.histories())),
             )
             return
         value, measured_at = latest

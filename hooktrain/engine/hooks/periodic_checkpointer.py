@@ -30,9 +30,11 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     """
 
     def before_train(self) -> None:
-        """Learn where the run ends; see also :func:`check_on_every_rank`."""
+        """Learn where the run begins and ends; see also :func:`check_on_every_rank`."""
         self.max_iter = self.trainer.max_iter
         check_on_every_rank(self, self.checkpointer)
+        if self.trainer.start_iter == 0:
+            self.checkpointer.begin_anew()
 
     def after_step(self) -> None:
         """Save where a period ends, and at the last iteration."""

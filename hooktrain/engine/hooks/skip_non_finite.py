@@ -83,7 +83,8 @@ class SkipNonFinite(HookBase):
             wrapper.count_skipped_update()
         self._skipping = True
         self.trainer.tolerate_losses()
-        logger.warning("Iteration %d: gradients are not finite: no update", self.trainer.iter)
+        if comm.is_main_process():
+            logger.warning("Iteration %d: gradients are not finite: no update", self.trainer.iter)
 
     def after_step(self) -> None:
         """Raise or stop, if there were too many in a row."""

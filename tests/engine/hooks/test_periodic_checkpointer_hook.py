@@ -46,6 +46,28 @@ def test_it_saves_each_period_and_model_final_at_the_end(
     assert final["iteration"] == final["trainer"]["iteration"] == 5
 
 
+def test_a_run_that_begins_anew_is_never_resumed_from_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 4, period=2)
+
+    def begin(fail_at: int) -> None:
+        trainer = linear_trainer(CallbackHook(before_step=lambda t: 1 // (t.iter != fail_at)))
+        checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, period=2)])
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(max_iter=6)
+
+    begin(fail_at=1)  # before its first checkpoint
+    assert "model_final.pth is of an earlier run" in caplog.text
+    assert names(tmp_path) == ["model_0000001.pth", "model_final.pth"]
+    resumed = run(tmp_path, 3, period=2)
+    assert resumed.start_iter == 0
+    assert "they are of an earlier run" in caplog.text
+    begin(fail_at=3)
+    assert run(tmp_path, 6, period=2).start_iter == 2
+
+
 def test_only_the_newest_are_kept_also_across_a_resume(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def preemptible(
     trainer.register_hooks([periodic, Preemption(checkpointer)])
     checkpointer.resume_or_load("")
     return trainer
+
+
+def wait_for_ever() -> None:
+    while True:  # a signal that comes before one long sleep would not end it
+        time.sleep(0.01)
 
 
 def handlers() -> list[Any]:
@@ -135,7 +141,7 @@ def test_a_forked_child_ends_by_a_signal_as_ever(tmp_path: Path) -> None:
     codes: list[int | None] = []
 
     def fork(trainer: Any) -> None:
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child = multiprocessing.get_context("fork").Process(target=wait_for_ever)
         child.start()
         child.terminate()
         child.join(30)
