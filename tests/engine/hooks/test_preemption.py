@@ -39,7 +39,8 @@ def preemptible(
     return trainer
 
 
-def wait_for_ever() -> None:
+def wait_for_ever(begun: Any) -> None:
+    begun.set()  # Python drops signals that come while a process is being forked
     while True:  # a signal that comes before one long sleep would not end it
         time.sleep(0.01)
 
@@ -141,8 +142,11 @@ def test_a_forked_child_ends_by_a_signal_as_ever(tmp_path: Path) -> None:
     codes: list[int | None] = []
 
     def fork(trainer: Any) -> None:
-        child = multiprocessing.get_context("fork").Process(target=wait_for_ever)
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=wait_for_ever, args=(begun,))
         child.start()
+        assert begun.wait(30)
         child.terminate()
         child.join(30)
         codes.append(child.exitcode)
