@@ -52,12 +52,14 @@ class Batches(Iterator[Any]):
         return self._iterator
 
     def __next__(self) -> Any:
-        for _ in range(2):
+        if self._iterator is not None:
             try:
-                return next(self.start() if self._iterator is None else self._iterator)
+                return next(self._iterator)
             except StopIteration:
                 self.epoch += 1
                 self._iterator = None
+        for batch in self.start():
+            return batch
         raise ValueError(f"the data loader is empty: {self._loader!r}")
 
     def state_dict(self) -> dict[str, Any]:
