@@ -116,7 +116,10 @@ def disk_full_error(error: BaseException | None) -> int | None:
 
 
 def is_another_living_process(pid: int) -> bool:
-    """Whether a process of this machine, and not this one, has the number."""
+    """Whether a process of this machine, and not this one, has the number and has not ended.
+
+    One that was killed keeps its number until its parent has taken notice (Linux tells them apart).
+    """
     if pid == os.getpid():
         return False
     try:
@@ -125,4 +128,9 @@ def is_another_living_process(pid: int) -> bool:
         return False
     except PermissionError:
         pass  # it lives, as another user
-    return True
+    try:
+        # "<number> (<name, which may have brackets>) <state> ..."
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:  # there is no such file elsewhere
+        return True
+    return state[:1] != ["Z"]

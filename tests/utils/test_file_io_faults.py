@@ -148,6 +148,18 @@ def test_what_a_dead_process_with_the_id_of_this_one_left_is_swept(tmp_path: Pat
     assert sweep_temporary_files(str(tmp_path)) == [left_over]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells them apart")
+def test_a_killed_process_that_its_parent_has_not_asked_about_is_dead(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        left_over = tmp_path / f".a.bin.tmp-{process.pid}-0123abcd"
+        left_over.touch()
+        assert sweep_temporary_files(tmp_path) == []
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it a zombie
+        assert sweep_temporary_files(tmp_path) == [left_over]
+
+
 def test_a_process_of_another_user_counts_as_living(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
