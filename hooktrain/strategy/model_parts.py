@@ -65,8 +65,6 @@ def broadcast_weights(model: nn.Module) -> None:
 
     A collective. The tensors are on a device that the backend of the process group serves.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
     _broadcast((*model.parameters(), *model.buffers()))
 
 
@@ -75,13 +73,12 @@ def broadcast_buffers(model: nn.Module) -> None:
 
     Ranks that do not exchange them while training have statistics of their own batches in them.
     """
-    if comm.get_world_size() > 1:
-        _broadcast(model.buffers())
+    _broadcast(model.buffers())
 
 
 def _broadcast(given: Iterable[Tensor]) -> None:
     tensors = [tensor.detach() for tensor in given]
-    if not tensors:
+    if not tensors or comm.get_world_size() == 1:
         return
     # What DistributedDataParallel uses for the same purpose; torch has no public name for it.
     group = dist.distributed_c10d._get_default_group()

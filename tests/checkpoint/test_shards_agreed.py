@@ -1,30 +1,18 @@
 """The ranks agree on who writes what once, as long as the tensors stay alike on all of them."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from collectives import Collectives
 from gloo import run_ranks
 from hooktrain.checkpoint.sharded import ShardedSaver
 from hooktrain.checkpoint.sharded_loading import read_sharded
 
 ROWS = [4, 4, 6, 6]
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.seen.append(func._schema.name.removeprefix("c10d::"))
-        return func(*args, **(kwargs or {}))
 
 
 def save_four_times(folder: Path) -> list[list[str]]:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_toys import batches, sgd
 
+from collectives import Collectives
 from gloo import run_ranks
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine import SimpleTrainer, rank_reports
@@ -22,20 +22,6 @@ from hooktrain.engine.rank_reports import ReportExchange, hooks_of_some_ranks
 from hooktrain.engine.rank_rng import RankRng
 from hooktrain.utils import comm
 from hooktrain.utils.env import get_rng_state
-
-
-class Collectives(TorchDispatchMode):
-    """Notes the names of all collectives, whoever begins them and by whichever function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.seen.append(func._schema.name.removeprefix("c10d::"))
-        return func(*args, **(kwargs or {}))
-
 
 REGULAR = ["allreduce_"]
 NAMES = ["broadcast_"] * 2  # of an object: its size, then itself

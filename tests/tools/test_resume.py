@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from equality import assert_equal
 from hooktrain.engine import DefaultTrainer, default_argument_parser
 from hooktrain.engine.hooks import CallbackHook
 
@@ -78,22 +79,6 @@ def outcome(folder: Path) -> tuple[Any, list[Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
     metrics = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
     return torch.load(folder / "model_final.pth", weights_only=True), metrics
-
-
-def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
-    assert type(ours) is type(theirs), path
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), path
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs), path
-        for key in ours:
-            assert_equal(ours[key], theirs[key], f"{path}.{key}")
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), path
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(a, b, f"{path}[{i}]")
-    else:
-        assert ours == theirs, path
 
 
 @pytest.fixture(scope="module")

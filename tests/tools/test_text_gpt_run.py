@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from equality import assert_equal
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.data.text import python_docs_vocabulary
 
@@ -51,22 +52,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def samples(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "samples").iterdir()}
-
-
-def assert_equal(ours: Any, theirs: Any, path: str) -> None:
-    assert type(ours) is type(theirs), path
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), path
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs), path
-        for key in ours:
-            assert_equal(ours[key], theirs[key], f"{path}.{key}")
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), path
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(a, b, f"{path}[{i}]")
-    else:
-        assert ours == theirs, path
 
 
 @pytest.fixture(scope="module")
