@@ -21,7 +21,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hooktrain", "hooktrain.*"]),
-    package_data={"hooktrain": ["py.typed", "data/digits_data/*"]},
+    package_data={"hooktrain": ["py.typed", "demos/digits_data/*"]},
     install_requires=["torch>=2.6", "numpy>=1.24", "tabulate>=0.9", "termcolor>=2.3"],
     extras_require={
         "tensorboard": TENSORBOARD,

@@ -5,10 +5,16 @@ the real digits judges them at the end.
 """
 
 from hooktrain.config import LazyCall as L
-from hooktrain.data import CLASS_NAMES, DigitsDataset, build_test_loader, build_train_loader
-from hooktrain.engine.hooks import SampleWriter
-from hooktrain.evaluation import SampleQualityEvaluator
-from hooktrain.model import DigitsGAN, fixed_latents, trained_digits_cnn
+from hooktrain.data import build_test_loader, build_train_loader
+from hooktrain.demos import (
+    CLASS_NAMES,
+    DigitsDataset,
+    DigitsGAN,
+    SampleQualityEvaluator,
+    SampleWriter,
+    fixed_latents,
+    trained_digits_cnn,
+)
 
 from .common.train import train
 

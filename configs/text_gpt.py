@@ -11,8 +11,7 @@ A larger one needs one override, model.size=medium or model.size=large; on a GPU
 import torch
 
 from hooktrain.config import LazyCall as L
-from hooktrain.data.text import python_docs_vocabulary
-from hooktrain.engine.hooks.text_sampler import TextSampler
+from hooktrain.demos import TextSampler, python_docs_vocabulary
 
 from .common.data.text import dataloader
 from .common.models.text_gpt import model

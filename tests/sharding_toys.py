@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hooktrain.demos.text import Block, TextGPT
 from hooktrain.model.sharding import shard_model
-from hooktrain.model.text_gpt import Block, TextGPT
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils import comm
 

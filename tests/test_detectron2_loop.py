@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer
 from hooktrain.config import ConfigDict
-from hooktrain.data import DigitsDataset, build_test_loader, build_train_loader
+from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.samplers import TrainingSampler
+from hooktrain.demos import DigitsCNN, DigitsDataset
 from hooktrain.engine import (
     SimpleTrainer,
     default_argument_parser,
@@ -30,7 +31,6 @@ from hooktrain.evaluation import (
     inference_on_dataset,
     print_csv_format,
 )
-from hooktrain.model import DigitsCNN
 from hooktrain.solver import CosineParamScheduler, LRMultiplier, WarmupParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage

@@ -11,7 +11,8 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyCall as L
 from hooktrain.config import instantiate
-from hooktrain.data import DigitsDataset, build_train_loader
+from hooktrain.data import build_train_loader
+from hooktrain.demos import DigitsCNN, DigitsDataset
 from hooktrain.engine import (
     HookBase,
     SimpleTrainer,
@@ -19,7 +20,6 @@ from hooktrain.engine import (
     default_writers,
     hooks,
 )
-from hooktrain.model import DigitsCNN
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.events import (

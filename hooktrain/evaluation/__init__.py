@@ -6,17 +6,13 @@ from hooktrain.evaluation.evaluator import (
     inference_context,
     inference_on_dataset,
 )
-from hooktrain.evaluation.language import BitsPerCharacterEvaluator
 from hooktrain.evaluation.metrics import ClassificationEvaluator
-from hooktrain.evaluation.sample_quality import SampleQualityEvaluator
 from hooktrain.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
 __all__ = [
-    "BitsPerCharacterEvaluator",
     "ClassificationEvaluator",
     "DatasetEvaluator",
     "DatasetEvaluators",
-    "SampleQualityEvaluator",
     "flatten_results_dict",
     "inference_context",
     "inference_on_dataset",

@@ -14,13 +14,9 @@ from hooktrain.model.batch_norm import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from hooktrain.model.digits_cnn import DigitsCNN
-from hooktrain.model.digits_gan import DigitsGAN, fixed_latents
 from hooktrain.model.precise_bn import get_bn_modules, update_bn_stats
 from hooktrain.model.preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
 from hooktrain.model.separate_wrapper import SeparateDistributedDataParallel
-from hooktrain.model.text_gpt import TextGPT
-from hooktrain.model.trained_digits_cnn import trained_digits_cnn
 from hooktrain.model.wrappers import (
     NamingDistributedDataParallel,
     StepDistributedDataParallel,
@@ -33,8 +29,6 @@ __all__ = [
     "BaseModel",
     "BatchNormXd",
     "CPUSyncBatchNorm",
-    "DigitsCNN",
-    "DigitsGAN",
     "ExponentialMovingAverage",
     "ImgDataPreprocessor",
     "MomentumAnnealingEMA",
@@ -42,13 +36,10 @@ __all__ = [
     "SeparateDistributedDataParallel",
     "StepDistributedDataParallel",
     "StochasticWeightAverage",
-    "TextGPT",
     "convert_sync_batchnorm",
     "detect_anomalous_params",
-    "fixed_latents",
     "get_bn_modules",
     "is_model_wrapper",
     "revert_sync_batchnorm",
-    "trained_digits_cnn",
     "update_bn_stats",
 ]

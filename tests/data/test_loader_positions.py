@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
@@ -17,7 +16,6 @@ from hooktrain.data import (
     TrainLoader,
     build_train_loader,
 )
-from hooktrain.data.digits import load_digits
 
 SIZE = 37
 
@@ -104,10 +102,3 @@ def first_of_a_spawned_worker() -> Any:
 
 def test_workers_that_are_spawned_read_the_share_of_their_rank() -> None:
     assert run_ranks(first_of_a_spawned_worker, 2) == [[0, 2], [1, 3]]
-
-
-@pytest.mark.parametrize("labels", [np.full(1797, 77.5), np.full(1797, 10, np.uint8)])
-def test_digits_with_labels_that_are_none_are_an_error(labels: Any, tmp_path: Any) -> None:
-    np.savez(tmp_path / "d.npz", images=np.zeros((1797, 8, 8), np.uint8), labels=labels)
-    with pytest.raises(ValueError, match="labels"):
-        load_digits(tmp_path / "d.npz")

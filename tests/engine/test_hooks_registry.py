@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.data.text import CharVocabulary
 from hooktrain.engine import HookBase, hooks
-from hooktrain.engine.hooks.periodic_sampler import PeriodicSampler
 from hooktrain.utils.registries import HOOKS
 
 # What a hook cannot be built without; a hook that is not here can be built without arguments.
@@ -38,16 +36,6 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "num_iter": 1,
     },
     "Preemption": lambda folder: {"checkpointer": Checkpointer(nn.Linear(1, 1), str(folder))},
-    "SampleWriter": lambda folder: {
-        "period": 1,
-        "inputs": torch.ones(1),
-        "output_dir": str(folder),
-    },
-    "TextSampler": lambda folder: {
-        "period": 1,
-        "vocabulary": CharVocabulary("abc"),
-        "output_dir": str(folder),
-    },
     "TorchProfiler": lambda folder: {"enable_predicate": bool, "output_dir": str(folder)},
     "Watchdog": lambda folder: {"timeout_s": 60.0},
 }
@@ -67,7 +55,6 @@ def hooks_of_the_package() -> set[type[HookBase]]:
         and issubclass(found, HookBase)
         and found.__module__ == module.__name__
         and not found.__name__.startswith("_")
-        and found is not PeriodicSampler  # the base of two others
     }
 
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gloo import run_ranks
+from hooktrain.demos.text import Block
 from hooktrain.model.deferred import init_deferred
 from hooktrain.model.sharding import full_state_dict, shard_model
-from hooktrain.model.text_gpt import Block
 from sharding_toys import batches, make_model, make_wrapper, train
 
 

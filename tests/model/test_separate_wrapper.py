@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.demos import DigitsGAN
 from hooktrain.model import (
     ExponentialMovingAverage,
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
 )
-from hooktrain.model.digits_gan import DigitsGAN
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import get_default_optimizer_params
 

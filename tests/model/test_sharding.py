@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.demos.text import Block
 from hooktrain.model.sharding import (
     full_state_dict,
     load_full_state_dict,
     select_modules,
     shard_model,
 )
-from hooktrain.model.text_gpt import Block
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils.dtensor import full_tensor, full_tensors, local_tensor
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part, train

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from hooktrain.demos.text import Block
 from hooktrain.model.sharding import build_mp_policy, select_modules, shard_model
-from hooktrain.model.text_gpt import Block
 from sharding_toys import make_model
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from gloo import run_ranks
 from hooktrain.checkpoint import CorruptCheckpointError
 from hooktrain.config import LazyCall
-from hooktrain.model.text_gpt import Block, TextGPT
+from hooktrain.demos.text import Block, TextGPT
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import BaseStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from hooktrain.utils import comm

@@ -13,7 +13,7 @@ import torch
 
 from equality import assert_equal
 from hooktrain.config import LazyConfig, instantiate
-from hooktrain.data.text import python_docs_vocabulary
+from hooktrain.demos import python_docs_vocabulary
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "text_gpt.py")

@@ -1,13 +1,8 @@
 """Handwritten digits, shifted at random in training."""
 
 from hooktrain.config import LazyCall as L
-from hooktrain.data import (
-    CLASS_NAMES,
-    DigitsDataset,
-    RandomShift,
-    build_test_loader,
-    build_train_loader,
-)
+from hooktrain.data import build_test_loader, build_train_loader
+from hooktrain.demos import CLASS_NAMES, DigitsDataset, RandomShift
 from hooktrain.evaluation import ClassificationEvaluator
 
 dataloader = dict(

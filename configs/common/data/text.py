@@ -2,8 +2,7 @@
 
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader
-from hooktrain.data.text import PythonDocs
-from hooktrain.evaluation.language import BitsPerCharacterEvaluator
+from hooktrain.demos import BitsPerCharacterEvaluator, PythonDocs
 
 dataloader = dict(
     train=L(build_train_loader)(

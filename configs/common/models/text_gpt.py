@@ -1,8 +1,7 @@
 """A small causal transformer over the characters of Python's documentation."""
 
 from hooktrain.config import LazyCall as L
-from hooktrain.data.text import python_docs_vocabulary
-from hooktrain.model.text_gpt import TextGPT
+from hooktrain.demos import TextGPT, python_docs_vocabulary
 
 model = L(TextGPT)(
     vocab_size=L(len)(L(python_docs_vocabulary)()),

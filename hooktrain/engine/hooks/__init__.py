@@ -13,9 +13,7 @@ from hooktrain.engine.hooks.periodic_checkpointer import PeriodicCheckpointer
 from hooktrain.engine.hooks.periodic_writer import PeriodicWriter
 from hooktrain.engine.hooks.precise_bn import PreciseBN
 from hooktrain.engine.hooks.preemption import Preemption
-from hooktrain.engine.hooks.sample_writer import SampleWriter
 from hooktrain.engine.hooks.skip_non_finite import SkipNonFinite
-from hooktrain.engine.hooks.text_sampler import TextSampler
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import TorchProfiler
 from hooktrain.engine.hooks.watchdog import Watchdog
@@ -36,9 +34,7 @@ __all__ = [
     "PeriodicWriter",
     "PreciseBN",
     "Preemption",
-    "SampleWriter",
     "SkipNonFinite",
-    "TextSampler",
     "TorchMemoryStats",
     "TorchProfiler",
     "Watchdog",

@@ -1,0 +1,219 @@
+"""The handwritten digits that come with the package, and a small classifier of them.
+
+*Optical Recognition of Handwritten Digits*, E. Alpaydin and C. Kaynak, UCI Machine Learning
+Repository, licence CC BY 4.0; see ``digits_data/README.md``.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+CLASS_NAMES = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9")
+
+DIGITS_FILE = Path(__file__).parent / "digits_data" / "digits.npz"
+
+
+@lru_cache(maxsize=1)
+def load_digits(file: Path = DIGITS_FILE) -> tuple[Tensor, Tensor]:
+    """All images and labels, in the order of the file. Do not change them in place.
+
+    Returns:
+        The images, float32 of shape (1797, 1, 8, 8) with ink from 0 to 1; and the labels, int64 of
+        shape (1797,).
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        ValueError: if it is not what it should be.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            images, labels = arrays["images"], arrays["labels"]
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"the digits are missing; install the package again: {file}"
+        ) from None
+    except Exception as error:
+        # numpy and zipfile raise many kinds of errors for a broken file.
+        raise ValueError(f"the file of the digits is damaged: {file}: {error}") from error
+    expected = {"images": ((1797, 8, 8), 16), "labels": ((1797,), 9)}
+    for (name, (shape, most)), array in zip(expected.items(), (images, labels), strict=True):
+        if array.shape != shape or array.dtype != np.uint8 or array.max() > most:
+            raise ValueError(
+                f"the file of the digits holds something else: {file}: {name} must be uint8 of "
+                f"shape {shape} up to {most}, but is {array.dtype} of shape {array.shape}"
+            )
+    return torch.from_numpy(images)[:, None].float() / 16, torch.from_numpy(labels).long()
+
+
+class DigitsDataset(Dataset[dict[str, Any]]):
+    """The digits, in a fixed split: every fifth image, from the first on, is for testing.
+
+    That makes 360 for testing and 1,437 for training. A sample is a dict with ``image``, float32
+    of shape (1, 8, 8) in [0, 1], and ``label``, an int from 0 to 9.
+
+    Args:
+        train: which of the two parts.
+        transform: applied to each sample.
+    """
+
+    def __init__(
+        self,
+        train: bool,
+        transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        images, labels = load_digits()
+        for_testing = torch.arange(len(labels)) % 5 == 0
+        chosen = ~for_testing if train else for_testing
+        self.images = images[chosen]
+        self.labels: list[int] = labels[chosen].tolist()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = {"image": self.images[index], "label": self.labels[index]}
+        return sample if self.transform is None else self.transform(sample)
+
+
+class RandomShift:
+    """Shifts an image by a random number of pixels in both directions, filling up with zeros.
+
+    It draws from torch's global generator.
+
+    Args:
+        max_shift: the largest shift in pixels, at least 0.
+    """
+
+    def __init__(self, max_shift: int = 1) -> None:
+        if max_shift < 0:
+            raise ValueError(f"max_shift must not be negative, but got {max_shift!r}")
+        self.max_shift = max_shift
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample with a shifted ``image`` of the same shape (..., H, W)."""
+        most = self.max_shift
+        image = sample["image"]
+        height, width = image.shape[-2:]
+        down, right = torch.randint(2 * most + 1, (2,)).tolist()
+        padded = torch.nn.functional.pad(image, (most, most, most, most))
+        return {**sample, "image": padded[..., down : down + height, right : right + width]}
+
+
+class DigitsCNN(nn.Module):
+    """Four convolutions and a linear layer for images of 8 by 8 pixels.
+
+    Two stages, with ``channels`` and then ``2 * channels`` maps; each consists of two 3x3
+    convolutions, with BatchNorm and ReLU after each, and halves the image at its end, in the manner
+    of VGG (Simonyan and Zisserman, arXiv:1409.1556).
+
+    Args:
+        channels: maps of the first stage, at least 1.
+        dropout: the share of features that training leaves out before the last layer, in [0, 1).
+        num_classes: at least 1.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    def __init__(self, channels: int = 32, dropout: float = 0.2, num_classes: int = 10) -> None:
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"channels must be at least 1, but got {channels!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), but got {dropout!r}")
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1, but got {num_classes!r}")
+        self.stage1 = _stage(1, channels)
+        self.stage2 = _stage(channels, 2 * channels)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(2 * channels * 2 * 2, num_classes)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | Tensor:
+        """Compute the loss in training mode, logits in evaluation mode.
+
+        Args:
+            batch: on any device: ``"image"``, float, shape (N, 1, 8, 8), values in [0, 1]; and in
+                training mode ``"label"``, integers of shape (N,) in [0, num_classes).
+
+        Returns:
+            ``{"loss_cls": mean cross entropy}``, or logits of shape (N, num_classes).
+
+        Raises:
+            ValueError: for wrong shapes.
+        """
+        device = self.head.weight.device
+        images = batch["image"]
+        if images.dim() != 4 or images.shape[1:] != (1, 8, 8):
+            raise ValueError(f"'image' must have shape (N, 1, 8, 8), but got {tuple(images.shape)}")
+        features = self.stage2(self.stage1(images.to(device, non_blocking=True)))
+        logits: Tensor = self.head(self.dropout(features.flatten(1)))
+        if not self.training:
+            return logits
+        labels = batch["label"]
+        if labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"'label' must have shape ({len(images)},), one for each image, but got "
+                f"{tuple(labels.shape)}"
+            )
+        return {"loss_cls": F.cross_entropy(logits, labels.to(device, non_blocking=True))}
+
+
+def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Two convolutions, then half the height and width."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+        nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+def trained_digits_cnn(
+    dataset: Dataset[Mapping[str, Any]], *, epochs: int = 12, channels: int = 16, seed: int = 0
+) -> DigitsCNN:
+    """Train a small :class:`DigitsCNN` on the CPU, in a second or two.
+
+    The same arguments give the same classifier, and torch's global generator is afterwards as it
+    was before: the run around it goes on as if nothing had happened.
+
+    Args:
+        dataset: digits with ``"image"`` and ``"label"``.
+        epochs: passes through the data set, at least 1.
+        channels: of the network.
+        seed: of the first weights, the order of the samples, and what the data set draws.
+
+    Returns:
+        The network, in evaluation mode, without gradients.
+
+    Raises:
+        ValueError: for less than one epoch.
+    """
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, but got {epochs!r}")
+    with torch.random.fork_rng(devices=[]):
+        # The CPU's generator alone, since only that one is brought back.
+        torch.default_generator.manual_seed(seed)
+        model = DigitsCNN(channels=channels)
+        order = torch.Generator().manual_seed(seed)
+        loader = DataLoader(dataset, batch_size=64, shuffle=True, generator=order)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs)
+        with torch.enable_grad():  # evaluations run without gradients
+            for _ in range(epochs):
+                for batch in loader:
+                    optimizer.zero_grad()
+                    model(batch)["loss_cls"].backward()
+                    optimizer.step()
+                schedule.step()
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,285 @@
+"""Hooks that show what a model draws or writes as the training goes on."""
+
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooktrain.demos.text import CharVocabulary
+from hooktrain.engine import HookBase
+from hooktrain.evaluation import inference_context
+from hooktrain.utils import comm
+from hooktrain.utils.env import preserved_rng_state
+from hooktrain.utils.file_io import atomic_write, is_disk_full
+from hooktrain.utils.unwrap import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+
+class PeriodicSampler(HookBase):
+    """The base of hooks that sample every so often.
+
+    Args:
+        period: in iterations; the last iteration samples too, and with 0 no other.
+        folder: for the files.
+
+    Raises:
+        ValueError: for a negative period.
+    """
+
+    def __init__(self, period: int, folder: str | os.PathLike[str]) -> None:
+        if period < 0:
+            raise ValueError(f"period must not be negative, but got {period!r}")
+        self._period = period
+        self._folder = Path(folder)
+
+    def is_due(self) -> bool:
+        """Whether to sample in this iteration."""
+        done = self.trainer.iter + 1
+        return done == self.trainer.max_iter or (self._period > 0 and done % self._period == 0)
+
+    @contextmanager
+    def sampling(self) -> Iterator[Any]:
+        """The model, without its wrapper, ready to sample from.
+
+        Where the trainer has an averaged model (``trainer.ema``), it has those weights meanwhile.
+        It is in evaluation mode and no gradients are computed. The run's random numbers go on
+        afterwards as if nothing had been drawn. For all ranks: those of a sharded model compute
+        together.
+        """
+        model, ema = unwrap_model(self.trainer.model), getattr(self.trainer, "ema", None)
+        averaged = nullcontext() if ema is None else ema.swap()
+        with averaged, preserved_rng_state(), inference_context(model), torch.no_grad():
+            yield model
+
+    def write(self, suffix: str, write: Callable[[Path], object]) -> None:
+        """Call ``write`` with ``<folder>/<iteration><suffix>``; a full disk is logged only."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(self._folder / f"{self.trainer.iter:07d}{suffix}")
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            logger.error("NOT WRITTEN: %s. Training goes on", error)
+
+
+class SampleWriter(PeriodicSampler):
+    """Calls the model with the same inputs every so often, and writes the images it gives.
+
+    They come as one grid into ``<output_dir>/<name>/<iteration>.png``, with the number that a
+    checkpoint of the same weights has, and into the storage, whose writers show it in TensorBoard.
+    Where the trainer has an averaged model (``trainer.ema``), that one draws. The run's random
+    numbers go on as if nothing had been drawn.
+
+    Register it before :class:`~hooktrain.engine.hooks.PeriodicWriter` and on every rank: each one
+    draws, since parts of a model may communicate; the main rank writes. For a model that is not
+    called with an input, override :meth:`draw`.
+
+    A full disk is logged and does not end the run.
+
+    Args:
+        period: in iterations; the last iteration writes too, and with 0 no other.
+        inputs: what the model is called with.
+        output_dir: the folder of the run.
+        name: of the folder for the files, and of the image in the storage.
+        columns: images in a row of the grid.
+        scale: draw each pixel as a square of this side.
+
+    Raises:
+        ValueError: for a negative period.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        inputs: Tensor,
+        output_dir: str | os.PathLike[str],
+        *,
+        name: str = "samples",
+        columns: int = 10,
+        scale: int = 1,
+    ) -> None:
+        super().__init__(period, Path(output_dir) / name)
+        self._inputs = inputs
+        self._name = name
+        self._columns = columns
+        self._scale = scale
+
+    def draw(self, model: nn.Module) -> Tensor:
+        """The images to show, shape (N, C, H, W), values in [0, 1]; the model is in eval mode."""
+        images: Tensor = model(self._inputs)
+        return images
+
+    def after_step(self) -> None:
+        """Draw and write where a period ends, and at the last iteration."""
+        if not self.is_due():
+            return
+        with self.sampling() as model:
+            images = self.draw(model)
+        if comm.is_main_process():
+            grid = make_grid(images, self._columns, self._scale)
+            self.trainer.storage.put_image(self._name, grid)
+            self.write(".png", lambda path: write_png(path, grid))
+
+
+class TextSampler(PeriodicSampler):
+    """Lets the model continue a text every so often.
+
+    What it writes is logged, and comes into ``<output_dir>/samples/<iteration>.txt``, with the
+    number that a checkpoint of the same weights has. Where the trainer has an averaged model
+    (``trainer.ema``), that one writes. The random numbers are the same each time, so that texts
+    differ by the weights alone; those of the run go on as if nothing had been drawn.
+
+    Register it on every rank: each one samples, since parts of a model may communicate; the main
+    rank writes. A full disk is logged and does not end the run.
+
+    Args:
+        period: in iterations; the last iteration samples too, and with 0 no other.
+        vocabulary: turns text into tokens and back; anything with its ``encode`` and ``decode``
+            will do.
+        output_dir: the folder of the run.
+        prompt: what the text begins with, not empty.
+        length: how many tokens to add, at least 1.
+        temperature: see :meth:`hooktrain.demos.TextGPT.generate`; models of another class
+            need a method like it.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        vocabulary: CharVocabulary,
+        output_dir: str | os.PathLike[str],
+        *,
+        prompt: str = "\n",
+        length: int = 400,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(period, Path(output_dir) / "samples")
+        if not prompt:
+            raise ValueError(f"prompt must not be empty, but got {prompt!r}")
+        if length < 1:
+            raise ValueError(f"length must be at least 1, but got {length!r}")
+        if not temperature >= 0:
+            raise ValueError(f"temperature must not be negative, but got {temperature!r}")
+        self._vocabulary = vocabulary
+        self._prompt = prompt
+        self._length = length
+        self._temperature = temperature
+        self._seed = seed
+
+    def before_train(self) -> None:
+        """Refuse a model that cannot write before it has learnt for hours."""
+        if not hasattr(model := unwrap_model(self.trainer.model), "generate"):
+            raise TypeError(
+                f"TextSampler needs a model with a method generate; {type(model).__name__} has none"
+            )
+
+    def after_step(self) -> None:
+        """Sample where a period ends, and at the last iteration."""
+        if not self.is_due():
+            return
+        text = self.sample()
+        if comm.is_main_process():
+            logger.info("After %d iterations the model writes:\n%s", self.trainer.iter + 1, text)
+            self.write(".txt", lambda path: _write(path, text))
+
+    def sample(self) -> str:
+        """The prompt, and how the model goes on from it now."""
+        prompt = self._vocabulary.encode(self._prompt)
+        generator = torch.Generator().manual_seed(self._seed)
+        with self.sampling() as model:
+            tokens: Tensor = model.generate(prompt, self._length, self._temperature, generator)
+        return self._vocabulary.decode(tokens)
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_write(path, "w") as file:
+        file.write(text)
+
+
+_COLOUR_TYPES = {1: 0, 3: 2}  # grey, red-green-blue
+
+
+def make_grid(images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1) -> Tensor:
+    """Put images side by side into one, row by row, the first at the top left.
+
+    Args:
+        images: shape (N, C, H, W), N at least 1, values in [0, 1] or uint8.
+        columns: images in a row, at least 1; fewer if there are fewer images.
+        scale: draw each pixel as a square of this side, at least 1.
+        padding: the width in pixels (before scaling) of the black lines between images and around
+            the grid, at least 0.
+
+    Returns:
+        Shape (C, height, width), on the images' device. Places without an image are black.
+
+    Raises:
+        ValueError: for another shape, or a number out of range.
+    """
+    if images.dim() != 4 or len(images) == 0:
+        raise ValueError(f"images must have shape (N, C, H, W), but got {tuple(images.shape)}")
+    if columns < 1 or scale < 1 or padding < 0:
+        raise ValueError(
+            "columns and scale must be at least 1, and padding at least 0, but got "
+            f"columns={columns!r}, scale={scale!r}, padding={padding!r}"
+        )
+    count, channels, height, width = images.shape
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    # Cells with their line at the top and left; the last line of each direction comes after.
+    cells = images.new_zeros(rows * columns, channels, height + padding, width + padding)
+    cells[:count, :, padding:, padding:] = images
+    cells = cells.view(rows, columns, *cells.shape[1:])
+    grid = cells.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
+    grid = torch.nn.functional.pad(grid, (0, padding, 0, padding))
+    return grid.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
+
+
+def write_png(path: str | os.PathLike[str], image: Tensor) -> None:
+    """Write an image as a PNG file, all at once and durably.
+
+    Args:
+        path: the file; its folder must exist.
+        image: shape (C, H, W) with 1 channel (grey) or 3 (red, green, blue); uint8, or floating
+            point with values in [0, 1] (what lies outside is clipped).
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for another shape.
+        OSError: if the file cannot be written.
+    """
+    if image.dim() != 3 or image.shape[0] not in _COLOUR_TYPES or image.numel() == 0:
+        raise ValueError(
+            f"image must have shape (C, H, W) with 1 or 3 channels, but got {tuple(image.shape)}"
+        )
+    if image.is_floating_point():
+        image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+    elif image.dtype != torch.uint8:
+        raise TypeError(f"image must be uint8 or floating point, but it is {image.dtype}")
+    channels, height, width = image.shape
+    pixels = image.permute(1, 2, 0).flatten(1)
+    # The format (ISO/IEC 15948): each row begins with its filter, 0 for none.
+    rows = torch.nn.functional.pad(pixels, (1, 0)).cpu()  # host-device synchronisation
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
+    with atomic_write(path) as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        file.write(_chunk(b"IHDR", header))
+        file.write(_chunk(b"IDAT", zlib.compress(rows.numpy().tobytes())))
+        file.write(_chunk(b"IEND", b""))
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    """Length, kind, data, and the checksum of the latter two."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

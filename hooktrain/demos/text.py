@@ -1,0 +1,484 @@
+"""A small language model of characters: its text, its data set, its evaluator."""
+
+import importlib
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from hooktrain.evaluation import DatasetEvaluator
+from hooktrain.utils import comm
+from hooktrain.utils.registry import did_you_mean
+
+# Where a target has this value there is nothing to predict.
+IGNORED_TARGET = -1
+
+_PARTS = ("train", "heldout")
+
+
+@lru_cache(maxsize=1)
+def load_python_docs() -> tuple[str, str]:
+    """The topics of Python's ``help()``, about 370,000 characters, cut in two.
+
+    The topics follow each other in the order of their names. Some repeat parts of others, so each
+    paragraph is taken once, where it occurs first: what is held out was not seen in training.
+
+    The text is that of the running interpreter, and differs between versions of CPython: train,
+    resume and evaluate with the same one.
+
+    Returns:
+        The text to train on, the first nine tenths of the characters, and the rest, held out. The
+        cut is between two paragraphs.
+
+    Raises:
+        ModuleNotFoundError: if this Python comes without ``pydoc_data.topics``.
+    """
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "this Python has no pydoc_data.topics, the text to train on; the whole standard "
+            "library has it (on Debian and Ubuntu the package libpython3-stdlib)"
+        ) from error
+    paragraphs = _distinct_paragraphs([topics[name] for name in sorted(topics)])
+    ends = list(accumulate(map(len, paragraphs)))
+    heldout = bisect_right(ends, ends[-1] * 9 // 10)
+    return "".join(paragraphs[:heldout]), "".join(paragraphs[heldout:])
+
+
+def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
+    """Each paragraph once, whatever its indentation, with the empty line that ends it."""
+    paragraphs: dict[str, str] = {}
+    for text in texts:
+        for paragraph in re.split(r"\n\s*\n", text):
+            if words := " ".join(paragraph.split()):
+                paragraphs.setdefault(words, paragraph.strip("\n") + "\n\n")
+    return list(paragraphs.values())
+
+
+class CharVocabulary:
+    """The characters of a text, numbered from 1 on in the order of their code points.
+
+    Token 0 stands for every other character, and for what is before a text.
+
+    Args:
+        text: where the characters come from.
+
+    Attributes:
+        characters: those that have a token, in order.
+
+    Raises:
+        ValueError: for an empty text.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("a vocabulary needs a text that is not empty")
+        self.characters = "".join(sorted(set(text)))
+        self._tokens = {c: token for token, c in enumerate(self.characters, 1)}
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.characters) + 1
+
+    def encode(self, text: str) -> Tensor:
+        """The tokens of a text: int64, shape (len(text),)."""
+        return torch.tensor([self._tokens.get(c, 0) for c in text], dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of tokens in [0, len(self)); token 0 becomes U+FFFD, the replacement character.
+
+        Raises:
+            IndexError: for a token out of range.
+        """
+        characters = "\N{REPLACEMENT CHARACTER}" + self.characters
+        return "".join([characters[token] for token in tokens.tolist()])
+
+
+@lru_cache(maxsize=1)
+def python_docs_vocabulary() -> CharVocabulary:
+    """The vocabulary of the training part of :func:`load_python_docs`."""
+    return CharVocabulary(load_python_docs()[0])
+
+
+class TextDataset(Dataset[dict[str, Tensor]]):
+    """Pieces of a text, with what comes next after each of their characters.
+
+    A sample is a dict of ``tokens`` and ``targets``, both int64 of shape (block_size,); targets
+    are the tokens one place further on. The first character of the text is predicted from token 0.
+
+    Args:
+        text: the text.
+        vocabulary: turns it into tokens.
+        block_size: characters in a sample, at least 1.
+        stride: characters from the start of one sample to that of the next, in
+            [1, block_size]. 1 gives one sample for each place, ``block_size`` predicts each
+            character exactly once; the targets of the last sample are then filled up with
+            ``IGNORED_TARGET``.
+
+    Raises:
+        ValueError: for arguments out of range, or an empty text.
+    """
+
+    def __init__(
+        self, text: str, vocabulary: CharVocabulary, block_size: int, stride: int = 1
+    ) -> None:
+        if not text:
+            raise ValueError("text must not be empty")
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, but got {block_size!r}")
+        if not 1 <= stride <= block_size:
+            raise ValueError(f"stride must be in [1, {block_size}], but got {stride!r}")
+        self.vocabulary = vocabulary
+        self.block_size = block_size
+        self.stride = stride
+        self.characters = len(text)
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), vocabulary.encode(text)])
+        samples = 1 + max(0, -(-(len(text) - block_size) // stride))
+        missing = (samples - 1) * stride + block_size - len(text)
+        self._tokens = F.pad(tokens, (0, missing))
+        self._targets = F.pad(tokens[1:], (0, missing), value=IGNORED_TARGET)
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self._samples:
+            raise IndexError(f"index {index!r} is out of range for {self._samples} samples")
+        begin = index * self.stride
+        place = slice(begin, begin + self.block_size)
+        return {"tokens": self._tokens[place], "targets": self._targets[place]}
+
+
+class PythonDocs(TextDataset):
+    """One part of :func:`load_python_docs`, by the vocabulary of the training part.
+
+    Args:
+        part: ``"train"``, with a sample for each place; or ``"heldout"``, with each character
+            predicted exactly once.
+        block_size: see :class:`TextDataset`.
+
+    Raises:
+        ValueError: for another part, or a block size below 1.
+    """
+
+    def __init__(self, part: str, block_size: int) -> None:
+        if part not in _PARTS:
+            raise ValueError(
+                f"part must be one of {_PARTS}, but got {part!r}{did_you_mean(part, _PARTS)}"
+            )
+        train = part == "train"
+        text = load_python_docs()[0 if train else 1]
+        super().__init__(
+            text, python_docs_vocabulary(), block_size, stride=1 if train else block_size
+        )
+
+
+# (depth, width, heads): about 12 * depth * width^2 parameters.
+SIZES = {
+    "tiny": (2, 32, 2),
+    "small": (4, 256, 4),
+    "medium": (6, 512, 8),
+    "large": (12, 768, 12),
+}
+
+
+class TextGPT(nn.Module):
+    """A causal transformer: GPT-2's, with rotary positions (RoFormer, arXiv:2104.09864).
+
+    No layer has a bias. Weights start from N(0, 0.02), those that write into the residual stream
+    from N(0, 0.02 / sqrt(2 * depth)), as in GPT-2 (Radford et al. 2019).
+
+    Args:
+        vocab_size: how many tokens there are, at least 1.
+        block_size: the longest text that the model sees at a time, at least 1.
+        size: a name in ``SIZES``, or (depth, width, heads); each head gets an even number of
+            features.
+        dropout: the share of features that training leaves out, in [0, 1): of the embeddings, of
+            the attention's weights, and of what a layer adds.
+
+    Attributes:
+        blocks: the layers, a ``ModuleList`` of :class:`Block`, to be sharded, compiled or
+            recomputed one by one.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        size: str | tuple[int, int, int] = "small",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, but got {vocab_size!r}")
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, but got {block_size!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), but got {dropout!r}")
+        depth, width, heads = _checked_size(size)
+        self.block_size = block_size
+        self.head_width = width // heads
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew, for example after the model left the meta device."""
+        residual = 0.02 / math.sqrt(2 * len(self.blocks))
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:  # of a norm
+                weight.fill_(1.0)
+            else:
+                adds = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                weight.normal_(std=residual if adds else 0.02)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | Tensor:
+        """Compute the loss in training mode, logits in evaluation mode.
+
+        Args:
+            batch: on any device: ``"tokens"``, int64, shape (N, T), in [0, vocab_size); and in
+                training mode ``"targets"`` of the same shape, the token that comes next after each
+                one, or -1 where there is nothing to predict.
+
+        Returns:
+            ``{"loss_lm": mean cross entropy in nats}``, or logits of shape (N, T, vocab_size).
+
+        Raises:
+            ValueError: for wrong shapes.
+        """
+        device = self.head.weight.device
+        tokens = batch["tokens"]
+        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.block_size:
+            raise ValueError(
+                f"'tokens' must have shape (N, T), T from 1 to block_size={self.block_size}, but "
+                f"got {tuple(tokens.shape)}"
+            )
+        x = self.dropout(self.embedding(tokens.to(device, non_blocking=True)))
+        rotation = _rotation(tokens.shape[1], self.head_width, device)
+        for block in self.blocks:
+            x = block(x, rotation)
+        logits: Tensor = self.head(self.norm(x))
+        if not self.training:
+            return logits
+        targets = batch["targets"]
+        if targets.shape != tokens.shape:
+            raise ValueError(
+                f"'targets' must have the shape of 'tokens', {tuple(tokens.shape)}, but got "
+                f"{tuple(targets.shape)}"
+            )
+        targets = targets.to(device, non_blocking=True)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return {"loss_lm": loss}
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        count: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue a text, one token after the other, each from the last ``block_size`` ones.
+
+        Args:
+            prompt: int64, shape (T,), at least one token.
+            count: how many tokens to add, at least 0.
+            temperature: the logits are divided by it; below 1 the likely becomes more likely, and
+                0 always takes the likeliest.
+            generator: of the random numbers, on the CPU; None is torch's global one.
+
+        Returns:
+            The prompt and what follows: int64, shape (T + count,), on the CPU.
+
+        Raises:
+            RuntimeError: in training mode.
+            ValueError: for an argument out of range.
+        """
+        if self.training:
+            raise RuntimeError("generate needs the model in evaluation mode: call eval() first")
+        if prompt.dim() != 1 or len(prompt) == 0:
+            raise ValueError(f"prompt must have shape (T,), T >= 1, but got {tuple(prompt.shape)}")
+        if count < 0:
+            raise ValueError(f"count must not be negative, but got {count!r}")
+        if not temperature >= 0:
+            raise ValueError(f"temperature must not be negative, but got {temperature!r}")
+        tokens = prompt.cpu()
+        for _ in range(count):
+            # Through __call__, as a wrapper such as FSDP needs it.
+            logits = self({"tokens": tokens[None, -self.block_size :]})[0, -1]
+            logits = logits.float().cpu()  # a host-device synchronisation for each token
+            if temperature == 0:
+                token = logits.argmax(keepdim=True)
+            else:
+                chances = (logits / temperature).softmax(0)
+                token = torch.multinomial(chances, 1, generator=generator)
+            tokens = torch.cat([tokens, token])
+        return tokens
+
+
+class Block(nn.Module):
+    """A layer: attention, then a perceptron at each place, each added to what came in.
+
+    Args:
+        width: features of a place.
+        heads: of the attention.
+        dropout: see :class:`TextGPT`.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """What comes out: (N, T, width), as ``x``.
+
+        Args:
+            x: what comes in.
+            rotation: cosines and sines of the places, shape (2, T, width / heads / 2).
+        """
+        x = x + self.dropout(self._attend(self.attention_norm(x), rotation))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        out: Tensor = x + self.dropout(self.mlp_out(hidden))
+        return out
+
+    def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
+        # (N, T, 3 * width) becomes three of (N, heads, T, width / heads).
+        parts = self.attention_in(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts
+        mixed = F.scaled_dot_product_attention(
+            _rotate(query, rotation),
+            _rotate(key, rotation),
+            value,
+            dropout_p=self.dropout.p if self.training else 0.0,
+            is_causal=True,
+        )
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def _rotation(length: int, width: int, device: torch.device) -> Tensor:
+    """Cosines and sines of all places and speeds. Quick to compute, so that nothing is kept."""
+    speeds = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.outer(torch.arange(length, device=device), speeds)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair of features by the angles of its place, computed in float32 at least."""
+    cosine, sine = rotation
+    a, b = x.chunk(2, dim=-1)
+    turned: Tensor = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
+    return turned.to(x.dtype)
+
+
+def _checked_size(size: str | tuple[int, int, int]) -> tuple[int, int, int]:
+    if isinstance(size, str):
+        if size not in SIZES:
+            raise ValueError(
+                f"size must be one of {list(SIZES)} or (depth, width, heads), but got {size!r}"
+                f"{did_you_mean(size, SIZES)}"
+            )
+        return SIZES[size]
+    numbers = isinstance(size, tuple | list) and len(size) == 3 and min(size) >= 1
+    if not numbers or size[1] % (2 * size[2]):
+        raise ValueError(
+            f"size must be a name or (depth, width, heads), the width a multiple of twice the "
+            f"heads, but got {size!r}"
+        )
+    depth, width, heads = size
+    return depth, width, heads
+
+
+class BitsPerCharacterEvaluator(DatasetEvaluator):
+    """The bits that a character of a text takes, if it is coded by a model's predictions.
+
+    The sum over all predicted characters, divided by their number: how the text is cut into
+    batches and divided among ranks makes no difference but for rounding. Losses are computed and
+    summed in float64 (float32 on Apple's devices, which have no other), and stay on the device of
+    the outputs until the end, so a batch costs no host-device synchronisation.
+
+    Args:
+        target_key: where the targets stand in a batch. Negative ones are not predicted.
+    """
+
+    def __init__(self, target_key: str = "targets") -> None:
+        self._target_key = target_key
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a new evaluation begins."""
+        self._nats = torch.zeros((), dtype=torch.float64)
+        self._characters = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def process(self, inputs: Mapping[str, Any], outputs: Tensor) -> None:
+        """Take in one batch.
+
+        Args:
+            inputs: the batch, with integer targets of shape (N, T).
+            outputs: logits, shape (N, T, C).
+
+        Raises:
+            KeyError: the batch has no targets.
+            ValueError: wrong shapes.
+        """
+        if self._target_key not in inputs:
+            raise KeyError(
+                f"target_key {self._target_key!r} is not in the batch, which has {list(inputs)}"
+            )
+        targets = inputs[self._target_key]
+        if outputs.dim() != 3 or targets.shape != outputs.shape[:2]:
+            raise ValueError(
+                f"outputs must be logits of shape (N, T, C) and {self._target_key!r} of shape "
+                f"(N, T), but got {tuple(outputs.shape)} and {tuple(targets.shape)}"
+            )
+        targets = targets.to(outputs.device, non_blocking=True).flatten()
+        dtype = torch.float32 if outputs.device.type == "mps" else torch.float64
+        logits = outputs.flatten(0, 1).to(dtype)
+        predicted = targets >= 0
+        targets = torch.where(predicted, targets, -1)
+        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        self._nats = self._nats.to(outputs.device, dtype) + loss
+        self._characters = self._characters.to(outputs.device) + predicted.sum()
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Sum up the batches of all ranks. Collective.
+
+        Returns:
+            ``{"text": {"bits_per_character": ..., "val_loss": ...}}``, the same on every rank to
+            the last bit. ``val_loss`` is the mean cross entropy, in nats.
+
+        Raises:
+            ValueError: on every rank, if there was nothing to predict at all.
+        """
+        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
+        ranks = comm.all_gather((self._nats.item(), int(self._characters)))
+        characters = sum(count for _, count in ranks)
+        if characters == 0:
+            raise ValueError("there is no character to predict, on any rank")
+        loss = math.fsum(nats for nats, _ in ranks) / characters
+        return {"text": {"bits_per_character": loss / math.log(2), "val_loss": loss}}

@@ -1,0 +1,207 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hooktrain.demos import (
+    CLASS_NAMES,
+    DigitsCNN,
+    DigitsDataset,
+    RandomShift,
+    load_digits,
+    trained_digits_cnn,
+)
+
+
+def test_there_are_1797_images_of_ten_digits() -> None:
+    images, labels = load_digits()
+    assert images.shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert (images.min(), images.max()) == (0.0, 1.0)
+    counts = torch.bincount(labels).tolist()
+    assert counts == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert len(CLASS_NAMES) == 10
+
+
+def test_the_split_is_fixed_disjoint_and_complete() -> None:
+    train, test = DigitsDataset(train=True), DigitsDataset(train=False)
+    assert (len(train), len(test)) == (1437, 360)
+    images, labels = load_digits()
+    assert torch.equal(test[1]["image"], images[5])
+    assert test[1]["label"] == labels[5]
+    assert torch.equal(train[0]["image"], images[1])
+    assert sorted(train.labels + test.labels) == sorted(labels.tolist())
+
+
+@pytest.mark.parametrize("labels", [np.full(1797, 77.5), np.full(1797, 10, np.uint8)])
+def test_labels_that_are_none_are_an_error(labels: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", images=np.zeros((1797, 8, 8), np.uint8), labels=labels)
+    with pytest.raises(ValueError, match="labels"):
+        load_digits(tmp_path / "d.npz")
+
+
+def test_the_attribution_stands_beside_the_data() -> None:
+    readme = Path(load_digits.__wrapped__.__defaults__[0]).parent / "README.md"
+    assert "CC BY 4.0" in readme.read_text()
+    assert "Alpaydin" in readme.read_text()
+
+
+def test_a_random_shift_moves_the_image_and_fills_up_with_zeros() -> None:
+    image = torch.zeros(1, 8, 8)
+    image[0, 3, 4] = 1.0
+    sample = {"image": image, "label": 3}
+    places = set()
+    for _ in range(200):
+        shifted = RandomShift(1)(sample)
+        assert shifted["label"] == 3
+        assert shifted["image"].shape == (1, 8, 8)
+        places.add(tuple(shifted["image"].nonzero()[0].tolist()[1:]))
+    assert places == {(y, x) for y in (2, 3, 4) for x in (3, 4, 5)}
+    assert image[0, 3, 4] == 1.0
+
+
+def test_a_shift_of_zero_changes_nothing_and_a_negative_one_is_refused() -> None:
+    sample = DigitsDataset(train=False)[0]
+    assert torch.equal(RandomShift(0)(sample)["image"], sample["image"])
+    with pytest.raises(ValueError, match="-1"):
+        RandomShift(-1)
+
+
+def test_a_transform_is_applied() -> None:
+    dataset = DigitsDataset(train=False, transform=lambda s: {**s, "label": 99})
+    assert dataset[0]["label"] == 99
+
+
+def test_a_missing_or_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="install the package again"):
+        load_digits(tmp_path / "digits.npz")
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"not a zip file")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_digits(broken)
+    other = tmp_path / "other.npz"
+    np.savez(other, images=np.zeros((2, 8, 8), np.uint8), labels=np.zeros(2, np.uint8))
+    with pytest.raises(ValueError, match="holds something else"):
+        load_digits(other)
+
+
+def batch(count: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "image": torch.rand(count, 1, 8, 8, generator=generator),
+        "label": torch.randint(10, (count,), generator=generator),
+    }
+
+
+def test_training_gives_the_cross_entropy_of_the_logits() -> None:
+    model, data = DigitsCNN(channels=4, dropout=0.0), batch()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    loss = model(data)
+    logits = model.eval()(data)
+    assert list(loss) == ["loss_cls"]
+    assert logits.shape == (4, 10)
+    assert torch.equal(loss["loss_cls"], F.cross_entropy(logits, data["label"]))
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    model = DigitsCNN(channels=4)
+    model(batch())["loss_cls"].backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_evaluation_needs_no_labels_and_depends_on_one_image_at_a_time() -> None:
+    model, images = DigitsCNN(channels=4, num_classes=7).eval(), batch()["image"]
+    whole = model({"image": images})
+    assert whole.shape == (4, 7)
+    one_by_one = torch.cat([model({"image": image[None]}) for image in images])
+    torch.testing.assert_close(whole, one_by_one)
+
+
+def test_dropout_is_random_in_training_and_off_in_evaluation() -> None:
+    model, data = DigitsCNN(channels=4, dropout=0.5), batch()
+    assert not torch.equal(model(data)["loss_cls"], model(data)["loss_cls"])
+    model.eval()
+    assert torch.equal(model(data), model(data))
+
+
+def test_the_batch_is_moved_to_the_device_of_the_model() -> None:
+    # The meta device computes shapes only, and does not mix with the CPU.
+    model = DigitsCNN(channels=4).to("meta")
+    assert model(batch())["loss_cls"].device.type == "meta"
+    assert model.eval()(batch()).device.type == "meta"
+
+
+def test_the_batch_of_the_caller_is_left_as_it_was() -> None:
+    data, expected = batch(), batch()
+    DigitsCNN(channels=4)(data)
+    assert list(data) == list(expected)
+    assert all(torch.equal(data[key], expected[key]) for key in data)
+
+
+def test_a_few_steps_reduce_the_loss() -> None:
+    model, data = DigitsCNN(channels=8, dropout=0.0), batch(32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(20):
+        loss = model(data)["loss_cls"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8), (4, 3, 8, 8), (4, 1, 28, 28)])
+def test_images_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\(N, 1, 8, 8\), but got \(4, "):
+        DigitsCNN(channels=4)({"image": torch.zeros(shape), "label": torch.zeros(4).long()})
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 1), ()])
+def test_labels_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
+    data = {"image": torch.zeros(4, 1, 8, 8), "label": torch.zeros(shape).long()}
+    with pytest.raises(ValueError, match=r"'label' must have shape \(4,\)"):
+        DigitsCNN(channels=4)(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("channels", 0), ("dropout", 1.0), ("dropout", -0.1), ("num_classes", 0)],
+)
+def test_arguments_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must .* got {value}"):
+        DigitsCNN(**{name: value})
+
+
+def test_it_recognises_digits_that_it_has_not_seen() -> None:
+    test = DigitsDataset(train=False)
+    classifier = trained_digits_cnn(DigitsDataset(train=True))
+    logits = classifier({"image": test.images})
+    correct = logits.argmax(1) == torch.tensor(test.labels)
+    assert correct.float().mean() > 0.97
+    assert not logits.requires_grad
+
+
+def test_it_is_the_same_each_time_and_the_run_around_it_goes_on_undisturbed() -> None:
+    data = torch.utils.data.Subset(DigitsDataset(train=True), range(100))
+    before = torch.get_rng_state()
+    first = trained_digits_cnn(data, epochs=1, channels=4).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    with torch.no_grad():  # as inside of an evaluation
+        again = trained_digits_cnn(data, epochs=1, channels=4).state_dict()
+    other = trained_digits_cnn(data, epochs=1, channels=4, seed=1).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_less_than_one_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match="epochs must be at least 1, but got 0"):
+        trained_digits_cnn(DigitsDataset(train=True), epochs=0)
