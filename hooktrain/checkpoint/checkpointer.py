@@ -10,6 +10,7 @@ from torch import nn
 from hooktrain.checkpoint.discovery import (
     NOTHING_YET,
     POINTER,
+    Found,
     checkpoint_names,
     newest_good,
     read_pointer,
@@ -158,6 +159,26 @@ class Checkpointer:
         self.wait()
         items = {"model": self.model, **self.checkpointables}
         state: State = {key: item.state_dict() for key, item in items.items()} | extra
+        self.write(name, state, tag=tag, on_saved=on_saved, on_error=on_error)
+
+    def write(
+        self,
+        name: str,
+        state: State,
+        *,
+        tag: bool = True,
+        on_saved: OnSaved | None = None,
+        on_error: OnError | None = None,
+    ) -> None:
+        """What :meth:`save` does with the state that it has put together.
+
+        Args:
+            name: of the checkpoint, without folder and ``.pth``.
+            state: with the model's under ``"model"``.
+            tag: as for :meth:`save`.
+            on_saved: as for :meth:`save`.
+            on_error: as for :meth:`save`.
+        """
         if not self.sharded:
             state = full_tensors(state)
             if not self.save_to_disk:
@@ -218,9 +239,30 @@ class Checkpointer:
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
+        return restore(path, self.read(path), self.model, self.checkpointables, checkpointables)
+
+    def read(self, path: str | os.PathLike[str]) -> State:
+        """The content of a file or folder, verified, with the model's state under ``"model"``.
+
+        Nothing is loaded. Of a folder, each rank reads its shards of what the model has sharded.
+        For all ranks to call.
+
+        Args:
+            path: as in :meth:`load`, which says what is raised.
+        """
         self.wait(together=True)
-        state = read_on_all_ranks(path, self.model)
-        return restore(path, state, self.model, self.checkpointables, checkpointables)
+        return read_on_all_ranks(local_path(path), self.model)
+
+    def read_newest(self) -> Found | None:
+        """The path and the content of the newest intact checkpoint of ``save_dir``, if any.
+
+        Broken ones are passed over with a warning each. For all ranks to call.
+
+        Raises:
+            CorruptCheckpointError: if there are checkpoints and none is intact.
+        """
+        self.wait(together=True)
+        return newest_good(self.save_dir, self.model)
 
     def resume_or_load(
         self,
@@ -249,8 +291,7 @@ class Checkpointer:
             ValueError: if the checkpoint lacks a checkpointable.
         """
         if resume and self.save_dir:
-            self.wait(together=True)
-            found = newest_good(self.save_dir, self.model)
+            found = self.read_newest()
             if found is not None:
                 return restore(
                     *found, self.model, self.checkpointables, checkpointables, must_have_all=True
