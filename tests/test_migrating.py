@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hooktrain import checkpoint, config, data, engine, evaluation, model, solver, strategy
 from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
-from hooktrain.utils import comm, env, events, logger, registries
+from hooktrain.utils import comm, env, events, logger, registry
 from toy import linear_trainer
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_every_script_of_the_guide_is_valid_python(name: str) -> None:
 # Where a name in the tables' right column can be from, in this order.
 MODULES: list[ModuleType] = [
     *(engine, hooks, solver, model, data, checkpoint, evaluation, config),
-    *(param_scheduler, registries, events, env, logger, strategy),
+    *(param_scheduler, registry, events, env, logger, strategy),
     *(torch, nn.parallel, torch.amp, torch.utils.data, torch.optim.lr_scheduler),
 ]
 

@@ -23,7 +23,7 @@ from hooktrain.checkpoint.saving import FileSaver, FolderSaver, OnError, OnSaved
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 __all__ = ["Checkpointer"]
 

@@ -18,7 +18,7 @@ from hooktrain.checkpoint.sources import check_digest
 from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file, verify_file
 from hooktrain.checkpoint.targets import shard_targets
 from hooktrain.utils import comm
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 __all__ = ["read_checkpoint", "read_on_all_ranks", "verify_checkpoint"]
 

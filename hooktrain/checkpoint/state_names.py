@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 __all__ = ["revise_names", "strip_prefix", "take_prefix"]
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from hooktrain.config.references import Node, path_of
-from hooktrain.utils.calling import call
-from hooktrain.utils.names import locate
+from hooktrain.utils.registry import call, locate
 
 
 def instantiate(cfg: Any) -> Any:

@@ -18,7 +18,7 @@ from hooktrain.evaluation import inference_context
 from hooktrain.utils import comm
 from hooktrain.utils.env import preserved_rng_state
 from hooktrain.utils.file_io import atomic_write, is_disk_full
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from hooktrain.utils.events import (
 )
 from hooktrain.utils.folder_lock import lock_folder
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registries import MODEL_WRAPPERS
+from hooktrain.utils.registry import MODEL_WRAPPERS
 
 __all__ = [
     "batch_size_of_a_rank",

@@ -39,7 +39,7 @@ from hooktrain.solver import (
 from hooktrain.strategy import BaseStrategy, broadcast_buffers
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 __all__ = [
     "DefaultTrainer",

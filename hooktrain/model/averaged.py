@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.utils.dtensor import is_sharded, load_full_state_dict, local_tensor
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 __all__ = ["BaseAveragedModel"]
 

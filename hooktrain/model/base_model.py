@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hooktrain.model.preprocessor import BaseDataPreprocessor
 from hooktrain.model.step import parse_losses, predict_step, train_step
-from hooktrain.utils.registries import MODELS
+from hooktrain.utils.registry import MODELS
 
 __all__ = ["BaseModel"]
 

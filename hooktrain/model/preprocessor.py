@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.registries import MODELS
+from hooktrain.utils.registry import MODELS
 
 __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 

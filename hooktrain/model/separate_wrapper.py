@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.wrappers import StepDistributedDataParallel
-from hooktrain.utils.registries import MODEL_WRAPPERS
+from hooktrain.utils.registry import MODEL_WRAPPERS
 
 __all__ = ["SeparateDistributedDataParallel"]
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors, load_full_state_dict
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 __all__ = [
     "WrapRule",

@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hooktrain.model.base_model import BaseModel
 from hooktrain.model.step import train_step
-from hooktrain.utils.registries import MODEL_WRAPPERS
+from hooktrain.utils.registry import MODEL_WRAPPERS
 
 __all__ = ["NamingDistributedDataParallel", "StepDistributedDataParallel", "is_model_wrapper"]
 

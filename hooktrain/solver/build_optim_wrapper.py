@@ -10,9 +10,12 @@ from hooktrain.config import instantiate
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_constructor import DefaultOptimWrapperConstructor
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
-from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.registries import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    did_you_mean,
+    unwrap_model,
+)
 
 __all__ = ["build_optim_wrapper"]
 

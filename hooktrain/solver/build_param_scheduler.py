@@ -9,7 +9,7 @@ from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.group_values import HasParamGroups
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.schedule import ParamScheduler
-from hooktrain.utils.registries import PARAM_SCHEDULERS
+from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 Built = GroupParamScheduler | LRScheduler | ParamScheduler
 

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 
 class HasParamGroups(Protocol):

@@ -13,8 +13,12 @@ from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.optimizers import fused_by_default
 from hooktrain.solver.paramwise import ParamwiseRules
-from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.registries import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from hooktrain.utils.registry import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    did_you_mean,
+)
 
 __all__ = ["DefaultOptimWrapperConstructor"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooktrain.utils.registries import OPTIMIZERS
+from hooktrain.utils.registry import OPTIMIZERS
 
 __all__ = ["fused_by_default"]
 

@@ -25,7 +25,7 @@ from hooktrain.solver.lr_multiplier import LRMultiplier as LRMultiplier  # its f
 from hooktrain.solver.param_curves import CURVES, Curve
 from hooktrain.solver.plateau import PLATEAU, PlateauScheduler
 from hooktrain.solver.scheduler_arguments import curve_arguments, keywords, signature_of
-from hooktrain.utils.registries import PARAM_SCHEDULERS
+from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 S = TypeVar("S", bound=GroupParamScheduler)
 
@@ -94,12 +94,14 @@ def _argument(name: str) -> property:
 
 def _scheduler(family: str, form: str) -> type[GroupParamScheduler]:
     made = _make(GroupParamScheduler, family + form, CURVES[family], _PARAMETERS[form])
-    return PARAM_SCHEDULERS.register(made)
+    PARAM_SCHEDULERS.register(made)
+    return made
 
 
 def _plateau(form: str) -> type[PlateauScheduler]:
     made = _make(PlateauScheduler, f"ReduceOnPlateau{form}", PLATEAU, _PARAMETERS[form])
-    return PARAM_SCHEDULERS.register(made)
+    PARAM_SCHEDULERS.register(made)
+    return made
 
 
 ConstantLR = _scheduler("Constant", "LR")

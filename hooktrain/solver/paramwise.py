@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hooktrain.solver.build import _NORMS, ParamGroup, _named_parameters, reduce_param_groups
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 __all__ = ["ParamwiseRules"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hooktrain.solver.group_values import HasParamGroups
 from hooktrain.solver.param_curves import RANGE, Curve
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 
 @cache

@@ -26,7 +26,7 @@ from hooktrain.strategy.optim_parts import (
     scaling_ratio,
 )
 from hooktrain.strategy.states import PreparedStates
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 __all__ = ["BaseStrategy"]
 

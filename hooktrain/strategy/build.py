@@ -7,7 +7,7 @@ from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.ddp import DDPStrategy
 from hooktrain.strategy.single_device import SingleDeviceStrategy
 from hooktrain.utils import comm, launchers
-from hooktrain.utils.registries import STRATEGIES
+from hooktrain.utils.registry import STRATEGIES
 
 __all__ = ["build_strategy"]
 

@@ -13,7 +13,7 @@ from hooktrain.model import (
     revert_sync_batchnorm,
 )
 from hooktrain.strategy.base import BaseStrategy
-from hooktrain.utils.registries import MODEL_WRAPPERS, STRATEGIES
+from hooktrain.utils.registry import MODEL_WRAPPERS, STRATEGIES
 
 __all__ = ["DDPStrategy", "wrap_in_ddp", "wrapper_for"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hooktrain.utils import comm, launchers
 from hooktrain.utils.env import seed_all_rng, set_rng_state
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 __all__ = [
     "Environment",

@@ -18,9 +18,7 @@ from hooktrain.strategy.checkpoint_files import write_state
 from hooktrain.strategy.model_parts import ModelSource
 from hooktrain.strategy.states import Path, State
 from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.registries import STRATEGIES
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import STRATEGIES, did_you_mean, unwrap_model
 
 __all__ = ["FSDPStrategy"]
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hooktrain.config import instantiate
 from hooktrain.utils import comm
-from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.registries import MODELS
+from hooktrain.utils.registry import MODELS, did_you_mean
 
 __all__ = ["ModelSource", "broadcast_buffers", "broadcast_weights", "build_model", "compile_model"]
 

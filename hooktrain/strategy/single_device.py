@@ -5,7 +5,7 @@ from torch import nn
 from hooktrain.model import is_model_wrapper, revert_sync_batchnorm
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.utils import comm, launchers
-from hooktrain.utils.registries import STRATEGIES
+from hooktrain.utils.registry import STRATEGIES
 
 __all__ = ["SingleDeviceStrategy"]
 

@@ -27,7 +27,7 @@ from hooktrain.strategy.optim_parts import (
     scheduler_states,
 )
 from hooktrain.strategy.session import Session
-from hooktrain.utils.unwrap import unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 __all__ = ["PreparedStates"]
 

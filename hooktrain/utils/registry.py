@@ -1,23 +1,167 @@
-"""A registry: objects by name, and building them from configurations.
+"""Objects by name: the registries, dotted names of Python objects, and calling what they name."""
 
-What finds Python objects by their dotted names stands in ``names.py``; it can be imported from
-here too, where detectron2 has it.
-"""
+import difflib
+import importlib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import MethodType
+from typing import Any
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, overload
-
+import torch
 from tabulate import tabulate
+from torch import nn
 
-from hooktrain.utils.calling import call
-from hooktrain.utils.names import did_you_mean, dotted_name, importable_name, locate
+logger = logging.getLogger(__name__)
 
-__all__ = ["Registry", "did_you_mean", "dotted_name", "importable_name", "locate"]
-
-T = TypeVar("T")
-
-# Tells register() from register(None), which is refused.
+# Distinguishes register() from register(None), which is refused.
 _NO_OBJECT = object()
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """The end of an error message about a name that does not exist.
+
+    Args:
+        name: The name that was asked for.
+        known: The names that exist.
+
+    Returns:
+        ``"; did you mean 'x'?"`` if one is near, else a list of (at most twelve) names that exist.
+    """
+    names = [str(k) for k in known]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    shown = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
+    return f"; there is {shown or 'nothing'}"
+
+
+def locate(name: str) -> Any:
+    """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
+
+    Modules are imported where needed. If a package has an attribute and a module of the same
+    name, the attribute wins, as in an import.
+
+    Raises:
+        ImportError: If there is no such object. The message has the part that exists and its
+            nearest attribute. An import that fails inside an existing module raises its own error.
+    """
+    path, *rest = name.split(".")
+    found = importlib.import_module(path)
+    for part in rest:
+        # The path may also be a module that an attribute of its package hides.
+        holder = found if hasattr(found, part) else sys.modules.get(path, found)
+        owner, path = path, f"{path}.{part}"
+        if hasattr(holder, part):
+            found = getattr(holder, part)
+        elif (found := _import_if_there(path)) is None:
+            hint = did_you_mean(part, [n for n in dir(holder) if not n.startswith("_")])
+            raise ImportError(f"cannot locate {name!r}: {owner!r} has no {part!r}{hint}")
+    return found
+
+
+def _import_if_there(module: str) -> Any:
+    """Import a module, or return None if there is none. Errors inside the module are raised."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as err:
+        if f"{module}.".startswith(f"{err.name}."):
+            return None
+        raise
+
+
+def importable_name(obj: Any) -> tuple[str, str]:
+    """The shortest ``(module, name)`` for which ``from module import name`` gives ``obj``.
+
+    ``name`` is dotted for what is defined in a class. A public re-export is preferred:
+    ``("torch.optim", "SGD")``, although the class is defined in ``torch.optim.sgd``.
+
+    Args:
+        obj: A class, function, class method, enum member or ``torch.dtype``.
+
+    Raises:
+        ValueError: If it cannot be imported by name: a lambda, something defined in a function,
+            an ordinary instance.
+    """
+    if isinstance(obj, torch.dtype):
+        return "torch", str(obj).removeprefix("torch.")
+    for module, name in _places(obj):
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        # Each access gives a new class method: the same one is equal, not identical.
+        if found is obj or (isinstance(obj, MethodType) and found == obj):
+            return module, name
+    raise ValueError(
+        f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a class or"
+        " function that is defined at the top of a module"
+    )
+
+
+def _places(obj: Any) -> Iterator[tuple[str, str]]:
+    """Where an object may be found as ``(module, name)``, the best place first."""
+    owner = type(obj) if isinstance(obj, Enum) else obj
+    module, name = getattr(owner, "__module__", None), getattr(owner, "__qualname__", "")
+    name = f"{name}.{obj.name}" if isinstance(obj, Enum) else name
+    short = name.rpartition(".")[2]
+    parts = module.split(".") if isinstance(module, str) else ["_"]
+    if any(part.startswith("_") for part in parts):
+        # Extensions do not know the public module of their functions: look who has them.
+        holders = [m for m, mod in [*sys.modules.items()] if short in getattr(mod, "__dict__", ())]
+        for holder in sorted(holders, key=lambda m: ("._" in f".{m}", m.count("."), m)):
+            yield holder, short
+    for length in range(1, len(parts) + 1):
+        yield ".".join(parts[:length]), name
+        yield ".".join(parts[:length]), short  # torch.tanh calls itself _VariableFunctions.tanh
+
+
+def dotted_name(obj: Any) -> str:
+    """The shortest dotted name by which `locate` finds ``obj``; see `importable_name`."""
+    return ".".join(importable_name(obj))
+
+
+def call(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+) -> Any:
+    """Call ``target(*args, **kwargs)``, with a note about ``what`` on every error.
+
+    Python 3.10 has no notes on errors; there the note is logged.
+
+    Args:
+        target: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        what: The call in the words of the user, such as ``"model.head (torch.nn.Linear)"``.
+
+    Raises:
+        Exception: What the target raises, with the note. For an argument that it does not know,
+            the note suggests the nearest one.
+    """
+    try:
+        return target(*args, **kwargs)
+    except Exception as err:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(err))
+        known = _parameters(target) if unknown and isinstance(err, TypeError) else []
+        hint = did_you_mean(unknown[1], known) if unknown and known else ""
+        note = f"while instantiating {what}{hint}"
+        if sys.version_info >= (3, 11):
+            err.add_note(note)
+        else:
+            logger.error("%s: %s", note, err)
+        raise
+
+
+def _parameters(target: Any) -> list[str]:
+    """The parameters of a function, or of the constructors of a class and its bases."""
+    bases = target.__mro__ if isinstance(target, type) else ()
+    callables = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [target]
+    try:
+        return [name for each in callables for name in inspect.signature(each).parameters]
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return []
 
 
 class Registry:
@@ -43,16 +187,6 @@ class Registry:
         self.name = name
         self._objects: dict[str, Any] = {}
 
-    @overload
-    def register(
-        self, obj: T, *, name: str | Sequence[str] | None = None, force: bool = False
-    ) -> T: ...
-
-    @overload
-    def register(
-        self, *, name: str | Sequence[str] | None = None, force: bool = False
-    ) -> Callable[[T], T]: ...
-
     def register(
         self,
         obj: Any = _NO_OBJECT,
@@ -60,31 +194,28 @@ class Registry:
         name: str | Sequence[str] | None = None,
         force: bool = False,
     ) -> Any:
-        """Register an object, or, called without one, give a decorator that does.
+        """Register an object, or return a decorator that does.
 
         Args:
-            obj: The object, if not used as a decorator.
+            obj: The object; without one, a decorator is returned.
             name: The name to register under, or several; by default the object's ``__name__``.
-            force: Replace what is registered under that name, instead of refusing.
+            force: Replace what is registered under that name.
+
+        Returns:
+            The object, or the decorator.
 
         Raises:
-            ValueError: If a name is taken and ``force`` is not set; nothing was registered.
-            TypeError: If the object is None, or has no ``__name__`` and none is given.
+            ValueError: If a name is taken and ``force`` is not set. Nothing was registered.
+            TypeError: If the object is None.
+            AttributeError: If it has no ``__name__`` and none is given.
         """
         if obj is _NO_OBJECT:
             return lambda decorated: self.register(decorated, name=name, force=force)
         if obj is None:
             raise TypeError(f"None cannot be registered in the registry {self.name!r}")
-        if name is None:
-            name = getattr(obj, "__name__", None)
-        keys = [name] if isinstance(name, str) else name
-        if not isinstance(keys, Sequence) or not keys or not all(isinstance(k, str) for k in keys):
-            raise TypeError(
-                f"name must be a string or several, or None for an object with a __name__;"
-                f" got {name!r} for {obj!r}"
-            )
+        keys = [name] if isinstance(name, str) else name or [obj.__name__]
         for key in keys:
-            if key in self._objects and not force:
+            if key in self and not force:
                 raise ValueError(
                     f"the registry {self.name!r} already has {self._objects[key]!r} under the name"
                     f" {key!r}; to put {obj!r} in its place, give force=True"
@@ -92,23 +223,13 @@ class Registry:
         self._objects |= dict.fromkeys(keys, obj)
         return obj
 
-    @overload
-    def register_module(
-        self, name: str | Sequence[str] | None = None, force: bool = False
-    ) -> Callable[[T], T]: ...
-
-    @overload
-    def register_module(
-        self, name: str | Sequence[str] | None = None, force: bool = False, *, module: T
-    ) -> T: ...
-
     def register_module(
         self,
         name: str | Sequence[str] | None = None,
         force: bool = False,
         module: Any = _NO_OBJECT,
     ) -> Any:
-        """:meth:`register` with MMEngine's name and arguments: a decorator, unless given a module.
+        """:meth:`register` with MMEngine's name and arguments: a decorator, or given a module.
 
         Example::
 
@@ -130,13 +251,13 @@ class Registry:
         Raises:
             KeyError: If there is none; the message suggests the nearest name.
         """
-        if name not in self._objects:
+        if name not in self:
             hint = did_you_mean(name, self._objects)
             raise KeyError(f"no object named {name!r} in the registry {self.name!r}{hint}")
         return self._objects[name]
 
-    def find(self, kind: Any) -> Callable[..., Any]:
-        """What the ``type`` of a configuration stands for.
+    def find(self, kind: Any) -> Any:
+        """What the ``type`` of a configuration means.
 
         Args:
             kind: A registered name, the dotted name of something to import, or the class or
@@ -144,44 +265,26 @@ class Registry:
 
         Raises:
             KeyError: If no such name is registered; the message suggests the nearest.
-            ImportError: If a dotted name leads nowhere; the message suggests the nearest.
-            TypeError: If it stands for something that cannot be called.
+            ImportError: If there is nothing with such a dotted name.
         """
-        if isinstance(kind, str):
-            found = locate(kind) if "." in kind and kind not in self else self.get(kind)
-        else:
-            found = kind
-        if callable(found):
-            return found  # type: ignore[no-any-return]
-        raise TypeError(
-            f"'type' for the registry {self.name!r} must be a registered name, a dotted name,"
-            f" a class or a function, got {kind!r}"
-        )
+        if not isinstance(kind, str):
+            return kind
+        return locate(kind) if "." in kind and kind not in self else self.get(kind)
 
     def build(self, cfg: Mapping[str, Any], /, **defaults: Any) -> Any:
-        """Call what ``cfg["type"]`` stands for with the other items of ``cfg``.
+        """Call ``cfg["type"]`` with the other items of ``cfg``.
 
         Args:
             cfg: ``type``, see :meth:`find`, and keyword arguments. It is not changed.
-            defaults: Keyword arguments that ``cfg`` may replace; also a default ``type``.
+            defaults: Keyword arguments that ``cfg`` may replace, ``type`` among them.
 
         Raises:
-            TypeError: If ``cfg`` is not a dict, or if the arguments are not those that its
-                ``type`` takes; the message names both.
             KeyError: If there is no ``type``, or it is not registered.
-            ImportError: If ``type`` is a dotted name that leads nowhere.
-            Exception: What the constructor itself raises is passed on, with a note.
+            Exception: What the constructor raises, with a note that has its name and the keys.
         """
-        if not isinstance(cfg, Mapping):
-            raise TypeError(
-                f"a configuration for the registry {self.name!r} must be a dict with 'type',"
-                f" got {cfg!r}"
-            )
         arguments = {**defaults, **cfg}
         if "type" not in arguments:
-            raise KeyError(
-                f"a configuration for the registry {self.name!r} needs 'type', got {dict(cfg)!r}"
-            )
+            raise KeyError(f"a config for the registry {self.name!r} needs 'type', got {cfg!r}")
         target = self.find(arguments.pop("type"))
         name = getattr(target, "__qualname__", repr(target))
         what = f"{name} of the registry {self.name!r} with the keys {list(arguments)}"
@@ -199,3 +302,32 @@ class Registry:
     def __repr__(self) -> str:
         table = tabulate(self._objects.items(), headers=["Name", "Object"], tablefmt="fancy_grid")
         return f"Registry of {self.name}:\n{table}"
+
+
+# What a configuration may choose by ``type``. Each part of the package registers what it has when
+# it is imported; add your own with ``@MODELS.register_module()``.
+HOOKS = Registry("hooks")
+MODELS = Registry("models")
+MODEL_WRAPPERS = Registry("model wrappers")
+OPTIMIZERS = Registry("optimizers")
+OPTIM_WRAPPERS = Registry("optimizer wrappers")
+OPTIM_WRAPPER_CONSTRUCTORS = Registry("constructors of optimizer wrappers")
+PARAM_SCHEDULERS = Registry("parameter schedulers")
+STRATEGIES = Registry("strategies")
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model inside all wrappers, in any order.
+
+    Wrappers are torch's data parallel ones, those in ``MODEL_WRAPPERS``, which have the model as
+    ``module``, and ``torch.compile``.
+    """
+    registered = [wrapper for _, wrapper in MODEL_WRAPPERS if isinstance(wrapper, type)]
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, *registered)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.get_submodule("module")
+        elif "_orig_mod" in model._modules:  # importing the class of torch.compile takes seconds
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model

@@ -11,7 +11,7 @@ from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, hooks
-from hooktrain.utils.registries import HOOKS
+from hooktrain.utils.registry import HOOKS
 
 # What a hook cannot be built without; a hook that is not here can be built without arguments.
 ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {

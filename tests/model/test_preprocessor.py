@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hooktrain.model import BaseDataPreprocessor, ImgDataPreprocessor
-from hooktrain.utils.registries import MODELS
+from hooktrain.utils.registry import MODELS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

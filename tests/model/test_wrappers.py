@@ -16,8 +16,7 @@ from hooktrain.model import (
     StepDistributedDataParallel,
     is_model_wrapper,
 )
-from hooktrain.utils.registries import MODEL_WRAPPERS
-from hooktrain.utils.registry import Registry
+from hooktrain.utils.registry import MODEL_WRAPPERS, Registry
 
 State = dict[str, Tensor]
 

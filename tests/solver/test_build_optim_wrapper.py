@@ -12,7 +12,7 @@ from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.build_optim_wrapper import build_optim_wrapper
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
-from hooktrain.utils.registries import OPTIM_WRAPPER_CONSTRUCTORS
+from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 

@@ -179,7 +179,7 @@ def test_a_class_of_your_own_needs_no_end() -> None:
         ("StepLR", TypeError, "dict with 'type', but got 'StepLR'"),
         (None, TypeError, "but got None"),
         ([None], TypeError, "but got None"),
-        ({"type": 3}, TypeError, "a dotted name, a class or a function, got 3"),
+        ({"type": 3}, TypeError, "object is not callable"),
         ({"type": "LinaerLR"}, KeyError, "did you mean 'LinearLR'"),
         ({"type": "StepLR", "step_sise": 2}, TypeError, "did you mean 'step_size'"),
     ],

@@ -12,7 +12,7 @@ from hooktrain.solver.build import ParamGroup
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_constructor import DefaultOptimWrapperConstructor
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
-from hooktrain.utils.registries import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 
 SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 

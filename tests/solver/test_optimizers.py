@@ -6,7 +6,7 @@ from torch import nn
 
 import hooktrain.solver.optimizers as optimizers
 from hooktrain.solver.optim_wrapper_constructor import DefaultOptimWrapperConstructor
-from hooktrain.utils.registries import OPTIMIZERS
+from hooktrain.utils.registry import OPTIMIZERS
 
 
 def test_every_optimizer_of_torch_is_registered_by_its_name() -> None:

@@ -29,7 +29,7 @@ from hooktrain.solver.param_scheduler import (
     StepLR,
     make_scheduler,
 )
-from hooktrain.utils.registries import PARAM_SCHEDULERS
+from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 W = torch.nn.Parameter(torch.zeros(1))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.model import BaseModel
-from hooktrain.utils.registries import MODELS
+from hooktrain.utils.registry import MODELS
 
 __all__ = ["SGD", "Regression", "batch", "train"]
 

@@ -4,7 +4,7 @@ import pytest
 from test_strategy_environment import torchrun
 
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
-from hooktrain.utils.registries import STRATEGIES
+from hooktrain.utils.registry import STRATEGIES
 
 
 def test_auto_is_a_single_device_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hooktrain.engine.hooks.skip_non_finite import SkipNonFinite
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import TorchProfiler
 from hooktrain.engine.hooks.watchdog import Watchdog
-from hooktrain.utils.registries import HOOKS
+from hooktrain.utils.registry import HOOKS
 
 __all__ = [
     "EMA",

@@ -14,7 +14,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.registry import did_you_mean
 
 __all__ = ["BestCheckpointer"]
 
