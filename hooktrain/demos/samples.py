@@ -40,11 +40,6 @@ class PeriodicSampler(HookBase):
         self._period = period
         self._folder = Path(folder)
 
-    def is_due(self) -> bool:
-        """Whether to sample in this iteration."""
-        done = self.trainer.iter + 1
-        return done == self.trainer.max_iter or (self._period > 0 and done % self._period == 0)
-
     @contextmanager
     def sampling(self) -> Iterator[Any]:
         """The model, without its wrapper, ready to sample from.
@@ -119,7 +114,7 @@ class SampleWriter(PeriodicSampler):
 
     def after_step(self) -> None:
         """Draw and write where a period ends, and at the last iteration."""
-        if not self.is_due():
+        if not self.is_due(self._period):
             return
         with self.sampling() as model:
             images = self.draw(model)
@@ -188,7 +183,7 @@ class TextSampler(PeriodicSampler):
 
     def after_step(self) -> None:
         """Sample where a period ends, and at the last iteration."""
-        if not self.is_due():
+        if not self.is_due(self._period):
             return
         text = self.sample()
         if comm.is_main_process():

@@ -10,9 +10,8 @@ from hooktrain.engine.defaults import (
     default_writers,
 )
 from hooktrain.engine.launch import DEFAULT_TIMEOUT, launch
-from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.train_loop import HookBase, TrainerBase
-from hooktrain.engine.trainers import AMPTrainer, SimpleTrainer
+from hooktrain.engine.trainers import AMPTrainer, SimpleTrainer, StepTrainer
 
 __all__ = [
     "DEFAULT_TIMEOUT",

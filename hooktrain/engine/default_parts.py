@@ -14,7 +14,6 @@ from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig, instantiate
-from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     EvalHook,
@@ -25,6 +24,7 @@ from hooktrain.engine.hooks import (
     Preemption,
     Watchdog,
 )
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.strategy import BaseStrategy, build_strategy, wrap_in_ddp
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info

@@ -20,9 +20,9 @@ from hooktrain.engine.default_parts import (
     default_strategy,
     default_writers,
 )
-from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks import EMA, EvalHook
-from hooktrain.engine.step_trainer import StepTrainer
+from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import (
     DatasetEvaluator,
     inference_on_dataset,
@@ -53,8 +53,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class DefaultTrainer(StepTrainer):
-    """A :class:`StepTrainer` with the default hooks, built from a lazy configuration.
+class DefaultTrainer(StepTrainer, SimpleTrainer):
+    """A trainer with the default hooks, built from a lazy configuration.
+
+    It trains models with ``train_step`` as :class:`StepTrainer` does it, and others as
+    :class:`SimpleTrainer`.
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
     ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists what
@@ -92,7 +95,10 @@ class DefaultTrainer(StepTrainer):
             optim_wrapper=self.build_optimizer(cfg, unwrap_model(model)),
             dispatch_kwargs={"train_micro_batch_size_per_gpu": batch_size_of_a_rank(loader)},
         )
-        super().__init__(model, loader, optim_wrapper, gather_metric_period=cfg.train.log_period)
+        owns_step = hasattr(unwrap_model(model), "train_step")
+        self._kind = StepTrainer if owns_step else SimpleTrainer
+        self._kind.__init__(self, model, loader, optim_wrapper, cfg.train.log_period)
+        self.seed = self.strategy.seed
         self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.strategy.seed}
         self.checkpointer = self.build_checkpointer()
         self.max_iter = cfg.train.max_iter
@@ -100,6 +106,10 @@ class DefaultTrainer(StepTrainer):
         self.last_results: dict[str, Any] = {}
         self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
+
+    def run_step(self) -> None:
+        """One iteration, by the model's own step if it has one."""
+        self._kind.run_step(self)
 
     @classmethod
     def build_strategy(cls, cfg: Any) -> BaseStrategy:

@@ -1,52 +1,132 @@
-"""The loop of iterations: everything else in the package hangs on it."""
+"""The loop of iterations, and the hooks around it: everything else in the package hangs on it."""
 
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 from hooktrain import __version__
-from hooktrain.engine.hook_base import HookBase, HookList
-from hooktrain.engine.rank_reports import ReportExchange, hooks_of_some_ranks
-from hooktrain.engine.rank_rng import RankRng
+from hooktrain.engine.losses import LossRecorder
 from hooktrain.utils import comm
+from hooktrain.utils.env import seed_step
 from hooktrain.utils.events import EventStorage
 
-__all__ = ["HookBase", "TrainerBase"]
+EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
 logger = logging.getLogger(__name__)
 
 
-class TrainerBase:
-    """A loop of iterations with hooks; a subclass defines :meth:`run_step`.
+class HookBase:
+    """Something that happens around the steps of a trainer.
+
+    A hook overrides the events that it needs. Each is called in the order of registration::
+
+        hook.before_train()
+        for iter in range(start_iter, max_iter):
+            hook.before_step()
+            trainer.run_step()    # calls hook.after_backward() between backward and update
+            hook.after_step()
+        hook.after_train()
+
+    ``before_step`` should be cheap, since timers count it as part of the step. Do the work in
+    ``after_step``. Register a hook on every rank: hooks that write decide which rank writes.
+
+    A hook with state overrides both ``state_dict`` and ``load_state_dict``. Its state is saved
+    with the trainer's, under :attr:`key`.
 
     Attributes:
-        iter: the current iteration, counted from 0. ``max_iter`` after a run that came to its end.
+        trainer: a weak proxy of the trainer, set when the hook is registered.
+        key: the name of this hook in checkpoints and tables; None is the name of its class. Give
+            names where several hooks of one class have state, so that removing one of them does
+            not shift the others.
+        on_every_rank: whether all ranks have this hook, so that it may call collectives. The
+            trainer sets it before ``before_train``.
+    """
+
+    trainer: Any = None
+    key: str | None = None
+    on_every_rank: bool = True
+
+    def before_train(self) -> None:
+        """Called once before the first iteration."""
+
+    def after_train(self) -> None:
+        """Called once at the end, also after an error; see ``trainer.succeeded``."""
+
+    def before_step(self) -> None:
+        """Called before each iteration."""
+
+    def after_backward(self) -> None:
+        """Called between the backward pass and the update, when the gradients are complete."""
+
+    def after_step(self) -> None:
+        """Called after each iteration."""
+
+    def is_due(self, period: int, at_end: bool | None = True) -> bool:
+        """Whether something that happens every ``period`` iterations is due after this one.
+
+        Args:
+            period: in iterations, counted from the start of the training. 0 is never due.
+            at_end: the answer at the last iteration of the run; None asks the period there too.
+        """
+        done: int = self.trainer.iter + 1
+        if at_end is not None and done == self.trainer.max_iter:
+            return at_end
+        return period > 0 and done % period == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart, in tensors and plain types. Empty for no state."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        logger.warning(
+            "%s saves state but has no load_state_dict: it starts with its defaults",
+            type(self).__qualname__,
+        )
+
+
+class TrainerBase:
+    """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
+
+    Random numbers are a function of the seed, the iteration and the rank: the global generators
+    are seeded at the start of each iteration. So a resumed run draws the same numbers as one that
+    was not interrupted.
+
+    Attributes:
+        iter: the current iteration, counted from 0; ``max_iter`` after a complete run.
         start_iter: the first iteration of the current run.
-        max_iter: where the run ends; lowered by an early stop.
+        max_iter: the iteration that the run ends before. An early stop lowers it.
+        succeeded: whether the run came to its end, early or not, and nothing has failed since.
+        seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process when
+            the training begins.
         storage: the :class:`~hooktrain.utils.events.EventStorage` that takes the metrics.
-        sync_period: after so many iterations, several ranks exchange metrics and requests to stop.
-        meta: plain values to keep in every checkpoint, such as the configuration's text.
+        sync_period: several ranks exchange metrics and requests to stop every so many iterations.
+        meta: plain values to keep in every checkpoint, such as the text of the configuration.
     """
 
     sync_period: int = 20
 
     def __init__(self) -> None:
-        self._hook_list = HookList()
+        self._hooks: list[HookBase] = []
+        # The hooks that override an event. Calling all the others takes a microsecond or two of
+        # each step.
+        self._acting: dict[str, list[HookBase]] = {event: [] for event in EVENTS}
         self._begun: list[HookBase] = []
-        self.iter = 0
-        self.start_iter = 0
-        self.max_iter = 0
+        self.iter = self.start_iter = self.max_iter = 0
+        self.succeeded = False
+        self.seed: int | None = None
         self.storage = EventStorage()
         self.meta: dict[str, Any] = {}
+        self._losses = LossRecorder()
         self._finished = 0
         self._stop_request: str | None = None
         self._stop_reason: str | None = None
-        self._partial_hooks: frozenset[str] = frozenset()
-        self._rng = RankRng()
-        self._exchange = ReportExchange()
 
     def register_hooks(
         self,
@@ -55,7 +135,7 @@ class TrainerBase:
         before: HookBase | type[HookBase] | str | None = None,
         after: HookBase | type[HookBase] | str | None = None,
     ) -> None:
-        """Add hooks; the order of registration is the order of execution.
+        """Add hooks. The order of registration is the order of execution.
 
         Args:
             hooks: the hooks, in order. None entries are left out.
@@ -66,36 +146,63 @@ class TrainerBase:
             TypeError: for something that is not a hook.
             ValueError: for a place that is not there, or two places.
         """
-        self._hooks.register(self, hooks, before, after)
+        new = [hook for hook in hooks if hook is not None]
+        for hook in new:
+            if not isinstance(hook, HookBase):
+                raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
+        if before is not None and after is not None:
+            raise ValueError("register_hooks takes before= or after=, not both")
+        place = len(self._hooks)
+        if before is not None:
+            place = self._places(before)[0]
+        elif after is not None:
+            place = self._places(after)[-1] + 1
+        for hook in new:
+            # A proxy, since a cycle of strong references would keep the model's memory alive.
+            hook.trainer = weakref.proxy(self)
+        self._hooks[place:place] = new
+        self._find_acting()
 
-    @property
-    def _hooks(self) -> HookList:
-        return self._hook_list
+    def _places(self, target: HookBase | type[HookBase] | str) -> list[int]:
+        named = self._named_hooks()
+        found = [
+            place
+            for place, (key, hook) in enumerate(named.items())
+            if target in (key, hook) or (isinstance(target, type) and isinstance(hook, target))
+        ]
+        if not found:
+            raise ValueError(f"no hook {target!r} is registered; there are {list(named)}")
+        return found
 
-    @_hooks.setter
-    def _hooks(self, hooks: Iterable[HookBase]) -> None:
-        # Scripts for detectron2 put its list into another order.
-        self._hook_list = HookList()
-        self.register_hooks(hooks)
+    def _named_hooks(self) -> dict[str, HookBase]:
+        """The hooks in order, by distinct names: the key or the class, then ``#1``, ``#2``."""
+        seen: Counter[str] = Counter()
+        named = {}
+        for hook in self._hooks:
+            name = hook.key or type(hook).__qualname__
+            named[f"{name}#{seen[name]}" if seen[name] else name] = hook
+            seen[name] += 1
+        return named
+
+    def _find_acting(self) -> None:
+        self._acting = {e: [h for h in self._hooks if _acts_at(h, e)] for e in EVENTS}
 
     def describe_hooks(self) -> str:
         """A table of the hooks: who runs at which event, and in which order."""
-        return self._hooks.describe()
-
-    def on_every_rank(self, hook: HookBase) -> bool:
-        """Whether this hook runs on every rank, so that it may call collectives."""
-        return all(
-            h is not hook for k, h in self._hooks.by_key().items() if k in self._partial_hooks
-        )
+        rows = [
+            [place, key, *("x" if _acts_at(hook, event) else "" for event in EVENTS)]
+            for place, (key, hook) in enumerate(self._named_hooks().items())
+        ]
+        return tabulate(rows, headers=["", "hook", *EVENTS], tablefmt="pipe")
 
     def train(self, start_iter: int | None = None, max_iter: int | None = None) -> None:
         """Run the iterations from ``start_iter`` up to, not including, ``max_iter``.
 
         Args:
-            start_iter: the first iteration. None goes on after the last finished one: from 0 in a
-                new trainer, after the loaded state in a resumed one.
-            max_iter: where to end. With ``max_iter == start_iter`` nothing is left to do, and only
-                ``before_train`` and ``after_train`` run, as at the end of any complete run.
+            start_iter: the first iteration. None continues after the last finished one: from 0
+                in a new trainer, after the loaded state in a resumed one.
+            max_iter: the iteration to end before. With ``max_iter == start_iter`` nothing is left
+                to do, and only ``before_train`` and ``after_train`` run.
 
         Raises:
             ValueError: if ``max_iter`` is missing or lies before ``start_iter``.
@@ -111,37 +218,60 @@ class TrainerBase:
         logger.info("Starting training from iteration %d", start)
         if start != self._finished:
             self.storage = EventStorage(start)
+            self._losses.reset(start)
         self.iter = self.start_iter = self._finished = start
         self.max_iter = max_iter
-        self._begun = []
+        self.succeeded = False
         self._stop_request = self._stop_reason = None
-        self._exchange.start(start)
+        self._losses.begin(start)
+        self._begun = []
         with self.storage:
             try:
+                self._agree()
                 self.before_train()
                 self._run_iterations()
             except BaseException as error:
                 if isinstance(error, Exception):
                     logger.exception("Exception during training:")
-                # Also where nothing was left to do: iter == max_iter would claim success.
-                self.iter = min(self.iter, self.max_iter - 1)
                 try:
                     self.after_train()
                 except Exception:
                     # The first error is the cause; this one must not hide it.
                     logger.exception("Exception while ending the failed run:")
                 raise
+            self.succeeded = True
             self.after_train()
 
+    def _agree(self) -> None:
+        """Agree on the seed, and find out which hooks not all ranks have. A collective."""
+        self._find_acting()
+        names = list(self._named_hooks())
+        seed = torch.initial_seed() if self.seed is None else self.seed
+        of_main = comm.broadcast((names, self.sync_period, seed))
+        self.seed = of_main[2]
+        if not comm.any_rank(set(names) != set(of_main[0]) or self.sync_period != of_main[1]):
+            return
+        gathered = comm.all_gather((names, self.sync_period))
+        periods = [period for _, period in gathered]
+        if len({*periods}) > 1:
+            raise ValueError(
+                f"gather_metric_period (sync_period) must be the same on all ranks, not {periods}"
+            )
+        everywhere = set.intersection(*(set(of_rank) for of_rank, _ in gathered))
+        for name, hook in self._named_hooks().items():
+            hook.on_every_rank = name in everywhere
+
     def _run_iterations(self) -> None:
+        assert self.seed is not None
+        rank = comm.get_rank()
         self.synchronize()  # a stop that was asked for before the first step
-        self._rng.restore(self.start_iter)
         for iteration in range(self.start_iter, self.max_iter):
             if self._stop_reason is not None:
                 self.max_iter = iteration
                 self.synchronize()  # the period that the stop cuts short
                 break
             self.iter = iteration
+            seed_step(self.seed, iteration, rank)
             self.before_step()
             self.run_step()
             self._finished = iteration + 1
@@ -149,10 +279,8 @@ class TrainerBase:
         self.iter = self.max_iter
 
     def before_train(self) -> None:
-        """Compare the hooks of the ranks, then call the hooks."""
+        """Call the hooks."""
         self.storage.iter = self.iter
-        if comm.get_world_size() > 1:
-            self._partial_hooks = hooks_of_some_ranks(list(self._hooks.by_key()), self.sync_period)
         for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
@@ -165,28 +293,28 @@ class TrainerBase:
             try:
                 hook.after_train()
             except Exception as error:
+                # The hooks after it end a failed run: other ranks may wait elsewhere.
+                self.succeeded = False
                 if first is None:
                     first = error
-                    # The hooks after it end a failed run: other ranks may wait elsewhere.
-                    self.iter = min(self.iter, self.max_iter - 1)
                 else:
                     logger.exception("A further hook failed in after_train:")
         if first is not None:
             raise first
 
     def before_step(self) -> None:
-        """Call the hooks; the metrics of this iteration are stamped with its number."""
+        """Call the hooks. The metrics of this iteration are stamped with its number."""
         self.storage.iter = self.iter
-        for hook in self._hook_list.acting_at("before_step"):
+        for hook in self._acting["before_step"]:
             hook.before_step()
 
     def run_step(self) -> None:
-        """One iteration. The subclass defines it, and calls :meth:`after_backward` inside."""
+        """One iteration. The subclass defines it, and calls :meth:`after_backward` in it."""
         raise NotImplementedError(f"{type(self).__qualname__} must define run_step")
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
-        for hook in self._hook_list.acting_at("after_backward"):
+        for hook in self._acting["after_backward"]:
             hook.after_backward()
 
     def after_step(self) -> None:
@@ -194,16 +322,16 @@ class TrainerBase:
         done = self.iter + 1
         if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
-        for hook in self._hook_list.acting_at("after_step"):
+        for hook in self._acting["after_step"]:
             hook.after_step()
 
     def request_stop(self, reason: str) -> None:
         """Ask for an early, orderly end of the run, from any hook or rank.
 
-        The current iteration is completed. Then all ranks stop at the same boundary: at once in a
-        single process, else at the next exchange, every ``sync_period`` iterations. ``max_iter``
-        becomes the number of finished iterations, so the final checkpoint, evaluation and logs
-        happen as at any end.
+        The current iteration is completed. Then all ranks stop at the same iteration: at once in
+        a single process, else at the next exchange, every ``sync_period`` iterations. ``max_iter``
+        becomes the number of finished iterations, so that the final checkpoint, evaluation and
+        logs happen as at any end.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -217,41 +345,38 @@ class TrainerBase:
         return self._stop_reason
 
     def synchronize(self) -> None:
-        """Exchange the ranks' reports. A collective: every rank calls it at the same iteration."""
+        """Exchange the ranks' metrics and requests, and check the losses. A collective."""
         if comm.get_world_size() > 1:
-            self.merge_reports(self._exchange.exchange(self.rank_report(), self._finished))
-
-    def rank_report(self) -> dict[str, Any]:
-        """What this rank tells the others; if a subclass adds entries, all get every report."""
-        return {"stop": self._stop_request}
-
-    def merge_reports(self, reports: list[dict[str, Any]]) -> None:
-        """Take in what all ranks reported, in the same way on each of them.
-
-        Args:
-            reports: in the order of ranks; or one with their means, if they hold nothing but
-                metrics of the same names.
-        """
-        for rank, report in enumerate(reports):
-            if report["stop"] is not None and self._stop_reason is None:
-                self._stop_reason = report["stop"]
+            asks = self._stop_request is not None
+            rank = self._losses.exchange(self.storage, self._finished, asks)
+            if rank >= 0 and self._stop_reason is None:
+                self._stop_reason = comm.broadcast(self._stop_request, rank)
                 logger.info("Stopping, as rank %d asked: %s", rank, self._stop_reason)
+        self._losses.check(self.storage, self._finished)
 
     def prepare_checkpoint(self) -> None:
-        """Fetch what a checkpoint needs from the other ranks. A collective."""
+        """Bring the ranks together before a checkpoint. A collective."""
         self.synchronize()
-        self._rng.gather()
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint after this iteration would hold all that a resumed run needs."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types.
 
         ``iteration`` is the last finished iteration, -1 before the first.
+
+        Raises:
+            FloatingPointError: if a loss was not finite, so that no checkpoint holds its update.
         """
+        self._losses.check(self.storage, self._finished)
         return {
             "iteration": self._finished - 1,
-            "hooks": self._hooks.state_dict(),
+            "hooks": {k: s for k, hook in self._named_hooks().items() if (s := hook.state_dict())},
             "storage": self.storage.state_dict(),
-            "rng": self._rng.state_dict(),
+            "seed": self.seed,
             "meta": {
                 **self.meta,
                 "hooktrain": __version__,
@@ -264,7 +389,7 @@ class TrainerBase:
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
     ) -> None:
-        """Take back what :meth:`state_dict` gave, so that ``train`` goes on after it.
+        """Load what :meth:`state_dict` returned, so that ``train`` continues after it.
 
         Args:
             state_dict: the state. Parts that a file of detectron2 lacks are left as they are.
@@ -281,18 +406,39 @@ class TrainerBase:
                 f"there are {sorted(self.state_parts())}"
             )
         state = {key: value for key, value in state_dict.items() if key in chosen}
-        # First, since it is what can refuse: a refused state changes nothing.
+        # First, since the hooks can refuse: then nothing has changed.
         if "hooks" in chosen:
-            self._hooks.load_state_dict(state.get("hooks", {}))
+            self._load_hooks(state.get("hooks", {}))
         if "iteration" in state:
             self.iter = int(state["iteration"])
             self._finished = self.iter + 1
             self.storage.iter = max(self.iter, 0)
+            self._losses.reset(self._finished)
         if "storage" in state:
             self.storage.load_state_dict(state["storage"])
-        if "rng" in state:
-            self._rng.load_state_dict(state["rng"])
+        self.seed = state.get("seed", self.seed)
+
+    def _load_hooks(self, states: Mapping[str, Any]) -> None:
+        hooks = self._named_hooks()
+        lost = [key for key in states if key not in hooks]
+        # The state is the main process's. Other ranks may have fewer hooks.
+        if lost and comm.is_main_process():
+            raise ValueError(
+                f"the checkpoint holds the state of hooks that are not registered: {lost}; "
+                f"there are {list(hooks)}. Register them, or load the trainer's other parts only"
+            )
+        for key, hook in hooks.items():
+            if key in states:
+                hook.load_state_dict(states[key])
+            elif hook.state_dict():
+                logger.warning(
+                    "The checkpoint has no state for the hook %r: it starts with its defaults", key
+                )
 
     def state_parts(self) -> list[str]:
         """The names of the parts of the state that can be loaded one by one."""
-        return ["iteration", "hooks", "storage", "rng"]
+        return ["iteration", "hooks", "storage", "seed"]
+
+
+def _acts_at(hook: HookBase, event: str) -> bool:
+    return getattr(getattr(hook, event), "__func__", None) is not getattr(HookBase, event)

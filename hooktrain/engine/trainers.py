@@ -1,57 +1,122 @@
-"""Trainers with a step: one loss, one optimizer, and a model that returns its losses."""
+"""Trainers with a step: models that return losses, and models that own their step."""
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.engine.batches import Batches
-from hooktrain.engine.metrics import LossRecorder, as_loss_dict, sum_losses
+from hooktrain.engine.losses import LossRecorder, as_loss_dict, sum_losses
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-
-__all__ = ["AMPTrainer", "SimpleTrainer"]
 
 logger = logging.getLogger(__name__)
 
 
-class SimpleTrainer(TrainerBase):
-    """The training of one model by one optimizer.
+class Batches(Iterator[Any]):
+    """The batches of a loader. A finite loader starts again when it is exhausted.
 
-    An iteration is one update: it takes a batch from the loader (``accumulative_counts`` batches
-    where the wrapper accumulates), computes the losses, goes backward and updates. The model, in
-    training mode, takes what the loader yields and returns a loss, or a dict of losses to add up.
+    Before it starts again, ``sampler.set_epoch`` is called if the loader has that.
 
-    For anything else subclass it and write your own :meth:`run_step`.
+    Args:
+        loader: an iterable of batches.
+
+    Attributes:
+        epoch: how often the loader was exhausted.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._iterator: Iterator[Any] | None = None
+
+    def start(self) -> Iterator[Any]:
+        """The loader's iterator. Starts its workers if they do not run."""
+        if self._iterator is None:
+            sampler = getattr(self.loader, "sampler", None)
+            if self.epoch > 0 and sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+            self._iterator = iter(self.loader)
+        return self._iterator
+
+    def stop(self) -> None:
+        """Forget the loader's iterator, and with it the loader's workers."""
+        self._iterator = None
+
+    def __next__(self) -> Any:
+        if self._iterator is not None:
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                self.epoch += 1
+                self._iterator = None
+        for batch in self.start():
+            return batch
+        raise ValueError(f"the data loader is empty: {self.loader!r}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and the loader's own position if it has one."""
+        state: dict[str, Any] = {"epoch": self.epoch}
+        if hasattr(self.loader, "state_dict"):
+            state["loader"] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, begun: bool) -> None:
+        """Load what ``state_dict`` returned.
+
+        Args:
+            state_dict: the state.
+            begun: whether batches were taken before it was saved, so that a position that cannot
+                be restored is worth a warning.
+        """
+        self.epoch = int(state_dict.get("epoch", 0))
+        self._iterator = None
+        if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state_dict["loader"])
+        elif begun:
+            logger.warning(
+                "The position in the data could not be restored (%s): the loader starts at its "
+                "first batch. Loaders of hooktrain.data.build_train_loader continue.",
+                "the loader has no load_state_dict"
+                if "loader" in state_dict
+                else "it was not saved",
+            )
+
+
+class ModelTrainer(TrainerBase):
+    """What the trainers below share: a model, its data and its optimizer.
 
     Args:
         model: the model. It is put into training mode.
         data_loader: an iterable of batches. A finite one starts again when it is exhausted, after
             a call of ``sampler.set_epoch`` if it has that.
-        optimizer: a torch optimizer, or an :class:`~hooktrain.solver.OptimWrapper` around one.
-        gather_metric_period: with several ranks, their metrics are brought together every so many
-            iterations, all values of the period at once; until then they cannot be read.
+        optimizer: a torch optimizer, or a wrapper around one or several.
+        gather_metric_period: with several ranks, the values of their metrics are brought together
+            every so many iterations. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
-        async_write_metrics: never wait for a loss inside the step. On the CPU the loss is checked
-            before each update by default; with this it is checked at the end of the period, as
+        async_write_metrics: never check a loss inside the step. On the CPU the loss is checked
+            before each update by default. With this it is checked at the end of the period, as
             it always is on accelerators and with several ranks.
 
     Attributes:
         optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
+        updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
         TypeError: if ``optimizer`` is neither a torch optimizer nor a wrapper.
         ValueError: for a period below 1.
     """
 
+    optim_wrapper: Any  # OptimWrapper; where a model owns its step also OptimWrapperDict
+
     def __init__(
         self,
         model: nn.Module,
         data_loader: Iterable[Any],
-        optimizer: torch.optim.Optimizer | OptimWrapper,
+        optimizer: torch.optim.Optimizer | OptimWrapper | OptimWrapperDict,
         gather_metric_period: int = 20,
         zero_grad_before_forward: bool = False,
         async_write_metrics: bool = False,
@@ -61,16 +126,16 @@ class SimpleTrainer(TrainerBase):
             raise ValueError(
                 f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
             )
-        model.train()
-        self.model = model
-        self._batches = Batches(data_loader)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = OptimWrapper(optimizer)
         elif not isinstance(optimizer, OptimWrapper | OptimWrapperDict):
             raise TypeError(
                 f"optimizer must be a torch optimizer or a wrapper, but got {optimizer!r}"
             )
-        self.optim_wrapper = optimizer
+        model.train()
+        self.model = model
+        self._batches = Batches(data_loader)
+        self.optim_wrapper = self.updating = optimizer
         self.sync_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
@@ -79,7 +144,8 @@ class SimpleTrainer(TrainerBase):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer."""
-        return self.optim_wrapper.optimizer
+        optimizer: torch.optim.Optimizer = self.optim_wrapper.optimizer
+        return optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -87,16 +153,95 @@ class SimpleTrainer(TrainerBase):
 
     @property
     def data_loader(self) -> Iterable[Any]:
-        """The loader; another one is used from the next batch on."""
+        """The loader. Another one is used from the next batch on."""
         return self._batches.loader
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
+        self._batches.stop()
         self._batches.loader = data_loader
 
     @property
     def _data_loader_iter(self) -> Batches:
         return self._batches  # detectron2's name, for steps of your own: next(...) of it
+
+    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
+        """Replace the loader during training. The old one is freed before the new one is built.
+
+        Args:
+            data_loader_builder: makes the new loader.
+        """
+        self.data_loader = []
+        self.data_loader = data_loader_builder()
+
+    def before_train(self) -> None:
+        """Call the hooks, then start the loader: starting some loaders draws random numbers."""
+        super().before_train()
+        if self.start_iter < self.max_iter:
+            self._batches.start()
+
+    def _check_mode(self) -> None:
+        if not self.model.training:
+            raise RuntimeError(
+                "the model is in evaluation mode; whoever called model.eval() during training "
+                "must call model.train() afterwards"
+            )
+
+    def tolerate_losses(self) -> None:
+        """Let the losses of this iteration be infinite or NaN, since no update is made of them.
+
+        For a hook, at the latest in ``after_backward``, and on all ranks alike.
+        """
+        self._losses.tolerate(self.iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of :class:`TrainerBase`, with the optimizer and the position in the data."""
+        return {
+            **super().state_dict(),
+            "optimizer": self.optim_wrapper.state_dict(),
+            "data": self._batches.state_dict(),
+        }
+
+    def state_parts(self) -> list[str]:
+        """Those of :class:`TrainerBase`, ``optimizer`` and ``data``."""
+        return [*super().state_parts(), "optimizer", "data"]
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+    ) -> None:
+        """Load what :meth:`state_dict` returned; the states of detectron2's trainers load too.
+
+        Raises:
+            ValueError: see :meth:`TrainerBase.load_state_dict`; also if the state has no
+                optimizer though it was to be loaded, or belongs to other data.
+        """
+        # detectron2's DefaultTrainer nests an inner trainer's state.
+        state = {**state_dict.get("_trainer", {}), **state_dict}
+        chosen = set(self.state_parts() if only is None else only)
+        if "optimizer" in chosen and "optimizer" not in state:
+            raise ValueError(
+                f"the trainer's state has no optimizer, only {sorted(state)}; choose the parts to "
+                f"load to go on without it"
+            )
+        super().load_state_dict(state, only=only)
+        if "optimizer" in chosen:
+            # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
+            scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
+            self.optim_wrapper.load_state_dict({**scaler, **state["optimizer"]})
+        if "data" in chosen:
+            self._batches.load_state_dict(state.get("data", {}), begun=self.iter >= 0)
+
+
+class SimpleTrainer(ModelTrainer):
+    """The training of one model by one optimizer.
+
+    An iteration is one update: it takes a batch from the loader (``accumulative_counts`` batches
+    where the wrapper accumulates), computes the losses, goes backward and updates. The model, in
+    training mode, takes what the loader yields and returns a loss, or a dict of losses to add up.
+
+    For anything else write a subclass with your own :meth:`run_step`. The arguments are those of
+    :class:`ModelTrainer`.
+    """
 
     def run_step(self) -> None:
         """Batches, losses, gradients, hooks, metrics, update."""
@@ -107,13 +252,6 @@ class SimpleTrainer(TrainerBase):
         self.after_backward()
         self._write_metrics(losses, data_time)
         wrapper.step()
-
-    def _check_mode(self) -> None:
-        if not self.model.training:
-            raise RuntimeError(
-                "the model is in evaluation mode; whoever called model.eval() during training "
-                "must call model.train() afterwards"
-            )
 
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """The gradients of one update: mean losses of its batches, and seconds spent on data."""
@@ -142,21 +280,6 @@ class SimpleTrainer(TrainerBase):
                 means[name] = means[name] + part if name in means else part
         return means, data_time
 
-    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """Replace the loader during training; the old one is freed before the new one is built.
-
-        Args:
-            data_loader_builder: makes the new loader.
-        """
-        self._batches.replace(data_loader_builder)
-
-    def before_train(self) -> None:
-        """Call the hooks, then start the loader before the random state is restored."""
-        self._losses.rewind(self.start_iter - 1)
-        super().before_train()
-        if self.start_iter < self.max_iter:
-            self._batches.start()  # starting some loaders draws random numbers
-
     def _write_metrics(
         self,
         loss_dict: Mapping[str, Any],
@@ -164,7 +287,7 @@ class SimpleTrainer(TrainerBase):
         prefix: str = "",
         iter: int | None = None,
     ) -> None:
-        """Record the losses of an iteration; a step of your own calls it once, before the update.
+        """Record the losses of an iteration. Call it once in a step of your own, before the update.
 
         Args:
             loss_dict: losses by name. Their sum is recorded as ``total_loss``.
@@ -176,84 +299,17 @@ class SimpleTrainer(TrainerBase):
             FloatingPointError: if the sum is not finite, where it costs nothing to know.
             ValueError: for a name that the trainer itself writes.
         """
+        if prefix:
+            loss_dict = {prefix + name: value for name, value in loss_dict.items()}
         iteration = self.iter if iter is None else iter
-        self._losses.record(self.storage, iteration, loss_dict, data_time, prefix)
-
-    @property
-    def updating(self) -> OptimWrapper:
-        """In ``after_backward``: the wrapper whose update comes next."""
-        return self.optim_wrapper
-
-    def tolerate_losses(self) -> None:
-        """Let the losses of this iteration be infinite or NaN, since no update is made of them.
-
-        For a hook, at the latest in ``after_backward``, and on all ranks alike.
-        """
-        self._losses.tolerate(self.iter)
-
-    def synchronize(self) -> None:
-        """Exchange the ranks' metrics and requests, and check the losses of the period."""
-        super().synchronize()
-        self._losses.check(self.storage)
-
-    def rank_report(self) -> dict[str, Any]:
-        """The metrics of the period, beside the requests."""
-        return {**super().rank_report(), "metrics": self._losses.take_period()}
-
-    def merge_reports(self, reports: list[dict[str, Any]]) -> None:
-        """Record the means over the ranks."""
-        super().merge_reports(reports)
-        self._losses.merge(self.storage, [report["metrics"] for report in reports])
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of :class:`TrainerBase`, with the optimizer and the position in the data.
-
-        Raises:
-            FloatingPointError: if a loss was not finite, so that no checkpoint holds its update.
-        """
-        self._losses.check(self.storage)
-        return {
-            **super().state_dict(),
-            "optimizer": self.optim_wrapper.state_dict(),
-            "data": self._batches.state_dict(),
-        }
-
-    def state_parts(self) -> list[str]:
-        """Those of :class:`TrainerBase`, ``optimizer`` and ``data``."""
-        return [*super().state_parts(), "optimizer", "data"]
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
-    ) -> None:
-        """Take back what :meth:`state_dict` gave; detectron2's trainers' states load too.
-
-        Raises:
-            ValueError: see :meth:`TrainerBase.load_state_dict`; also if the state has no
-                optimizer though it was to be loaded, or belongs to other data.
-        """
-        # detectron2's DefaultTrainer nests an inner trainer's state.
-        state = {**state_dict.get("_trainer", {}), **state_dict}
-        chosen = set(self.state_parts() if only is None else only)
-        if "optimizer" in chosen and "optimizer" not in state:
-            raise ValueError(
-                f"the trainer's state has no optimizer, only {sorted(state)}; choose the parts to "
-                f"load to go on without it"
-            )
-        super().load_state_dict(state, only=only)
-        if "optimizer" in chosen:
-            # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
-            scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
-            self.optim_wrapper.load_state_dict({**scaler, **state["optimizer"]})
-        if "data" in chosen:
-            self._batches.load_state_dict(state.get("data", {}), begun=self.iter >= 0)
-        self._losses.reset(self.iter)
+        self._losses.record(self.storage, iteration, loss_dict, data_time, prefix + "total_loss")
 
 
 class AMPTrainer(SimpleTrainer):
     """A :class:`SimpleTrainer` in mixed precision.
 
-    It is one whose optimizer is wrapped in an :class:`~hooktrain.solver.AmpOptimWrapper`; give
-    that to ``SimpleTrainer`` for accumulation or clipping.
+    It wraps the optimizer in an :class:`~hooktrain.solver.AmpOptimWrapper`. Give such a wrapper
+    to ``SimpleTrainer`` for accumulation or clipping.
 
     Args:
         grad_scaler: the scaler; None makes one where ``precision`` is float16.
@@ -261,7 +317,7 @@ class AMPTrainer(SimpleTrainer):
         log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``. It costs
             a host-device synchronisation.
 
-    The other arguments are those of :class:`SimpleTrainer`.
+    The other arguments are those of :class:`ModelTrainer`.
     """
 
     def __init__(
@@ -289,3 +345,117 @@ class AMPTrainer(SimpleTrainer):
             scale = self.grad_scaler.get_scale()
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()
+
+
+class StepTrainer(ModelTrainer):
+    """The training of a model with ``train_step(data, optim_wrapper)``.
+
+    An iteration is one call of it with one batch. The model decides what is updated, how often and
+    by which optimizer; it returns a dict of values to log. ``accumulative_counts`` counts calls of
+    ``update_params``, and the hooks' ``after_backward`` runs in each update.
+
+    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has left the
+    update to the trainer.
+
+    The arguments are those of :class:`ModelTrainer`; ``optimizer`` may also be an
+    :class:`~hooktrain.solver.OptimWrapperDict`. The check for losses that are not finite comes
+    after the update, and always before a checkpoint.
+
+    Raises:
+        TypeError: if the model has no ``train_step``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_loader: Iterable[Any],
+        optimizer: torch.optim.Optimizer | OptimWrapper | OptimWrapperDict,
+        gather_metric_period: int = 20,
+        zero_grad_before_forward: bool = False,
+        async_write_metrics: bool = False,
+    ) -> None:
+        if not hasattr(model, "train_step"):
+            hides = hasattr(getattr(model, "module", None), "train_step")
+            raise TypeError(
+                f"{type(model).__name__} has no train_step(data, optim_wrapper); "
+                + (
+                    "it hides the train_step of the model in it: use StepDistributedDataParallel"
+                    if hides
+                    else "SimpleTrainer trains models that return losses, by one optimizer"
+                )
+            )
+        options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
+        super().__init__(model, data_loader, optimizer, *options)
+        self._broke_off = False
+
+    def _wrappers(self) -> Mapping[str, OptimWrapper]:
+        wrapper = self.optim_wrapper
+        return wrapper if isinstance(wrapper, OptimWrapperDict) else {"": wrapper}
+
+    @property
+    def can_save(self) -> bool:
+        """Whether no window of accumulation is open: its gradients are not saved."""
+        return all(wrapper.should_update() for wrapper in self._wrappers().values())
+
+    def run_step(self) -> None:
+        """One batch for the model's own step."""
+        self._check_mode()
+        if self._broke_off:
+            logger.warning("The last step broke off: a new window of accumulation begins")
+            self.optim_wrapper.start_window()
+            self.optim_wrapper.zero_grad()
+        start = time.perf_counter()
+        data = next(self._batches)
+        data_time = time.perf_counter() - start
+        first = self.iter == self.start_iter
+        if first:
+            counts = {name: w.inner_count for name, w in self._wrappers().items()}
+            self._expect_updates(dict.fromkeys(counts, 1), self.max_iter - self.iter)
+        self._broke_off = True
+        outputs = self._call_step(data)
+        self._broke_off = False
+        if first:  # it has shown how often the model calls update_params
+            made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
+            if set(made.values()) != {1}:
+                self._expect_updates(made, self.max_iter - self.iter - 1)
+        self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
+
+    def _call_step(self, data: Any) -> Mapping[str, Any]:
+        wrappers = self._wrappers()
+        for wrapper in wrappers.values():
+            wrapper.after_backward = partial(self._before_update, wrapper)
+        try:
+            outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
+            if not isinstance(outputs, Mapping):
+                raise TypeError(f"train_step must return a dict of values to log, not {outputs!r}")
+            if "log_vars" in outputs:
+                # What MMCV's runner and its optimizer hook do after a model's train_step.
+                log_vars = dict(outputs["log_vars"])
+                if "loss" in outputs:
+                    self.optim_wrapper.update_params(outputs["loss"])
+                    log_vars.setdefault("loss", outputs["loss"])
+                return log_vars
+            return outputs
+        finally:
+            for wrapper in wrappers.values():
+                wrapper.after_backward = None
+
+    def _before_update(self, wrapper: OptimWrapper) -> None:
+        self.updating = wrapper
+        self.after_backward()
+
+    def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
+        """Tell the wrappers that accumulate how many backward passes are still to come."""
+        for name, wrapper in self._wrappers().items():
+            if wrapper.accumulative_counts > 1:
+                done = wrapper.inner_count
+                wrapper.initialize_count_status(self.model, done, done + each[name] * iterations)
+
+    def after_train(self) -> None:
+        """Call the hooks; say so if the last window of accumulation made no update."""
+        super().after_train()
+        if self.succeeded and not self.can_save:
+            logger.warning(
+                "The run ended inside of a window of accumulation: its last backward passes "
+                "made no update, and are lost"
+            )

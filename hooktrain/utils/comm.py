@@ -188,16 +188,20 @@ def scatter(objects: Sequence[T], src: int = 0) -> T:
     return received
 
 
-def all_reduce(values: Tensor) -> Tensor:
+def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum a tensor in CPU memory over all ranks, in place. Collective.
 
     Every rank gets the same bits.
+
+    Args:
+        values: of the same shape on every rank.
+        op: another `torch.distributed.ReduceOp`, such as `MAX`.
 
     Returns:
         `values`.
     """
     if get_world_size() > 1:
-        dist.all_reduce(values, group=_object_group())
+        dist.all_reduce(values, op, group=_object_group())
     return values
 
 

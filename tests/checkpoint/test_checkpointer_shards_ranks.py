@@ -62,7 +62,6 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         found[f"{name} names"] = names(folder / name)
     resumed = make_trainer(make_sharded(), folder / "background")
     found["folder resumed"] = states(resumed)
-    found["rng"] = resumed._rng._to_restore
     found["file resumed"] = states(make_trainer(make_sharded(), folder / "file", sharded=True))
     found["one resumed"] = states(make_trainer(make_sharded(), folder / "one", sharded=True))
     state = read_on_all_ranks(str(folder / "folder" / "model_final"), make_sharded())
@@ -98,12 +97,8 @@ def test_files_and_folders_in_the_background_or_not_hold_the_same(
     assert two[1]["file names"] == ["last_checkpoint", "model_0000001.pth", "model_final.pth"]
 
 
-def test_a_folder_resumes_on_2_ranks_with_every_ranks_random_state(
-    two: list[dict[str, Any]],
-) -> None:
+def test_a_folder_resumes_on_2_ranks(two: list[dict[str, Any]]) -> None:
     assert equal(two[0]["folder resumed"], two[0]["folder"])
-    assert sorted(two[0]["rng"]) == sorted(two[1]["rng"]) == [0, 1]
-    assert equal(two[0]["rng"], two[1]["rng"])
 
 
 def test_a_folder_resumes_in_1_process_with_a_plain_model(
@@ -132,7 +127,7 @@ def test_each_rank_reads_its_shards_of_model_optimizer_and_average(
     assert len(moments) == 2 * parameters
     assert len(shards) == 2 * parameters + 2 * len(weights)
     whole = read_sharded(folder / "folder" / "model_final", "meta")
-    assert sorted(whole["trainer"]["rng"]) == [0, 1]
+    assert whole["trainer"]["iteration"] == 2
 
 
 def fail_on_main(*_: Any) -> None:

@@ -15,6 +15,7 @@ from hooktrain.demos import DigitsDataset, DigitsGAN, SampleQualityEvaluator, fi
 from hooktrain.engine import StepTrainer
 from hooktrain.evaluation import print_csv_format
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.utils.env import seed_step
 
 SCALE = {"init_scale": 1024.0}
 ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99)}
@@ -123,11 +124,13 @@ def test_three_steps_are_those_of_a_hand_written_loop_bit_for_bit(
 def test_a_trainer_runs_it_and_logs_its_values() -> None:
     model, other = gan(), gan()
     trainer = StepTrainer(model, batches(3), wrappers(model))
-    torch.manual_seed(5)
+    trainer.seed = 5
     trainer.train(0, 3)
-    torch.manual_seed(5)
     optim_wrapper = wrappers(other)
-    outputs = [other.train_step(batch, optim_wrapper) for batch in batches(3)]
+    outputs = []
+    for iteration, batch in enumerate(batches(3)):
+        seed_step(5, iteration, rank=0)
+        outputs.append(other.train_step(batch, optim_wrapper))
     assert same(model, other)
     for name in ("loss_discriminator", "loss_generator", "logit_real", "logit_fake"):
         values = [value for value, _ in trainer.storage.history(name).values()]

@@ -192,7 +192,7 @@ def test_the_state_is_there_once_and_the_configuration_stays_plain_data(folder: 
     trainer.train(max_iter=1)
     file = torch.load(folder / "model_final.pth", weights_only=True)
     assert set(file) == {"model", "trainer", "iteration"}
-    assert set(file["trainer"]) >= {"iteration", "optimizer", "hooks", "data", "rng", "meta"}
+    assert set(file["trainer"]) >= {"iteration", "optimizer", "hooks", "data", "seed", "meta"}
     assert "DigitsCNN" in file["trainer"]["meta"]["config"]
     assert "model" not in cfg.optimizer.params
 

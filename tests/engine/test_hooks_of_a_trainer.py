@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import random
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loop_toys import Recorder, Trainer
@@ -180,6 +182,7 @@ def test_random_numbers_go_on_after_a_resume_as_if_nothing_had_happened() -> Non
         def run_step(self) -> None:
             self.log.append(str(torch.rand(1).item()))
 
+    torch.manual_seed(0)
     whole = Draw()
     whole.train(0, 4)
     torch.manual_seed(0)
@@ -223,49 +226,51 @@ def test_ranks_stop_together_at_the_next_exchange() -> None:
     assert run_ranks(stop_on_one_rank, 2) == [(8, "rank 1 has had enough")] * 2
 
 
-def rng_on_two_ranks() -> tuple[bool, bool, list[int]]:
-    class Save(HookBase):
-        state: Any = None
+class Draws(Trainer):
+    """Draws from each generator in each step."""
 
-        def after_step(self) -> None:
-            if self.trainer.on_every_rank(self):
-                self.trainer.prepare_checkpoint()
-            Save.state = self.trainer.state_dict()
+    def run_step(self) -> None:
+        self.log.append(str((torch.rand(1).item(), np.random.rand(), random.random())))
 
-    trainer = Trainer()
-    main_only = Recorder([]) if comm.is_main_process() else None
-    trainer.register_hooks([Save(), main_only])
+
+def resumed_with_hooks_on_the_main_rank_only() -> tuple[list[str], list[str], list[bool]]:
+    def trainer() -> Draws:
+        draws = Draws()
+        main_only = Counter(key="main only") if comm.is_main_process() else None
+        draws.register_hooks([Counter(), main_only])
+        return draws
+
     torch.manual_seed(comm.get_rank())
-    trainer.train(0, 1)
-    state = comm.broadcast(Save.state)
-    expected = torch.rand(3)
-    loaded = Trainer()
-    loaded.register_hooks([Save()])
-    loaded.load_state_dict(state)
-    drawn = []
-    loaded.run_step = lambda: drawn.append(torch.rand(3))  # type: ignore[method-assign]
-    loaded.train(max_iter=2)
-    partial = main_only is None or not trainer.on_every_rank(main_only)
-    return torch.equal(drawn[0], expected), partial, sorted(state["rng"])
+    whole = trainer()
+    whole.train(0, 4)
+    torch.manual_seed(comm.get_rank())
+    first = trainer()
+    first.train(0, 2)
+    second = trainer()
+    second.load_state_dict(comm.broadcast(first.state_dict()))
+    second.train(max_iter=4)
+    counts = [hook.count for hook in second._hooks]  # type: ignore[attr-defined]
+    assert counts == [4] * len(counts)
+    return whole.log, first.log + second.log, [hook.on_every_rank for hook in second._hooks]
 
 
-def test_a_checkpoint_has_the_random_state_of_every_rank() -> None:
-    assert run_ranks(rng_on_two_ranks, 2) == [(True, True, [0, 1])] * 2
+def test_hooks_on_the_main_rank_only_resume_exactly_and_each_rank_draws_its_own_numbers() -> None:
+    main, other = run_ranks(resumed_with_hooks_on_the_main_rank_only, 2)
+    assert main[0] == main[1]
+    assert other[0] == other[1]
+    assert len({*main[0], *other[0]}) == 8
+    assert (main[2], other[2]) == ([True, False], [True])
 
 
-def test_a_rank_without_saved_random_state_is_seeded_the_same_way_each_time(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    draws = []
-    for _ in range(2):
-        trainer = Trainer()
-        state = trainer.state_dict()
-        state["rng"] = {1: state["rng"][0]}
-        trainer.load_state_dict(state)
-        trainer.train(max_iter=0)
-        draws.append(torch.rand(2))
-    assert torch.equal(draws[0], draws[1])
-    assert "no random state for rank 0" in caplog.text
+def different_periods() -> None:
+    trainer = Trainer()
+    trainer.sync_period = 20 + comm.get_rank()
+    with pytest.raises(ValueError, match=r"the same on all ranks, not \[20, 21\]"):
+        trainer.train(0, 1)
+
+
+def test_ranks_that_would_exchange_at_different_iterations_are_refused() -> None:
+    run_ranks(different_periods, 2)
 
 
 def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> None:

@@ -12,14 +12,15 @@ from trainer_toys import Net, batches, make, sgd
 
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.solver import OptimWrapper
+from hooktrain.utils.env import seed_step
 from hooktrain.utils.events import EventStorage
 
 
 def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], Net]:
     model, losses = Net(), []
     optimizer = sgd(model)
-    torch.manual_seed(3)
-    for batch in batches(count):
+    for iteration, batch in enumerate(batches(count)):
+        seed_step(3, iteration, rank=0)
         if zero_first:
             optimizer.zero_grad()
         loss = model(batch)
@@ -35,7 +36,7 @@ def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], N
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(zero_first: bool) -> None:
     trainer = make(zero_grad_before_forward=zero_first)
-    torch.manual_seed(3)
+    trainer.seed = 3
     trainer.train(0, 4)
     losses, model = losses_by_hand(4, zero_first)
     assert [v for v, _ in trainer.storage.history("total_loss").values()] == losses

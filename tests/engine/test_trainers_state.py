@@ -14,6 +14,7 @@ from gloo import run_ranks
 from hooktrain.engine import AMPTrainer, HookBase, SimpleTrainer
 from hooktrain.solver import AmpOptimWrapper
 from hooktrain.utils import comm
+from hooktrain.utils.env import seed_step
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -22,13 +23,13 @@ def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
 ) -> None:
     model, reference = Net(), Net()
     trainer = AMPTrainer(model, batches(3), sgd(model), precision=dtype, log_grad_scaler=True)
-    torch.manual_seed(3)
+    trainer.seed = 3
     trainer.train(0, 3)
     optimizer = sgd(reference)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
     scales = []
-    torch.manual_seed(3)
-    for batch in batches(3):
+    for iteration, batch in enumerate(batches(3)):
+        seed_step(3, iteration, rank=0)
         with torch.autocast("cpu", dtype):
             loss = reference(batch)
         optimizer.zero_grad()

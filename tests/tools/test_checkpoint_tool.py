@@ -35,7 +35,7 @@ def state() -> dict[str, Any]:
         "iteration": 9,
         "optimizer": optimizer.state_dict(),
         "hooks": {"EvalHook": {"best": (0.5, None)}},
-        "rng": {0: {"torch": torch.get_rng_state()}},
+        "seed": 1,
     }
     return {"model": model.state_dict(), "trainer": trainer, "iteration": 9}
 

@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
         for folder in (tmp_path, expected_folder)
     )
     assert_equal(ours["model"], theirs["model"], "model")
-    for part in ("iteration", "optimizer", "hooks", "data", "rng"):
+    for part in ("iteration", "optimizer", "hooks", "data", "seed"):
         assert_equal(ours["trainer"][part], theirs["trainer"][part], part)
     assert ours["trainer"]["data"]["loader"]["batches"] == 40
     assert metrics(tmp_path) == metrics(expected_folder)

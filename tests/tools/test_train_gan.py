@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_after_a_checkpoint_ends_bit_for_bit_the_same(
     drawn = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert drawn == ["0000003.png", "0000005.png"]  # it did go on, not begin anew
     expected, resumed = final(whole[0]), final(tmp_path)
-    for part in ("model", "optimizer", "hooks", "data", "rng"):
+    for part in ("model", "optimizer", "hooks", "data", "seed"):
         leaves, structure = tree_flatten(resumed[part])
         expected_leaves, expected_structure = tree_flatten(expected[part])
         assert structure == expected_structure

@@ -1,6 +1,5 @@
 """Everything around a step: one hook a file."""
 
-from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.autograd_profiler import AutogradProfiler
 from hooktrain.engine.hooks.best_checkpointer import BestCheckpointer
 from hooktrain.engine.hooks.callback import CallbackHook
@@ -17,6 +16,7 @@ from hooktrain.engine.hooks.skip_non_finite import SkipNonFinite
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import TorchProfiler
 from hooktrain.engine.hooks.watchdog import Watchdog
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils.registry import HOOKS
 
 __all__ = [

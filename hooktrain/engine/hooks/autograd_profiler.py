@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as autograd_profiler
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
 __all__ = ["AutogradProfiler"]

@@ -10,8 +10,8 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.discovery import checkpoint_names
 from hooktrain.checkpoint.reading import read_checkpoint
-from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.registry import did_you_mean
@@ -85,21 +85,19 @@ class BestCheckpointer(HookBase):
 
     def after_step(self) -> None:
         """Compare after an evaluation."""
-        done = self.trainer.iter + 1
-        if self._period > 0 and done % self._period == 0 and done != self.trainer.max_iter:
+        if self.is_due(self._period, at_end=False):
             self._compare(self.trainer.iter)
 
     def after_train(self) -> None:
         """Compare after the final evaluation."""
-        if self.trainer.iter == self.trainer.max_iter > 0:
+        if self.trainer.succeeded and self.trainer.max_iter > 0:
             self._compare(self.trainer.max_iter - 1)
             self._checkpointer.wait()
 
     def _compare(self, iteration: int) -> None:
         self._checkpointer.wait()  # so as to know whether the best so far was saved
         latest = self.trainer.storage.latest().get(self._val_metric)
-        every_rank = self.trainer.on_every_rank(self)
-        if every_rank:
+        if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.
             latest, state = comm.broadcast((latest, self.state_dict()))
             self.load_state_dict(state)
@@ -126,7 +124,7 @@ class BestCheckpointer(HookBase):
         before = self.state_dict()
         self.best_metric, self.best_iter = float(value), int(measured_at)
         found = {"metric": self._val_metric, "value": float(value), "iteration": int(measured_at)}
-        if every_rank:
+        if self.on_every_rank:
             self.trainer.prepare_checkpoint()
         logger.info(
             "Saving the best model: %s is %.5f at iteration %d, before %s",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage
 
 __all__ = ["EMA"]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.evaluation import flatten_results_dict
 from hooktrain.utils import comm
 
@@ -40,14 +40,12 @@ class EvalHook(HookBase):
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
-        done = self.trainer.iter + 1
-        last = self._eval_after_train and done == self.trainer.max_iter
-        if self._period > 0 and done % self._period == 0 and not last:
+        if self.is_due(self._period, at_end=False if self._eval_after_train else None):
             self._evaluate()
 
     def after_train(self) -> None:
         """Evaluate a run that came to its end."""
-        if self._eval_after_train and self.trainer.iter == self.trainer.max_iter:
+        if self._eval_after_train and self.trainer.succeeded:
             self._evaluate()
 
     def _evaluate(self) -> None:

@@ -4,7 +4,7 @@ import logging
 import time
 from datetime import timedelta
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 
 __all__ = ["IterationTimer"]
 

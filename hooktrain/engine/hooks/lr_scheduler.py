@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.param_curves import INF

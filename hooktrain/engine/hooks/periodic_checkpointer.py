@@ -2,7 +2,7 @@
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 
 __all__ = ["PeriodicCheckpointer", "check_on_every_rank"]
 
@@ -13,7 +13,7 @@ def check_on_every_rank(hook: HookBase, checkpointer: Checkpointer) -> None:
     Raises:
         RuntimeError: since it would wait for ever for the others.
     """
-    if checkpointer.sharded and not hook.trainer.on_every_rank(hook):
+    if checkpointer.sharded and not hook.on_every_rank:
         raise RuntimeError(
             "every rank writes its part of a sharded checkpoint: register "
             f"{type(hook).__name__} on every rank, not only on some"
@@ -38,25 +38,24 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
 
     def after_step(self) -> None:
         """Save where a period ends, and at the last iteration."""
-        done = self.trainer.iter + 1
-        if done % self.period == 0 or done == self.max_iter:
+        if self.is_due(self.period):
             self._save(self.trainer.iter)
-        elif done % self.trainer.sync_period == 0:
+        elif self.is_due(self.trainer.sync_period):
             self.checkpointer.poll()
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; end all that is under way."""
         trainer = self.trainer
-        succeeded = trainer.iter == trainer.max_iter
-        if succeeded and trainer.max_iter != self.max_iter and trainer.iter > trainer.start_iter:
+        stopped = trainer.succeeded and trainer.max_iter != self.max_iter
+        if stopped and trainer.iter > trainer.start_iter:
             self.max_iter = trainer.max_iter
             self._save(trainer.max_iter - 1)
-        if succeeded:
+        if trainer.succeeded:
             self.checkpointer.wait()
         else:
             self.checkpointer.give_up()
 
     def _save(self, iteration: int) -> None:
-        if self.trainer.on_every_rank(self):
+        if self.on_every_rank:
             self.trainer.prepare_checkpoint()
         self.step(iteration)

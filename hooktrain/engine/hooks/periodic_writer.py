@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
 from hooktrain.utils.file_io import is_disk_full
@@ -54,8 +54,7 @@ class PeriodicWriter(HookBase):
 
     def after_step(self) -> None:
         """Write where a period ends."""
-        done = self.trainer.iter + 1
-        if done % self._period == 0 or done == self.trainer.max_iter:
+        if self.is_due(self._period):
             for writer in self._writers:
                 self._write(writer)
 

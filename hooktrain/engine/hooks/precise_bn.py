@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.model import get_bn_modules, update_bn_stats
 from hooktrain.utils.env import preserved_rng_state
 from hooktrain.utils.events import EventStorage
@@ -48,8 +48,7 @@ class PreciseBN(HookBase):
 
     def after_step(self) -> None:
         """Measure where a period ends, and at the last iteration."""
-        done = self.trainer.iter + 1
-        if done == self.trainer.max_iter or (self._period > 0 and done % self._period == 0):
+        if self.is_due(self._period):
             self.update_stats()
 
     def update_stats(self) -> None:

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
 __all__ = ["Preemption"]
@@ -116,10 +116,9 @@ class Preemption(HookBase):
     def _exit(self, number: signal.Signals) -> None:
         iteration = self.trainer.iter
         logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
-        together = self.trainer.on_every_rank(self)
-        if together:
+        if self.on_every_rank:
             self.trainer.prepare_checkpoint()
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
         # A rank that is gone is a failure to launchers, which end the one that still writes.
-        self.checkpointer.wait(together=together)
+        self.checkpointer.wait(together=self.on_every_rank)
         raise SystemExit(128 + number)

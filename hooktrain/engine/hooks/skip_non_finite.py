@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import OptimWrapperDict
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import is_sharded, local_tensor

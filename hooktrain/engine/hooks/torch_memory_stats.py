@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 
 __all__ = ["TorchMemoryStats"]
 
@@ -42,10 +42,9 @@ class TorchMemoryStats(HookBase):
 
     def after_step(self) -> None:
         """Log where a period ends, and at the last iteration."""
-        done = self.trainer.iter + 1
-        if self._runs >= self._max_runs or not torch.accelerator.is_available():
+        if not self.is_due(self._period) or self._runs >= self._max_runs:
             return
-        if done % self._period and done != self.trainer.max_iter:
+        if not torch.accelerator.is_available():
             return
         self._runs += 1
         device = torch.get_device_module(torch.accelerator.current_accelerator())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
 __all__ = ["TorchProfiler"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from tabulate import tabulate
 
-from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm, heartbeat
 
 __all__ = ["EXIT_HUNG", "Watchdog"]

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import ExponentialLR as TorchExponentialLR
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.lr_scheduler import StepLR as TorchStepLR
 
+from hooktrain.engine import StepTrainer
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
 from hooktrain.engine.hooks.lr_scheduler import ParamSchedulerHook
-from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.solver import LinearParamScheduler, LRMultiplier, OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build_param_scheduler import build_param_scheduler
 from hooktrain.solver.param_scheduler import (

@@ -66,6 +66,9 @@ class FakeDevice:
     def reset_peak_memory_stats(self) -> None:
         self.resets += 1
 
+    def manual_seed(self, seed: int) -> None:
+        pass
+
 
 def test_memory_is_logged_exactly_max_runs_times(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

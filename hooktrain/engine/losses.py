@@ -1,0 +1,233 @@
+"""The losses of the steps: how they are recorded, checked, and brought together across ranks."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage
+
+RESERVED = frozenset({"data_time", "rank_data_time"})
+
+
+class LossRecorder:
+    """Records the losses of each step, and checks that they are finite.
+
+    A single process puts them into the trainer's storage. With several ranks they wait in another
+    storage until :meth:`exchange` puts the means over the ranks into the trainer's.
+
+    On the CPU of a single process a loss is checked when it is recorded, before the update.
+    Elsewhere the host would have to wait for the device or for other ranks, so :meth:`check` does
+    it at the end of a period.
+
+    Args:
+        check_at_once: whether to check a loss when it is recorded, where that is free.
+    """
+
+    def __init__(self, check_at_once: bool = True) -> None:
+        self.check_at_once = check_at_once
+        self._alone = True
+        self._waiting = EventStorage()
+        self._names: dict[str, int] = {}  # those that all ranks know, with their columns
+        self._together = 0  # the ranks have brought together the iterations before this one
+        self._checked = 0  # the iterations before this one are checked
+        self._checked_names: set[str] = set()
+        self._tolerated: set[int] = set()
+
+    def reset(self, iteration: int) -> None:
+        """Forget everything: the next iteration is ``iteration``."""
+        self._waiting = EventStorage()
+        self._tolerated.clear()
+        self._together = self._checked = iteration
+
+    def begin(self, iteration: int) -> None:
+        """Begin a run. What a step that broke off has left of ``iteration`` is forgotten."""
+        self._alone = comm.get_world_size() == 1  # once a run, since it takes a microsecond
+        self._names.clear()
+        self._checked = min(self._checked, iteration)
+        self._tolerated = {i for i in self._tolerated if i < iteration}
+        if self._waiting.latest_iter("data_time") == iteration:
+            before, self._waiting = self._waiting.histories(), EventStorage()
+            for name, history in before.items():
+                for value, i in history.values():
+                    if i < iteration:
+                        self._waiting.put_scalar(name, value, cur_iter=i)
+
+    def tolerate(self, iteration: int) -> None:
+        """Let the losses of an iteration be infinite or NaN: no update is made of them."""
+        self._tolerated.add(iteration)
+
+    def record(
+        self,
+        storage: EventStorage,
+        iteration: int,
+        losses: Mapping[str, Any],
+        data_time: float,
+        total: str | None = "total_loss",
+    ) -> None:
+        """Record one step.
+
+        Args:
+            storage: the trainer's storage.
+            iteration: the iteration.
+            losses: losses by name.
+            data_time: the seconds that the step waited for data.
+            total: the name of their sum, which must be finite. None means that ``losses`` are
+                metrics of any kind: they are not summed, and those with "loss" in their names
+                must be finite.
+
+        Raises:
+            FloatingPointError: if a loss is not finite, where it costs nothing to know.
+            ValueError: for a name that is used here.
+        """
+        if not RESERVED.isdisjoint(losses):
+            raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
+        # The sum comes first where metrics are shown.
+        values: dict[str, Any] = {} if total is None else {total: 0.0}
+        check_now = self._alone and self.check_at_once
+        summed: Any = None
+        for name, value in losses.items():
+            if isinstance(value, Tensor):
+                if value.is_cpu:
+                    value = value.item()  # no synchronisation on the CPU
+                else:
+                    value, check_now = value.detach(), False
+            values[name] = value
+            if total is not None:
+                summed = value if summed is None else summed + value
+        if total is not None:
+            values[total] = summed
+        names = [name for name in values if "loss" in name] if total is None else [total]
+        if check_now:
+            self._check_step(iteration, values, names)
+        else:
+            self._checked_names.update(names)
+        target = storage if self._alone else self._waiting
+        for name, value in values.items():
+            target.put_scalar(name, value, cur_iter=iteration)
+        target.put_scalar("data_time", data_time, cur_iter=iteration)
+        if not self._alone:
+            storage.put_scalar("rank_data_time", data_time, cur_iter=iteration)
+
+    def _check_step(self, iteration: int, values: Mapping[str, float], names: list[str]) -> None:
+        for name in names:
+            if not math.isfinite(values[name]) and iteration not in self._tolerated:
+                raise _non_finite(iteration, values)
+        self._checked = iteration + 1
+
+    def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
+        """Put the means over the ranks of the finished iterations into the storage.
+
+        One maximum says what needs more words (new names, a request to stop) and finds the
+        slowest data time of each iteration; one sum adds up the values and how many there are.
+        A collective, which every rank calls after the same iteration.
+
+        Args:
+            storage: the trainer's storage.
+            finished: the number of finished iterations.
+            asks: whether this rank has something to ask for.
+
+        Returns:
+            The highest rank that asks for something, -1 if none does.
+        """
+        first, count = self._together, finished - self._together
+        histories = {n: h.since(first) for n, h in self._waiting.histories().items()}
+        self._together, self._waiting = finished, EventStorage()
+        rank = comm.get_rank()
+        largest = torch.full((2 + count,), -1.0, dtype=torch.float64)
+        largest[1] = rank if asks else -1
+        for seconds, i in histories.pop("data_time", []):
+            largest[2 + i - first] = seconds
+        while True:
+            new = [name for name in histories if name not in self._names]
+            largest[0] = rank if new else -1
+            speaker, asking, *slowest = comm.all_reduce(largest, dist.ReduceOp.MAX).tolist()
+            if speaker < 0:
+                break
+            for name in comm.broadcast(new, int(speaker)):
+                self._names[name] = len(self._names)
+        sums = np.zeros((2, count, len(self._names)))  # of the values, and how many there are
+        for name, entries in histories.items():
+            column = self._names[name]
+            for value, i in entries:
+                sums[:, i - first, column] += (value, 1)
+        if sums.size:
+            comm.all_reduce(torch.from_numpy(sums))
+        for i, values, counts, seconds in zip(range(count), *sums.tolist(), slowest, strict=True):
+            for name, value, ranks in zip(self._names, values, counts, strict=True):
+                if ranks:
+                    storage.put_scalar(name, value / ranks, cur_iter=first + i)
+            if seconds >= 0:
+                storage.put_scalar("data_time", seconds, cur_iter=first + i)
+        return int(asking)
+
+    def check(self, storage: EventStorage, finished: int) -> None:
+        """Check the losses of the finished iterations that were not checked yet.
+
+        With several ranks those that are not brought together yet are only looked at: the ranks
+        come to the same verdict at the next exchange.
+
+        Raises:
+            FloatingPointError: for the first one that is not finite, with its iteration.
+        """
+        if self._checked >= finished or not self._checked_names:
+            return
+        for source in (storage, self._waiting):
+            # Host-device synchronisation: reads what was recorded since the last reading.
+            histories = source.histories()
+            bad = [
+                i
+                for name in self._checked_names & set(histories)
+                for value, i in histories[name].since(self._checked)
+                if not math.isfinite(value) and i not in self._tolerated
+            ]
+            if bad:
+                first = min(bad)
+                losses = [(n, h.since(first)) for n, h in histories.items() if "loss" in n]
+                raise _non_finite(first, {n: v for n, h in losses for v, i in h if i == first})
+        self._checked = finished if self._alone else self._together
+        self._tolerated = {i for i in self._tolerated if i >= self._checked}
+
+
+def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
+    return FloatingPointError(
+        f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}"
+    )
+
+
+def as_loss_dict(output: Any) -> dict[str, Tensor]:
+    """What a model returned in training, as losses by name.
+
+    Raises:
+        TypeError: for anything but a tensor or a dict of tensors.
+        ValueError: for an empty dict, or one that names its own total beside other losses.
+    """
+    if isinstance(output, Tensor):
+        return {"total_loss": output}
+    if not isinstance(output, Mapping) or not all(isinstance(v, Tensor) for v in output.values()):
+        raise TypeError(
+            f"in training mode the model must return a loss or a dict of losses (tensors), "
+            f"but it returned {output!r}"
+        )
+    if not output:
+        raise ValueError("the model returned an empty dict of losses")
+    if "total_loss" in output and len(output) > 1:
+        raise ValueError(
+            f"'total_loss' is the name of the sum, so it cannot be one of several losses: "
+            f"{list(output)}"
+        )
+    return dict(output)
+
+
+def sum_losses(losses: Mapping[str, Any]) -> Any:
+    """The sum in the dict's order, without the addition to zero that ``sum`` starts with."""
+    values = iter(losses.values())
+    total = next(values)
+    for value in values:
+        total = total + value
+    return total

@@ -1,0 +1,230 @@
+"""Losses: found where they are not finite, and brought together across ranks."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer_toys import batches, sgd
+
+from collectives import Collectives
+from gloo import run_ranks
+from hooktrain.checkpoint.agreement import on_all_ranks
+from hooktrain.engine import SimpleTrainer
+from hooktrain.engine.hooks import CallbackHook, IterationTimer
+from hooktrain.engine.losses import LossRecorder
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage
+
+NUMBERS = ["allreduce_", "allreduce_"]  # one maximum, one sum
+OBJECT = ["broadcast_"] * 2  # its size, then itself
+
+Values = list[tuple[float, int]]
+
+
+def test_a_loss_that_is_not_finite_is_found_when_the_period_is_checked() -> None:
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
+    for i, value in enumerate([1.0, math.nan, 2.0]):
+        recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0)
+    with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"):
+        recorder.check(storage, 3)
+
+
+def test_the_first_of_several_bad_iterations_is_named() -> None:
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
+    for i, (a, b) in enumerate([(1.0, 1.0), (2.0, math.inf), (math.nan, 3.0)]):
+        recorder.record(storage, i, {"loss_a": a, "loss_b": b}, 0.0, total=None)
+    with pytest.raises(FloatingPointError, match=r"iteration=1!\n.*'loss_a': 2.0, 'loss_b': inf"):
+        recorder.check(storage, 3)
+
+
+def test_a_finite_period_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
+    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
+    recorder.check(storage, 1)
+    monkeypatch.setattr(storage, "histories", lambda: pytest.fail("read again"))
+    recorder.check(storage, 1)
+
+
+def test_a_metric_that_is_no_loss_may_be_infinite() -> None:
+    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
+    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
+    storage.put_scalar("ratio", math.inf)
+    recorder.check(storage, 1)
+    assert storage.latest()["ratio"] == (math.inf, 0)
+
+
+class Period:
+    """Records and exchanges as one of four ranks; notes the collectives and the result."""
+
+    def __init__(self) -> None:
+        self.recorder, self.finished = LossRecorder(), 0
+        self.seen: dict[str, tuple[list[str], int, dict[str, Values]]] = {}
+
+    def exchange(self, name: str, *steps: dict[str, float], asks: bool = False) -> None:
+        storage, rank = EventStorage(), comm.get_rank()
+        for losses in steps:
+            self.recorder.record(storage, self.finished, losses, 0.5 + rank, total=None)
+            self.finished += 1
+        with Collectives() as collectives:
+            asking = self.recorder.exchange(storage, self.finished, asks)
+        values = {n: h.values() for n, h in storage.histories().items() if n != "rank_data_time"}
+        self.seen[name] = (collectives.seen, asking, values)
+
+
+def play() -> dict[str, Any]:
+    """All kinds of periods in a row."""
+    rank, period = comm.get_rank(), Period()
+    period.recorder.begin(0)
+    period.exchange("before the first step")
+    period.exchange("first", {"a": rank, "b": 1.0}, {"a": 2.0 * rank, "b": 1.0})
+    period.exchange("second", {"b": 0.1, "a": rank}, {"a": rank, "b": 0.1})
+    period.exchange("nothing since")
+    period.exchange("one more", {"a": 1.0, **({"c": 7.0, "d": 8.0} if rank == 1 else {})})
+    period.exchange("without it again", {"a": 1.0})
+    period.exchange("two kinds", {"a": 1.0, **({f"of {rank}": 1.0 * rank} if rank > 1 else {})})
+    period.exchange("a request", {"a": 1.0}, asks=rank in (1, 2))
+    period.exchange("not finite", {"a": math.nan if rank == 3 else math.inf})
+    return period.seen
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(play, 4)
+
+
+SLOWEST = 3.5
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives", "asking", "values"),
+    [
+        ("before the first step", ["allreduce_"], -1, {}),
+        (
+            "first",
+            [*["allreduce_", *OBJECT], *NUMBERS],
+            -1,
+            {
+                "a": [(1.5, 0), (3.0, 1)],
+                "b": [(1.0, 0), (1.0, 1)],
+                "data_time": [(SLOWEST, 0), (SLOWEST, 1)],
+            },
+        ),
+        (
+            "second",
+            NUMBERS,
+            -1,
+            {
+                "a": [(1.5, 2), (1.5, 3)],
+                "b": [(0.1, 2), (0.1, 3)],
+                "data_time": [(SLOWEST, 2), (SLOWEST, 3)],
+            },
+        ),
+        ("nothing since", ["allreduce_"], -1, {}),
+        (
+            "one more",
+            ["allreduce_", *OBJECT, *NUMBERS],
+            -1,
+            {"a": [(1.0, 4)], "c": [(7.0, 4)], "d": [(8.0, 4)], "data_time": [(SLOWEST, 4)]},
+        ),
+        ("without it again", NUMBERS, -1, {"a": [(1.0, 5)], "data_time": [(SLOWEST, 5)]}),
+        (
+            "two kinds",
+            [*["allreduce_", *OBJECT] * 2, *NUMBERS],
+            -1,
+            {"a": [(1.0, 6)], "of 3": [(3.0, 6)], "of 2": [(2.0, 6)], "data_time": [(SLOWEST, 6)]},
+        ),
+        ("a request", NUMBERS, 2, {"a": [(1.0, 7)], "data_time": [(SLOWEST, 7)]}),
+    ],
+)
+def test_a_period_is_one_maximum_and_one_sum_and_new_names_are_told_in_objects(
+    ranks: Any, name: str, collectives: list[str], asking: int, values: dict[str, Values]
+) -> None:
+    assert [r[name] for r in ranks] == [(collectives, asking, values)] * 4
+
+
+def test_a_mean_of_what_is_not_finite_is_not_finite_on_any_rank(ranks: Any) -> None:
+    assert [math.isfinite(r["not finite"][2]["a"][0][0]) for r in ranks] == [False] * 4
+
+
+class Model(nn.Module):
+    """Several losses; in some iterations rank 1 has one more."""
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.count, self.calls = count, 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        loss = self.fc(x).square().mean()
+        losses = {f"loss_{i}": loss / (comm.get_rank() + i + 1) for i in range(self.count)}
+        if 8 <= self.calls < 11 and comm.get_rank() == 1:
+            losses["odd"] = loss * 3
+        self.calls += 1
+        return losses
+
+
+def histories() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Model(2)
+    trainer = SimpleTrainer(model, batches(4), sgd(model), gather_metric_period=4)
+
+    def in_between(_: Any) -> None:
+        if trainer.iter == 17:
+            trainer.prepare_checkpoint()
+        if trainer.iter == 21 and comm.get_rank() == 1:
+            trainer.request_stop("enough")
+
+    trainer.register_hooks([CallbackHook(after_step=in_between)])
+    trainer.train(0, 6)
+    trainer.train(max_iter=40)
+    values = {name: h.values() for name, h in trainer.storage.histories().items()}
+    return {name: v for name, v in values.items() if name != "rank_data_time"}
+
+
+def test_every_iteration_of_a_run_has_its_means_on_all_ranks() -> None:
+    first, second = run_ranks(histories, 2)
+    assert first == second
+    assert list(first) == ["total_loss", "loss_0", "loss_1", "data_time", "odd"]
+    assert [i for _, i in first.pop("odd")] == [8, 9, 10]
+    assert all([i for _, i in values] == list(range(24)) for values in first.values())
+
+
+@pytest.fixture
+def many_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process takes itself for the main one of 4,096; the others send zeros, or nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+    monkeypatch.setattr(comm, "_object_group", lambda: dist.group.WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("many_ranks")
+@pytest.mark.parametrize("count", [1, 100])
+def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(count: int) -> None:
+    seen: dict[int, list[str]] = {}
+    model = Model(count)
+    trainer = SimpleTrainer(model, batches(4), sgd(model), gather_metric_period=5)
+    with Collectives() as collectives:
+
+        def note(_: Any) -> None:
+            seen[trainer.iter], collectives.seen = collectives.seen, []
+
+        trainer.register_hooks([IterationTimer(), CallbackHook(after_step=note)])
+        trainer.train(0, 20)
+    # Before the first step: the names of the hooks, and a stop that was asked for already.
+    assert seen.pop(0) == [*OBJECT, "allreduce_", "allreduce_"]
+    assert seen.pop(4) == ["allreduce_", *OBJECT, *NUMBERS]
+    assert seen == {i: NUMBERS if i % 5 == 4 else [] for i in range(20) if i not in (0, 4)}
+    assert [i for _, i in trainer.storage.history("total_loss").values()] == list(range(20))
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_an_agreement_that_nothing_failed_is_one_sum_of_one_number() -> None:
+    with Collectives() as collectives:
+        assert on_all_ranks(lambda: 3) == 3
+    assert collectives.seen == ["allreduce_"]
