@@ -1,8 +1,7 @@
 """Configs in plain Python: described lazily, changed from the command line, saved to one file."""
 
-from hooktrain.config.config_dict import ConfigDict, to_container
-from hooktrain.config.instantiate import instantiate
-from hooktrain.config.lazy import LazyCall, LazyConfig
+from hooktrain.config.config_dict import ConfigDict, resolve
+from hooktrain.config.lazy import LazyCall, LazyConfig, instantiate
 from hooktrain.config.overrides import apply_overrides
 
 __all__ = [
@@ -11,5 +10,5 @@ __all__ = [
     "LazyConfig",
     "apply_overrides",
     "instantiate",
-    "to_container",
+    "resolve",
 ]

@@ -1,87 +1,59 @@
-"""`ConfigDict`: a dict with attribute access, helpful errors, and references between its keys."""
+r"""`ConfigDict`, a dict whose items are attributes too, and `resolve`, which follows references.
+
+A reference is a string such as ``"${train.max_iter}"``. If it is the whole string, it stands for
+the value that it names, whatever its type; inside a longer string, for the value's text.
+
+- ``"${a.b}"`` starts at the root of the config.
+- ``"${.b}"`` starts at the dict, list or tuple that holds the string, ``"${..b}"`` one level above.
+- ``"\${a}"`` is the text ``${a}``.
+"""
 
 import copy
-from collections.abc import (
-    ItemsView,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    MutableSequence,
-    ValuesView,
-)
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
 
-from hooktrain.config.references import Node, path_of, raw_items, resolve, root_of
 from hooktrain.utils.registry import did_you_mean
 
-N = TypeVar("N", bound=Node)
+_REFERENCE = re.compile(r"\\?\$\{([^{}]*)(\}?)")
+
+# The keys and indices that lead from the root to a value.
+Path = tuple[Any, ...]
 
 
-class ConfigDict(Node, dict[Any, Any]):
+class ConfigDict(dict[Any, Any]):
     """A dict whose items are attributes too, for configs.
 
-    - Dicts, lists and tuples inside become ConfigDicts, ConfigLists (a ``list``) and tuples of
-      them, at any depth. Other values, OrderedDicts and named tuples included, are kept as is.
-    - A missing key is an error that names the full path and the nearest key.
-    - Strings may refer to other keys, ``"${train.max_iter}"`` or ``"${.sibling}"``, see
-      `hooktrain.config.references`. Reading (attribute, item, ``get``, ``items``, ``values``,
-      ``**``) gives the value referred to; comparing, printing, copying, pickling and
-      `to_container` see the reference as written.
-    - A tree knows its parents. A dict that is part of a tree is therefore copied when it is
-      assigned to another place. What is not a dict, list or tuple is never copied, but by
-      ``deepcopy``.
+    Dicts, lists and tuples that are put into it are copied, and the dicts in them become
+    ConfigDicts. Other values, an OrderedDict or a named tuple among them, are kept as they are.
 
     Example::
 
-        cfg = ConfigDict(train={"max_iter": 100, "warmup": "${.max_iter}"})
+        cfg = ConfigDict(train={"max_iter": 100})
         cfg.train.max_iter = 200
-        cfg.train.warmup  # 200
 
     Keys that are names of dict's methods, such as ``items``, are reached as ``cfg["items"]``.
+
+    Raises:
+        AttributeError, KeyError: For a missing key; the message suggests the nearest one.
     """
+
+    update = MutableMapping.update  # dict's own goes past __setitem__
 
     def __init__(self, /, *source: Any, **items: Any) -> None:
         super().__init__()
         self.update(*source, **items)
 
-    # Reading. dict's own methods go past __getitem__, the ones of the abstract class go through it.
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, to_config(value))
 
-    get = MutableMapping.get  # type: ignore[assignment]
-    pop = MutableMapping.pop
-    popitem = MutableMapping.popitem
-
-    def __getitem__(self, key: Any) -> Any:
-        if key not in self:
-            raise KeyError(self._no_key(key))
-        return resolve(super().__getitem__(key), self, key)
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(f"the config has no {key!r}{did_you_mean(key, self)}")
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(self._no_key(name))
+            raise AttributeError(f"the config has no {name!r}{did_you_mean(name, self)}")
         return self[name]
-
-    def __iter__(self) -> Iterator[Any]:
-        # Looks idle, but makes dict(cfg) and f(**cfg) read through __getitem__.
-        return super().__iter__()
-
-    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
-        """The items, references resolved."""
-        return ItemsView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """The values, references resolved."""
-        return ValuesView(self)
-
-    def __dir__(self) -> Iterable[str]:
-        return [*super().__dir__(), *(key for key in self if isinstance(key, str))]
-
-    def _no_key(self, key: Any) -> str:
-        return f"the config has no {path_of(self, key)!r}{did_you_mean(key, self)}"
-
-    # Writing
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, _adopt(value, self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
@@ -90,14 +62,7 @@ class ConfigDict(Node, dict[Any, Any]):
             )
         self[name] = value
 
-    def __delitem__(self, key: Any) -> None:
-        if key not in self:
-            raise KeyError(self._no_key(key))
-        super().__delitem__(key)
-
     def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(self._no_key(name))
         del self[name]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -106,137 +71,162 @@ class ConfigDict(Node, dict[Any, Any]):
             self[key] = default
         return self[key]
 
-    def update(self, /, *source: Any, **items: Any) -> None:
-        """Set many items, as ``dict.update`` does; references of a ConfigDict stay references."""
-        is_config = len(source) == 1 and isinstance(source[0], ConfigDict)
-        new = dict(raw_items(source[0]) if is_config else dict(*source), **items)
-        for key, value in new.items():
-            self[key] = value
-
-    def __or__(self, other: Any) -> "ConfigDict":
-        new = self.copy()
-        new.update(other)
-        return new
-
-    def __ior__(self, other: Any) -> "ConfigDict":
-        self.update(other)
-        return self
-
-    # Copying
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *map(str, self)]
 
     def copy(self) -> "ConfigDict":
-        """A copy of the tree from here down; values other than dicts, lists, tuples are shared."""
-        return _with_parent(type(self)(self), self._parent)
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ConfigDict":
-        return _deepcopy(self, memo)
-
-    def __reduce__(self) -> Any:
-        return type(self), (), (dict(raw_items(self)), self._parent)
-
-    def __setstate__(self, state: tuple[dict[Any, Any], Node | None]) -> None:
-        super().update(state[0])
-        _with_parent(self, state[1])
+        """A copy, also of the dicts, lists and tuples inside; other values are shared."""
+        return copy.copy(self)
 
 
-class ConfigList(Node, list[Any]):
-    """The list that a list becomes in a `ConfigDict`: its items may be dicts and references."""
-
-    def __init__(self, items: Iterable[Any] = ()) -> None:
-        super().__init__()
-        self.extend(items)
-
-    pop = MutableSequence.pop  # type: ignore[assignment]
-    append = MutableSequence.append
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return resolve(super().__getitem__(index), self, index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
-
-    def __reversed__(self) -> Iterator[Any]:
-        return (self[i] for i in reversed(range(len(self))))
-
-    def __add__(self, other: Any) -> list[Any]:
-        return [*self, *other]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if isinstance(index, slice):
-            super().__setitem__(index, [_adopt(item, self) for item in value])
-        else:
-            super().__setitem__(index, _adopt(value, self))
-
-    def insert(self, index: Any, value: Any) -> None:
-        """Insert before ``index``, as ``list.insert`` does."""
-        super().insert(index, _adopt(value, self))
-
-    def extend(self, items: Iterable[Any]) -> None:
-        """Append many items; references of a config stay references."""
-        raw = [v for _, v in raw_items(items)] if isinstance(items, ConfigList) else list(items)
-        for item in raw:
-            self.append(item)
-
-    def __iadd__(self, items: Iterable[Any]) -> "ConfigList":  # type: ignore[misc]
-        self.extend(items)
-        return self
-
-    def copy(self) -> "ConfigList":
-        """A copy of the tree from here down; values other than dicts, lists, tuples are shared."""
-        return _with_parent(type(self)(self), self._parent)
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ConfigList":
-        return _deepcopy(self, memo)
-
-    def __reduce__(self) -> Any:
-        return type(self), (), ([v for _, v in raw_items(self)], self._parent)
-
-    def __setstate__(self, state: tuple[list[Any], Node | None]) -> None:
-        super().extend(state[0])
-        _with_parent(self, state[1])
-
-
-def to_container(cfg: Any) -> Any:
-    """A config as plain dicts, lists and tuples, with its references as written."""
-    if isinstance(cfg, ConfigDict):
-        return {key: to_container(value) for key, value in raw_items(cfg)}
-    if isinstance(cfg, ConfigList):
-        return [to_container(value) for _, value in raw_items(cfg)]
-    if type(cfg) is tuple:
-        return tuple(map(to_container, cfg))
-    return cfg
-
-
-def _with_parent(node: N, parent: Node | None) -> N:
-    # ConfigDict's own __setattr__ would make it an item.
-    object.__setattr__(node, "_parent", parent)
-    return node
-
-
-def _adopt(value: Any, parent: Node) -> Any:
-    """What a node stores for a value: dicts and lists as nodes of its own."""
-    if isinstance(value, Node):
-        free = value._parent is None and value is not root_of(parent)
-        return _with_parent(value if free else copy.copy(value), parent)
-    if type(value) is dict:
-        return _with_parent(ConfigDict(value), parent)
-    if type(value) is list:
-        return _with_parent(ConfigList(value), parent)
-    if type(value) is tuple:
-        return tuple(_adopt(member, parent) for member in value)
+def to_config(value: Any) -> Any:
+    """A copy of dicts, lists and tuples with ConfigDicts as dicts; other values as they are."""
+    if type(value) in (dict, ConfigDict):
+        return ConfigDict(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(to_config, value))
     return value
 
 
-def _deepcopy(node: N, memo: dict[int, Any]) -> N:
-    """A deep copy of the tree from ``node`` down, which resolves references where ``node`` does."""
-    memo[id(node)] = new = _with_parent(type(node)(), memo.get(id(node._parent), node._parent))
-    store: Any = dict.__setitem__ if isinstance(node, dict) else list.insert
-    for key, value in raw_items(node):
-        store(new, key, copy.deepcopy(value, memo))
-    return new
+def known_keys(container: Any) -> Sequence[Any]:
+    """The keys of a dict, the indices of a list or tuple, or nothing."""
+    if type(container) in (dict, ConfigDict):
+        return list(container)
+    return range(len(container)) if type(container) in (list, tuple) else ()
+
+
+def find_key(container: Any, part: str) -> Any:
+    """The key or index that one part of a dotted path means in a dict, list or tuple, or None."""
+    known = known_keys(container)
+    number = int(part) if re.fullmatch(r"-?\d+", part) else None
+    if number is not None and number < 0 and isinstance(known, range):
+        number += len(known)
+    return next((key for key in (part, number) if key in known), None)
+
+
+def resolve(cfg: ConfigDict) -> ConfigDict:
+    """Replace every reference in a config by what it names.
+
+    The config remembers how the references were written: `restore_references` puts them back, and
+    to resolve again follows them again. So call this after changing by hand what others refer to;
+    `LazyConfig.load` and `apply_overrides` call it.
+
+    Args:
+        cfg: A whole config. It is changed.
+
+    Returns:
+        ``cfg`` itself.
+
+    Raises:
+        ValueError: If a reference is malformed, names nothing, or comes back to itself.
+    """
+    restore_references(cfg)
+    # All are read before any is replaced.
+    found = {path: (text, _resolved(cfg, text, path)) for path, text in _references(cfg, ())}
+    for path, (_, value) in found.items():
+        _put(cfg, path, value)
+    vars(cfg)["_references"] = found
+    return cfg
+
+
+def restore_references(cfg: ConfigDict) -> ConfigDict:
+    """Put the references of a resolved config back, except where a value was changed since.
+
+    Returns:
+        ``cfg`` itself.
+    """
+    for path, (text, value) in vars(cfg).pop("_references", {}).items():
+        try:
+            changed = _at(cfg, path) != value
+        except (KeyError, IndexError, TypeError):  # it was deleted
+            continue
+        if not changed:
+            _put(cfg, path, text)
+    return cfg
+
+
+def _references(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """All strings with references below a value, with their paths."""
+    if isinstance(value, str) and "${" in value:
+        yield path, value
+    for key in known_keys(value):
+        yield from _references(value[key], (*path, key))
+
+
+def _at(node: Any, path: Path) -> Any:
+    for key in path:
+        node = node[key]
+    return node
+
+
+def _put(node: Any, path: Path, value: Any) -> Any:
+    """Set the value at a path; gives ``node``, or a new tuple in its place."""
+    if not path:
+        return value
+    key, *rest = path
+    value = _put(node[key], tuple(rest), value)
+    if isinstance(node, tuple):
+        return (*node[:key], value, *node[key + 1 :])
+    # Not ConfigDict's own: that would copy a dict that two keys refer to.
+    dict.__setitem__(node, key, value) if isinstance(node, dict) else node.__setitem__(key, value)
+    return node
+
+
+def _resolved(root: Any, value: Any, path: Path, chain: tuple[Path, ...] = ()) -> Any:
+    """A value, where it is a string or tuple with its references replaced.
+
+    Args:
+        root: The whole config.
+        value: What is in it.
+        path: Where that is.
+        chain: The paths of the references that lead here, to notice a circle.
+    """
+    if not isinstance(value, str) or "${" not in value:
+        inner = [_resolved(root, value[key], (*path, key), chain) for key in known_keys(value)]
+        return tuple(inner) if type(value) is tuple else value
+    if path in chain:
+        circle = " -> ".join(_dotted(p) for p in (*chain, path))
+        raise ValueError(f"references go round in a circle: {circle}")
+    chain = (*chain, path)
+    whole = _REFERENCE.fullmatch(value)
+    if whole and not value.startswith("\\"):
+        return _follow(root, whole, path, chain)
+
+    def text(match: re.Match[str]) -> str:
+        if match[0].startswith("\\"):
+            return match[0][1:]
+        named = _follow(root, match, path, chain)
+        if isinstance(named, dict | list):
+            raise _broken(path, match, "names a dict or list, which cannot be put into a text")
+        return str(named)
+
+    return _REFERENCE.sub(text, value)
+
+
+def _follow(root: Any, match: re.Match[str], path: Path, chain: tuple[Path, ...]) -> Any:
+    """The value that a reference names."""
+    if not match[2]:
+        raise _broken(path, match, r"has no closing brace; write '\${' for the text itself")
+    parts = match[1].lstrip(".").split(".")
+    dots = len(match[1]) - len(match[1].lstrip("."))
+    if dots > len(path):
+        raise _broken(path, match, "climbs above the root")
+    place = path[:-dots] if dots else ()
+    value = _at(root, place)
+    for part in parts:
+        key = find_key(value, part)
+        if key is None:
+            hint = did_you_mean(part, known_keys(value))
+            raise _broken(path, match, f"names nothing: no {part!r}{hint}")
+        value, place = value[key], (*place, key)
+        if isinstance(value, str):
+            value = _resolved(root, value, place, chain)
+    return value if isinstance(value, str) else _resolved(root, value, place, chain)
+
+
+def _broken(path: Path, match: re.Match[str], what: str) -> ValueError:
+    return ValueError(f"{_dotted(path)}: the reference {match[0]!r} {what}")
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,7 +1,9 @@
-"""Configs written in Python: `LazyCall` describes a call, `LazyConfig` loads and saves files."""
+"""Configs written in Python: `LazyCall` describes a call, `instantiate` makes it.
+
+`LazyConfig` loads and saves them.
+"""
 
 import builtins
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hooktrain.config.config_dict import ConfigDict
+from hooktrain.config.config_dict import ConfigDict, resolve, restore_references
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.source import config_outline, config_source
 from hooktrain.utils.file_io import atomic_write
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.registry import call, did_you_mean
 
 
 class LazyCall:
@@ -33,36 +35,64 @@ class LazyCall:
     """
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[str, Any]) -> None:
-        is_config = isinstance(target, Mapping) and "_target_" in target
-        if not (callable(target) or isinstance(target, str) or is_config):
-            raise TypeError(
-                "the target of a LazyCall must be a callable, its dotted name or another LazyCall's"
-                f" config, got {target!r}"
-            )
+        if not (callable(target) or isinstance(target, str | Mapping)):
+            raise TypeError(f"LazyCall needs a callable, its name or a config, got {target!r}")
         self._target = target
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> ConfigDict:
         """The config of a call with these arguments."""
-        for key in ("_target_", "_args_"):
-            if key in kwargs:
-                raise TypeError(
-                    f"{key!r} is what LazyCall itself writes, so it cannot be an argument"
-                )
         positional = {"_args_": list(args)} if args else {}
-        return ConfigDict({"_target_": self._target, **positional, **kwargs})
+        return ConfigDict(_target_=self._target, **positional, **kwargs)
+
+
+def instantiate(cfg: Any) -> Any:
+    """Build what a config describes, its children first.
+
+    A dict with the key ``_target_`` (a callable, its dotted name, or a config that gives a
+    callable) is replaced by what the target returns, called with the list ``_args_`` and with the
+    other items as keyword arguments; `LazyCall` writes such dicts. Other dicts, lists and tuples
+    come back as plain ones with their contents built; everything else comes back as it is.
+
+    Args:
+        cfg: A config whose references are resolved, a part of one, or anything else.
+
+    Raises:
+        Exception: What a target raises, with a note about the path and the target; for an unknown
+            argument the note suggests the nearest parameter. (Python 3.10 has no notes; there it
+            is logged.)
+    """
+    return _built(cfg, "")
+
+
+def _built(value: Any, path: str) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_built(v, _join(path, i)) for i, v in enumerate(value))
+    if type(value) not in (dict, ConfigDict):
+        return value
+    kwargs = {k: _built(v, _join(path, k)) for k, v in value.items()}
+    if "_target_" not in kwargs:
+        return kwargs
+    target, args = kwargs.pop("_target_"), kwargs.pop("_args_", ())
+    name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
+    return call(target, args, kwargs, f"{path or 'the config'} ({name})")
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 class LazyConfig:
     """Loads, overrides, saves and shows configs that are Python files."""
 
+    apply_overrides = staticmethod(apply_overrides)
+
     @staticmethod
     def load(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
         """Run a Python file and give the config that it defines.
 
-        The file runs in a namespace of its own at each load. In it, relative imports
-        (``from .common.train import train``) mean files beside it and need no ``__init__.py``;
-        these, too, are run anew for each import, and their dicts arrive as ConfigDicts, so that the
-        file may change what it imports. Absolute imports are Python's own.
+        In the file, relative imports (``from .common.train import train``) mean files beside it
+        and need no ``__init__.py``. Each import runs them again, and their dicts arrive as
+        ConfigDicts, so the file may change what it imports. Absolute imports are Python's own.
 
         Args:
             filename: A ``.py`` file.
@@ -71,57 +101,47 @@ class LazyConfig:
         Returns:
             Without ``keys``, a ConfigDict of the public global dicts and lists of the file, or of
             the names in its ``__all__``, if it has one. With ``keys``, that object or the tuple of
-            them; references in them still resolve in the whole config.
+            them. References are resolved in the whole config.
 
         Raises:
-            ValueError: If the file is no ``.py`` file.
+            ValueError: If the file is no ``.py`` file, or a reference names nothing.
             FileNotFoundError: If there is no such file.
             ImportError: If a relative import names a file that does not exist.
             KeyError: If there is no global of that name.
         """
-        path = Path(os.path.abspath(filename))
-        if path.suffix != ".py":
-            raise ValueError(f"a config must be a .py file, got {str(filename)!r}")
-        if not path.is_file():
-            raise FileNotFoundError(f"the config file {str(filename)!r} does not exist")
+        path = _python_file(filename)
         names = vars(_run(path, ()))
         public = [
             n for n, v in names.items() if not n.startswith("_") and isinstance(v, dict | list)
         ]
         cfg = ConfigDict({n: _pick(names, n, path) for n in names.get("__all__", public)})
+        names |= resolve(cfg)
         if keys is None:
             return cfg
-        wanted = (keys,) if isinstance(keys, str) else keys
-        found = tuple(_pick(cfg if key in cfg else names, key, path) for key in wanted)
-        return found[0] if isinstance(keys, str) else found
+        if isinstance(keys, str):
+            return _pick(names, keys, path)
+        return tuple(_pick(names, key, path) for key in keys)
 
     @staticmethod
     def load_rel(filename: str, keys: str | Sequence[str] | None = None) -> Any:
         """`load` of a path that is relative to the file of the calling code."""
-        frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        caller = frame.f_back.f_code.co_filename
-        if not os.path.isfile(caller):
-            raise ValueError(f"load_rel must be called from a file, not from {caller!r}")
-        return LazyConfig.load(Path(caller).parent / filename, keys)
+        caller = Path(sys._getframe(1).f_code.co_filename)
+        return LazyConfig.load(caller.parent / filename, keys)
 
     @staticmethod
     def save(cfg: ConfigDict, filename: str | os.PathLike[str]) -> None:
         """Write a config to one Python file, from which `load` gives an equal config.
 
-        References are kept as they are, classes and functions are imported by name. The file
-        appears only when it is complete.
+        References are kept as they were written, classes and functions are imported by name. The
+        file appears only when it is complete.
 
         Raises:
             TypeError: If a value cannot be saved, such as a lambda, tensor or open file; the
                 message names its key, and nothing is written.
             ValueError: If the file is no ``.py`` file.
         """
-        path = Path(filename)
-        if path.suffix != ".py":
-            raise ValueError(f"a config is saved to a .py file, got {str(filename)!r}")
-        source = config_source(_checked(cfg))
+        path = _python_file(filename)
+        source = config_source(restore_references(cfg.copy()))
         with atomic_write(path, "w") as file:
             file.write(source)
 
@@ -131,15 +151,14 @@ class LazyConfig:
 
         Calls are written as if they were made. Unlike what `save` writes, it need not be loadable.
         """
-        return config_outline(_checked(cfg), prefix)
-
-    apply_overrides = staticmethod(apply_overrides)
+        return "".join(config_outline(cfg, prefix))
 
 
-def _checked(cfg: ConfigDict) -> ConfigDict:
-    if not isinstance(cfg, ConfigDict):
-        raise TypeError(f"cfg must be a ConfigDict, got {type(cfg).__name__}")
-    return cfg
+def _python_file(filename: str | os.PathLike[str]) -> Path:
+    path = Path(os.path.abspath(filename))
+    if path.suffix != ".py":
+        raise ValueError(f"a config must be a .py file, got {str(filename)!r}")
+    return path
 
 
 def _pick(names: Mapping[str, Any], name: str, path: Path) -> Any:

@@ -5,8 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hooktrain.config.config_dict import ConfigDict, ConfigList
-from hooktrain.config.references import find_key, path_of
+from hooktrain.config.config_dict import (
+    ConfigDict,
+    find_key,
+    known_keys,
+    resolve,
+    restore_references,
+    to_config,
+)
 from hooktrain.utils.registry import did_you_mean
 
 # What literal_eval does not read, but command lines and other config languages write.
@@ -21,7 +27,7 @@ _WORDS = {
 
 
 def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
-    """Change a config in place by a list of overrides.
+    """Change a config in place by a list of overrides, and resolve its references again.
 
     - ``a.b=3`` sets an existing key. The value is a Python literal (number, quoted string, list,
       tuple, dict, None, True), one of true, false, null, inf, -inf, nan, or else a plain string:
@@ -32,24 +38,22 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
     Args:
-        cfg: The config; it is changed.
+        cfg: A whole config; it is changed.
         overrides: The overrides, applied in turn.
 
     Returns:
         ``cfg`` itself.
 
     Raises:
-        KeyError: If a key does not exist, or leads into something that is no dict or list. Every
-            message quotes the override, and suggests the nearest key.
-        ValueError: If an override has no ``=``, an empty key, or an unfinished literal.
+        KeyError: If a key does not exist. The message quotes the override, and suggests the
+            nearest key.
+        ValueError: If an override has no ``=``, an empty key, or an unfinished literal; or if a
+            reference names nothing.
     """
-    if not isinstance(cfg, ConfigDict):
-        raise TypeError(f"cfg must be a ConfigDict, got {type(cfg).__name__}")
-    if isinstance(overrides, str):
-        raise TypeError(f"overrides must be a list of strings, got the string {overrides!r}")
+    restore_references(cfg)
     for override in overrides:
         _apply(cfg, override)
-    return cfg
+    return resolve(cfg)
 
 
 def _apply(cfg: ConfigDict, override: str) -> None:
@@ -59,46 +63,33 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     if not all(parts) or bool(equals) == (sign == "~"):
         forms = "'key=value', '+key=value' or '~key', where key is like 'train.max_iter'"
         raise ValueError(f"the override {override!r} is none of {forms}")
-    if sign == "~":
-        node = _descend(cfg, parts[:-1], override, add=False)
-        del node[_existing_key(node, parts[-1], override)]
-        return
-    value = parse_value(text, override)
-    node = _descend(cfg, parts[:-1], override, add=sign == "+")
-    key = find_key(node, parts[-1])
-    if key is None and sign == "+" and isinstance(node, ConfigDict):
-        key = parts[-1]
-    if key is None and sign == "+" and parts[-1] == str(len(node)):
-        node.append(value)
-        return
-    node[_existing_key(node, parts[-1], override) if key is None else key] = value
-
-
-def _descend(cfg: Any, parts: Sequence[str], override: str, *, add: bool) -> Any:
-    """The dict or list that a path leads to; ``add`` makes the dicts that are missing."""
-    node = cfg
-    for depth, part in enumerate(parts, start=1):
-        if add and isinstance(node, ConfigDict) and find_key(node, part) is None:
+    node: Any = cfg
+    for depth, part in enumerate(parts[:-1], start=1):
+        if sign == "+" and isinstance(node, dict) and find_key(node, part) is None:
             node[part] = {}
-        node = node[_existing_key(node, part, override)]
-        if not isinstance(node, ConfigDict | ConfigList):
-            path = ".".join(parts[:depth])
-            raise KeyError(
-                f"the override {override!r}: {path!r} is {node!r:.80} of type"
-                f" {type(node).__name__}, neither a dict nor a list, so nothing inside it can be"
-                " overridden"
-            )
-    return node
+        node = node[_existing_key(node, parts[:depth], override)]
+    last = parts[-1]
+    appends = isinstance(node, list) and last == str(len(node))
+    if sign == "~":
+        del node[_existing_key(node, parts, override)]
+    elif sign == "+" and appends:
+        node.append(to_config(parse_value(text, override)))
+    elif sign == "+" and isinstance(node, dict) and find_key(node, last) is None:
+        node[last] = parse_value(text, override)
+    else:
+        key = _existing_key(node, parts, override)
+        node[key] = to_config(parse_value(text, override))
 
 
-def _existing_key(node: Any, part: str, override: str) -> Any:
-    key = find_key(node, part)
+def _existing_key(node: Any, parts: Sequence[str], override: str) -> Any:
+    """The key of a dict or list that the last part of a path means."""
+    container = node if isinstance(node, dict | list) else None
+    key = find_key(container, parts[-1])
     if key is None:
-        known = node if isinstance(node, dict) else range(len(node))
+        hint = did_you_mean(parts[-1], known_keys(container))
         adding = "" if override.startswith("~") else f" (to add it, write {'+' + override!r})"
         raise KeyError(
-            f"the override {override!r}: the config has no {path_of(node, part)!r}"
-            f"{did_you_mean(part, known)}{adding}"
+            f"the override {override!r}: the config has no {'.'.join(parts)!r}{hint}{adding}"
         )
     return key
 

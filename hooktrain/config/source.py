@@ -2,12 +2,11 @@
 
 import keyword
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hooktrain.config.config_dict import ConfigDict, ConfigList
-from hooktrain.config.references import raw_items
-from hooktrain.utils.registry import dotted_name, importable_name
+from hooktrain.config.config_dict import ConfigDict
+from hooktrain.utils.registry import importable_name
 
 _WIDTH = 100
 _LITERALS = (str, bytes, int, bool, float, type(None))
@@ -19,28 +18,27 @@ def config_source(cfg: ConfigDict) -> str:
     Raises:
         TypeError: If a value has no source, such as a lambda, tensor or open file; the message
             names its key.
-        ValueError: If a top-level key begins with two underscores.
+        ValueError: If a top-level key cannot be the name of a variable.
     """
-    source = _Source(taken=map(str, cfg))
-    statements = []
-    for key, value in raw_items(cfg):
-        if not isinstance(key, str):
-            raise TypeError(f"a top-level key must be a string to be saved, got {key!r}")
-        if key.startswith("__"):
-            raise ValueError(f"the top-level key {key!r} means something else to Python")
-        name = key if _is_name(key) else f"{source.local('builtins', 'globals')}()[{key!r}]"
-        statements.append(f"{name} = {source.value(value, key)}\n")
+    source = _Source(taken=cfg)
+    for key in cfg:
+        if not _is_name(key) or key.startswith("__"):
+            raise ValueError(f"a top-level key must be a name to be saved, got {key!r}")
+    statements = [f"{key} = {source.value(value, key)}\n" for key, value in cfg.items()]
     # Without __all__, a file's config is its public dicts and lists.
-    containers = all(isinstance(v, ConfigDict | ConfigList) for _, v in raw_items(cfg))
-    if not containers or any(key.startswith("_") for key in cfg):
-        statements.insert(0, f"__all__ = {source.value(ConfigList(dict.keys(cfg)), '__all__')}\n")
+    if any(k.startswith("_") or not isinstance(v, dict | list) for k, v in cfg.items()):
+        statements.insert(0, f"__all__ = {list(cfg)!r}\n")
     return "\n".join(["# Written by LazyConfig.save", source.imports(), *statements])
 
 
-def config_outline(cfg: ConfigDict, prefix: str) -> str:
+def config_outline(cfg: ConfigDict, prefix: str) -> Iterator[str]:
     """A config as readable lines ``<prefix>train.max_iter = 100``, for people only."""
-    outline = _Outline(taken=())
-    return "".join(outline.lines(cfg, prefix))
+    for key, value in cfg.items():
+        nested = type(value) is ConfigDict and len(value) > 0 and "_target_" not in value
+        if nested and all(map(_is_name, value)):
+            yield from config_outline(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} = {_Source(cfg, for_people=True).value(value, str(key))}\n"
 
 
 def _is_name(key: Any) -> bool:
@@ -49,36 +47,19 @@ def _is_name(key: Any) -> bool:
     return ascii_name and not keyword.iskeyword(key)
 
 
-def _is_call(raw: dict[Any, Any]) -> bool:
-    """Whether a call can stand for a dict: whether it has a target and arguments with names."""
-    target, args = raw.get("_target_"), raw.get("_args_")
-    return (
-        (callable(target) or isinstance(target, str | ConfigDict))
-        and ("_args_" not in raw or (isinstance(args, ConfigList) and len(args) > 0))
-        and all(map(_is_name, raw))
-    )
-
-
 class _Source:
     """Writes values as expressions, and collects the imports that they need.
 
     Args:
         taken: Names that imports must not take, because the file assigns them.
+        for_people: Write full names instead of imports, calls as if they were made, and some form
+            of every value.
     """
 
-    def __init__(self, taken: Iterable[str]) -> None:
+    def __init__(self, taken: Iterable[str], for_people: bool = False) -> None:
         self._taken = set(taken)
+        self._for_people = for_people
         self._imports: dict[tuple[str, str], str] = {}
-
-    def local(self, module: str, name: str) -> str:
-        """Import a name, and give the name that it has in the file."""
-        if (module, name) not in self._imports:
-            free = name
-            while free in self._taken:
-                free += "_"
-            self._taken.add(free)
-            self._imports[module, name] = free
-        return self._imports[module, name]
 
     def imports(self) -> str:
         """The import statements."""
@@ -89,73 +70,58 @@ class _Source:
 
     def value(self, value: Any, path: str, indent: int = 0) -> str:
         """The expression for one value, whose lines after the first are indented."""
-        if isinstance(value, ConfigDict):
-            return self._dict(dict(raw_items(value)), path, indent)
-        if isinstance(value, ConfigList):
+        if type(value) in (dict, ConfigDict):
+            return self._dict(value, path, indent)
+        if type(value) is list:
             return _brackets("[", self._items(value, path, indent), "]", indent)
         if type(value) is tuple:
             items = self._items(value, path, indent)
             return _brackets("(", items, ",)" if len(items) == 1 else ")", indent)
         if type(value) is float and not math.isfinite(value):
-            sign = "-" if value < 0 else ""
-            return sign + self.local("math", "nan" if math.isnan(value) else "inf")
-        return repr(value) if type(value) in _LITERALS else self.name(value, path)
+            return f"float({str(value)!r})"
+        return repr(value) if type(value) in _LITERALS else self._name(value, path)
 
-    def name(self, value: Any, path: str) -> str:
+    def _items(self, items: Iterable[Any], path: str, indent: int) -> list[str]:
+        return [self.value(v, f"{path}.{i}", indent + 4) for i, v in enumerate(items)]
+
+    def _dict(self, value: dict[Any, Any], path: str, indent: int) -> str:
+        items = {k: self.value(v, f"{path}.{k}", indent + 4) for k, v in value.items()}
+        args = value.get("_args_", [None])
+        if "_target_" not in value or not args or not all(map(_is_name, value)):
+            lines = [f"{self.value(k, path)}: {v}" for k, v in items.items()]
+            return _brackets("{", lines, "}", indent)
+        target = items.pop("_target_")
+        if not self._for_people:
+            target = f"{self._local('hooktrain.config', 'LazyCall')}({target})"
+        elif isinstance(value["_target_"], str):
+            target = value["_target_"]
+        lines = self._items(args, f"{path}._args_", indent) if items.pop("_args_", None) else []
+        lines += [f"{k}={v}" for k, v in items.items()]
+        return _brackets(f"{target}(", lines, ")", indent)
+
+    def _name(self, value: Any, path: str) -> str:
         """The expression for a class or function."""
         try:
             module, name = importable_name(value)
         except ValueError as err:
-            raise TypeError(f"{path} cannot be saved: {err}") from err
-        outer, dot, inner = name.partition(".")
-        return self.local(module, outer) + dot + inner
-
-    def opening(self, target: Any, path: str, indent: int) -> str:
-        """What stands before the arguments of a call."""
-        call = self.local("hooktrain.config", "LazyCall")
-        return f"{call}({self.value(target, f'{path}._target_', indent)})("
-
-    def _dict(self, raw: dict[Any, Any], path: str, indent: int) -> str:
-        if not _is_call(raw):
-            items = [
-                f"{self.value(k, path)}: {self.value(v, f'{path}.{k}', indent + 4)}"
-                for k, v in raw.items()
-            ]
-            return _brackets("{", items, "}", indent)
-        opening = self.opening(raw.pop("_target_"), path, indent)
-        args = self._items(raw.pop("_args_", ()), f"{path}._args_", indent)
-        args += [f"{k}={self.value(v, f'{path}.{k}', indent + 4)}" for k, v in raw.items()]
-        return _brackets(opening, args, ")", indent)
-
-    def _items(self, items: Any, path: str, indent: int) -> list[str]:
-        raw = raw_items(items) if isinstance(items, ConfigList) else enumerate(items)
-        return [self.value(v, f"{path}.{i}", indent + 4) for i, v in raw]
-
-
-class _Outline(_Source):
-    """The same for people: full names instead of imports, and every value has some form."""
-
-    def name(self, value: Any, path: str) -> str:
-        try:
-            return dotted_name(value)
-        except ValueError:
+            if not self._for_people:
+                raise TypeError(f"{path} cannot be saved: {err}") from err
             text = repr(value)
             return text if "\n" not in text else f"<{type(value).__name__}>"
+        if self._for_people:
+            return f"{module}.{name}"
+        outer, dot, inner = name.partition(".")
+        return self._local(module, outer) + dot + inner
 
-    def opening(self, target: Any, path: str, indent: int) -> str:
-        name = target if isinstance(target, str) else self.value(target, path, indent)
-        return f"{name}("
-
-    def local(self, module: str, name: str) -> str:
-        return name
-
-    def lines(self, cfg: ConfigDict, prefix: str) -> Iterable[str]:
-        for key, value in raw_items(cfg):
-            inner = isinstance(value, ConfigDict) and len(value) > 0 and "_target_" not in value
-            if inner and all(map(_is_name, value)):
-                yield from self.lines(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key} = {self.value(value, str(key))}\n"
+    def _local(self, module: str, name: str) -> str:
+        """Import a name; gives the name that it has in the file."""
+        if (module, name) not in self._imports:
+            free = name
+            while free in self._taken:
+                free += "_"
+            self._taken.add(free)
+            self._imports[module, name] = free
+        return self._imports[module, name]
 
 
 def _brackets(opening: str, items: list[str], closing: str, indent: int) -> str:

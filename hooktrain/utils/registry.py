@@ -118,20 +118,15 @@ def _places(obj: Any) -> Iterator[tuple[str, str]]:
         yield ".".join(parts[:length]), short  # torch.tanh calls itself _VariableFunctions.tanh
 
 
-def dotted_name(obj: Any) -> str:
-    """The shortest dotted name by which `locate` finds ``obj``; see `importable_name`."""
-    return ".".join(importable_name(obj))
-
-
 def call(
-    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+    target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
 ) -> Any:
     """Call ``target(*args, **kwargs)``, with a note about ``what`` on every error.
 
     Python 3.10 has no notes on errors; there the note is logged.
 
     Args:
-        target: What to call.
+        target: What to call, or its dotted name.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         what: The call in the words of the user, such as ``"model.head (torch.nn.Linear)"``.
@@ -141,6 +136,7 @@ def call(
             the note suggests the nearest one.
     """
     try:
+        target = locate(target) if isinstance(target, str) else target
         return target(*args, **kwargs)
     except Exception as err:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(err))

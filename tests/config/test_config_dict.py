@@ -1,18 +1,23 @@
+import copy
 import json
+import pickle
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 
-from hooktrain.config import ConfigDict
+from hooktrain.config import ConfigDict, resolve
+from hooktrain.config.config_dict import restore_references
+
+WRITTEN = {
+    "train": {"max_iter": 100, "name": "run", "ddp": {"bucket": 25}},
+    "lr": {"length": "${train.max_iter}", "warmup": "${.length}", "dir": "out/${train.name}/x"},
+    "hooks": [{"period": "${train.max_iter}"}, "${..train.name}", 3],
+}
 
 
 def train_config() -> ConfigDict:
-    return ConfigDict(
-        train={"max_iter": 100, "name": "run", "ddp": {"bucket": 25}},
-        lr={"length": "${train.max_iter}", "warmup": "${.length}", "dir": "out/${train.name}/x"},
-        hooks=[{"period": "${train.max_iter}"}, "${..train.name}", 3],
-    )
+    return resolve(ConfigDict(WRITTEN))
 
 
 def test_items_are_attributes_at_any_depth() -> None:
@@ -26,35 +31,25 @@ def test_items_are_attributes_at_any_depth() -> None:
 
 
 def test_dicts_inside_tuples_and_lists_have_attributes() -> None:
-    cfg = ConfigDict(a=({"x": 1}, [{"y": "${b}"}]), b=2)
+    cfg = resolve(ConfigDict(a=({"x": 1}, [{"y": "${b}"}]), b=2))
     assert isinstance(cfg.a, tuple)
     assert cfg.a[0].x == 1
     assert cfg.a[1][0].y == 2
 
 
-def test_a_missing_key_names_its_full_path_and_the_nearest_key() -> None:
+def test_a_missing_key_suggests_the_nearest() -> None:
     cfg = train_config()
-    message = "the config has no 'train.max_itr'; did you mean 'max_iter'?"
+    message = "the config has no 'max_itr'; did you mean 'max_iter'?"
     with pytest.raises(AttributeError) as by_attribute:
         _ = cfg.train.max_itr
     with pytest.raises(KeyError) as by_item:
         cfg["train"]["max_itr"]
     assert str(by_attribute.value) == message
     assert by_item.value.args == (message,)
-    with pytest.raises(AttributeError, match=r"has no 'hooks.0.perid'"):
-        _ = cfg.hooks[0].perid
-    with pytest.raises(KeyError, match=r"has no 'train.nam'"):
-        del cfg.train["nam"]
-    with pytest.raises(AttributeError, match=r"has no 'train.nam'"):
+    with pytest.raises(KeyError, match="nam"):
         del cfg.train.nam
     assert not hasattr(cfg.train, "max_itr")
     assert cfg.train.get("max_itr", 7) == 7
-
-
-def test_the_path_of_a_dict_in_a_tuple_is_named() -> None:
-    cfg = ConfigDict(a={"b": (1, ({"x": 1},))})
-    with pytest.raises(AttributeError, match=r"has no 'a.b.1.0.y'"):
-        _ = cfg.a.b[1][0].y
 
 
 def test_a_key_that_is_a_method_of_dict_is_reached_as_an_item_only() -> None:
@@ -87,80 +82,142 @@ def test_other_values_are_kept_as_they_are() -> None:
     assert ConfigDict(cfg).params.model is model
 
 
-def test_update_or_and_setdefault_convert_what_they_store() -> None:
+def test_update_and_setdefault_convert_what_they_store() -> None:
     cfg = ConfigDict(a=1)
     cfg.update({"b": {"x": 1}}, c=[{"y": 2}])
-    cfg |= {"d": {"z": 3}}
     cfg.setdefault("e", {})["w"] = 4
     assert cfg.setdefault("a", 9) == 1
-    assert (cfg.b.x, cfg.c[0].y, cfg.d.z, cfg.e.w) == (1, 2, 3, 4)
-    merged = cfg | {"a": {"v": 5}}
-    assert merged.a.v == 5
-    assert cfg.a == 1
+    assert (cfg.b.x, cfg.c[0].y, cfg.e.w) == (1, 2, 4)
 
 
-def test_lists_convert_what_they_store() -> None:
-    cfg = ConfigDict(a=[], n=7)
-    cfg.a.append({"x": 1})
-    cfg.a.insert(0, {"x": 0})
-    cfg.a += [{"x": "${n}"}]
-    cfg.a.extend([{"x": 3}])
-    cfg.a[1] = {"x": 11}
-    assert [item.x for item in cfg.a] == [0, 11, 7, 3]
-    cfg.a[:2] = [{"x": 4}]
-    assert [item.x for item in reversed(cfg.a)] == [3, 7, 4]
-    assert cfg.a.pop().x == 3
-    assert isinstance(cfg.a, list)
-    assert cfg.a == [{"x": 4}, {"x": "${n}"}]
+def test_a_dict_that_is_put_into_two_places_is_copied_into_each() -> None:
+    part = ConfigDict(x=[1])
+    cfg = ConfigDict(a=part, b=part)
+    cfg.b.x.append(2)
+    assert (cfg.a.x, cfg.b.x, part.x) == ([1], [1, 2], [1])
+    cfg.inner = cfg
+    assert cfg == {"a": {"x": [1]}, "b": {"x": [1, 2]}, "inner": {**cfg.inner}}
+
+
+def test_a_config_is_a_dict_for_everybody() -> None:
+    def received(**kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+    cfg = train_config()
+    assert received(**cfg.train) == {**cfg.train} == dict(cfg.train.items()) == cfg.train
+    assert json.loads(json.dumps(cfg)) == cfg
+
+
+# references
 
 
 def test_a_reference_has_the_value_and_type_of_what_it_names() -> None:
     cfg = train_config()
-    assert cfg.lr.length == 100
-    assert cfg.lr.warmup == 100
-    assert cfg.lr.dir == "out/run/x"
-    assert cfg.hooks[1] == "run"
-    cfg.train.max_iter = 7
-    assert cfg.lr.warmup == 7
-    assert cfg.hooks[0]["period"] == 7
+    assert cfg.lr == {"length": 100, "warmup": 100, "dir": "out/run/x"}
+    assert cfg.hooks == [{"period": 100}, "run", 3]
 
 
 def test_a_reference_to_a_dict_is_that_dict() -> None:
-    cfg = ConfigDict(a={"x": 1}, b="${a}", c="${b.x}", d="${l.1.y}", l=[0, {"y": 5}], t=(1, 2))
+    cfg = ConfigDict(a={"x": "${n}"}, b="${a}", c="${b.x}", d="${l.-1.y}", e="${t.1}", n=1)
+    cfg.update(l=[0, {"y": 5}], t=(1, 2))
+    resolve(cfg)
     assert cfg.b is cfg.a
-    assert (cfg.c, cfg.d) == (1, 5)
-    cfg.e = "${t.1}"
-    assert cfg.e == 2
-
-
-def test_every_way_of_reading_resolves() -> None:
-    cfg = ConfigDict(a=1, b="${a}", c=["${a}", "x${a}"], d=("${a}", ["${..a}"]))
-    plain = {"a": 1, "b": 1, "c": [1, "x1"], "d": (1, [1])}
-
-    def received(**kwargs: Any) -> dict[str, Any]:
-        return kwargs
-
-    assert cfg.b == cfg["b"] == cfg.get("b") == 1
-    assert dict(cfg.items())["b"] == 1
-    assert list(cfg.values())[1] == 1
-    assert dict(cfg)["b"] == received(**cfg)["b"] == {**cfg}["b"] == 1
-    assert list(cfg.c) == [*cfg.c] == cfg.c[:] == cfg.c.__add__([]) == [1, "x1"]
-    assert cfg.d[0] == 1
-    assert json.loads(json.dumps(cfg)) == {**plain, "d": [1, [1]]}
-    assert cfg.copy().pop("b") == 1
+    assert (cfg.c, cfg.d, cfg.e) == (1, 5, 2)
 
 
 def test_relative_references_climb_one_level_a_dot() -> None:
     cfg = ConfigDict(x=0, a={"x": 1, "b": {"x": 2, "r": ["${..x}", "${...x}", "${....x}"]}})
-    assert list(cfg.a.b.r) == [2, 1, 0]
+    assert resolve(cfg).a.b.r == [2, 1, 0]
 
 
-def test_a_tuple_is_no_level_of_its_own() -> None:
-    cfg = ConfigDict(x=0, a={"x": 1, "t": ("${.x}", {"y": "${..x}"})})
-    assert cfg.a.t[0] == 1
-    assert cfg.a.t[1].y == 1
+def test_references_in_tuples_are_resolved() -> None:
+    cfg = resolve(ConfigDict(x=1, t=("${x}", ["${x}", {"y": "${....x}"}], "a"), u="${t}"))
+    assert cfg.t == cfg.u == (1, [1, {"y": 1}], "a")
 
 
 def test_a_backslash_makes_a_reference_plain_text() -> None:
-    assert ConfigDict(a=r"\${HOME}/x").a == "${HOME}/x"
-    assert ConfigDict(a="cost: $5 {x}").a == "cost: $5 {x}"
+    cfg = resolve(ConfigDict(a=r"\${HOME}/x", b="cost: $5 {x}", c="${a}"))
+    assert cfg == {"a": "${HOME}/x", "b": "cost: $5 {x}", "c": "${HOME}/x"}
+    assert resolve(cfg).a == "${HOME}/x"
+
+
+def test_to_resolve_again_follows_what_was_changed_and_keeps_what_replaced_a_reference() -> None:
+    cfg = train_config()
+    cfg.train.max_iter = 7
+    cfg.lr.dir = "elsewhere"
+    del cfg.hooks[0]
+    assert cfg.lr.length == 100
+    resolve(cfg)
+    assert cfg.lr == {"length": 7, "warmup": 7, "dir": "elsewhere"}
+    assert cfg.hooks == ["run", 3]
+
+
+def test_references_are_put_back_as_they_were_written() -> None:
+    assert restore_references(train_config()) == WRITTEN
+    cfg = resolve(ConfigDict(t=("${n}", ("${n}",)), n=1))
+    assert restore_references(cfg) == {"t": ("${n}", ("${n}",)), "n": 1}
+
+
+@pytest.mark.parametrize(
+    "make_copy",
+    [copy.copy, copy.deepcopy, ConfigDict.copy, lambda cfg: pickle.loads(pickle.dumps(cfg))],
+)
+def test_a_copy_has_dicts_of_its_own_and_remembers_the_references(make_copy: Any) -> None:
+    cfg = train_config()
+    new = make_copy(cfg)
+    assert type(new) is type(new.train) is ConfigDict
+    assert new == cfg
+    new.train.name = "other"
+    new.hooks.append(4)
+    assert resolve(new).lr.dir == "out/other/x"
+    assert new.hooks[1] == "other"
+    assert cfg == train_config()
+
+
+def test_a_shallow_copy_shares_values_and_a_deep_copy_does_not() -> None:
+    cfg = ConfigDict(a={"b": OrderedDict(c=[1])})
+    assert cfg.copy().a.b is cfg.a.b
+    copy.deepcopy(cfg).a.b["c"].append(2)
+    assert cfg.a.b == {"c": [1]}
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("${train.max_itr}", "names nothing: no 'max_itr'; did you mean 'max_iter'"),
+        ("${trian.max_iter}", "names nothing: no 'trian'; did you mean 'train'"),
+        ("a/${.zz}", "names nothing: no 'zz'"),
+        ("${train.max_iter.x}", "names nothing: no 'x'; there is nothing"),
+        ("${list.4}", "names nothing: no '4'"),
+        ("${....x}", "climbs above the root"),
+        ("${train.max_iter", "has no closing brace"),
+        ("a/${train}", "names a dict or list, which cannot be put into a text"),
+        ("${}", "names nothing: no ''"),
+    ],
+)
+def test_a_reference_that_names_nothing_says_which_key_holds_it(
+    reference: str, message: str
+) -> None:
+    cfg = ConfigDict(train={"max_iter": 3}, list=[1], holder={"key": reference})
+    with pytest.raises(ValueError, match=r"^holder\.key: the reference '\$\{") as error:
+        resolve(cfg)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("items", "circle"),
+    [
+        ({"a": "${b.c}", "b": {"c": "x${d.0}"}, "d": ["${a}"]}, "a -> b.c -> d.0 -> a"),
+        ({"f": "${f}"}, "f -> f"),
+        ({"g": ("${g}",)}, "g.0 -> g.0"),
+        ({"a": {"b": "${c}"}, "c": {"d": "${a}"}}, "a.b -> c.d -> a.b"),
+    ],
+)
+def test_a_circle_of_references_is_spelled_out(items: dict[str, Any], circle: str) -> None:
+    with pytest.raises(ValueError, match="references go round in a circle") as error:
+        resolve(ConfigDict(items))
+    assert str(error.value).endswith(f": {circle}")
+
+
+def test_the_same_reference_twice_in_one_text_is_no_circle() -> None:
+    assert resolve(ConfigDict(a="${b}-${b}-${c}", b="${c}", c=1)).a == "1-1-1"

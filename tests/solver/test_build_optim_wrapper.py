@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from wrapper_toys import linear, loss_of, same, sgd
 
-from hooktrain.config import ConfigDict, LazyCall
+from hooktrain.config import ConfigDict, LazyCall, resolve
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.build_optim_wrapper import build_optim_wrapper
 from hooktrain.solver.optim_wrapper import OptimWrapper
@@ -132,6 +132,7 @@ def test_references_and_lazy_calls_of_a_configuration_are_resolved() -> None:
     model = linear()
     lazy = LazyCall(torch.optim.SGD)(params=model.parameters(), lr="${lr}")
     cfg = ConfigDict(lr=0.5, optim_wrapper={"optimizer": lazy, "clip_grad": {"max_norm": 1.0}})
+    resolve(cfg)
     assert built(model, cfg.optim_wrapper).get_lr() == {"lr": [0.5]}
     lazy = LazyCall(OptimWrapper)(LazyCall(torch.optim.SGD)(model.parameters(), lr=0.25))
     assert built(model, lazy).get_lr() == {"lr": [0.25]}

@@ -6,7 +6,7 @@ import torch
 from paramwise_toys import Net
 from torch import nn
 
-from hooktrain.config import ConfigDict
+from hooktrain.config import ConfigDict, resolve
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.build import ParamGroup
 from hooktrain.solver.optim_wrapper import OptimWrapper
@@ -91,7 +91,7 @@ def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
 
 def test_what_an_optimizer_gets_of_a_config_dict_can_be_saved_and_loaded(tmp_path: Any) -> None:
     optimizer = {"type": "Adafactor", "lr": "${lr}", "eps": [1e-30, 1e-3]}
-    cfg = ConfigDict(lr=0.5, optim_wrapper={"optimizer": optimizer})
+    cfg = resolve(ConfigDict(lr=0.5, optim_wrapper={"optimizer": optimizer}))
     rules = ConfigDict(custom_keys={"bias": {"tags": ["a", {"b": 1}]}})
     model = nn.Linear(1, 1)
     wrapper = construct(model, cfg.optim_wrapper, rules)

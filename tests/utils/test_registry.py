@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hooktrain.config import ConfigDict
 from hooktrain.utils.registry import (
     Registry,
     did_you_mean,
-    dotted_name,
     importable_name,
     locate,
     unwrap_model,
@@ -93,8 +91,8 @@ def test_locate_finds_a_function_and_what_is_beside_it_in_a_module_of_the_same_n
     (package / "__init__.py").write_text("from located_pkg.train import train\n")
     assert locate("located_pkg.train")() == 1
     assert locate("located_pkg.train.helper")() == 2
-    assert dotted_name(locate("located_pkg.train")) == "located_pkg.train"
-    assert dotted_name(locate("located_pkg.train.helper")) == "located_pkg.train.helper"
+    assert importable_name(locate("located_pkg.train")) == ("located_pkg", "train")
+    assert importable_name(locate("located_pkg.train.helper")) == ("located_pkg.train", "helper")
 
 
 def test_an_import_that_fails_inside_a_module_is_not_hidden(package: Path) -> None:
@@ -117,7 +115,7 @@ def test_an_unknown_module_is_named() -> None:
         locate("no_such_module.Net")
 
 
-# dotted_name
+# importable_name
 
 
 @pytest.mark.parametrize(
@@ -137,13 +135,13 @@ def test_an_unknown_module_is_named() -> None:
     ],
 )
 def test_the_dotted_name_is_the_shortest_public_one_and_leads_back(obj: Any, expected: str) -> None:
-    assert dotted_name(obj) == expected
+    assert ".".join(importable_name(obj)) == expected
     assert locate(expected) is obj
 
 
-def test_a_class_method_has_a_dotted_name() -> None:
+def test_a_class_method_has_a_importable_name() -> None:
     assert importable_name(Outer.build) == (__name__, "Outer.build")
-    assert isinstance(locate(dotted_name(Outer.build))(), Outer)
+    assert isinstance(locate(f"{__name__}.Outer.build")(), Outer)
 
 
 def local_function() -> Callable[[], None]:
@@ -158,7 +156,7 @@ def local_function() -> Callable[[], None]:
 )
 def test_what_cannot_be_imported_by_name_is_refused(obj: Any) -> None:
     with pytest.raises(ValueError, match="cannot be imported by name"):
-        dotted_name(obj)
+        importable_name(obj)
 
 
 def test_a_name_that_now_belongs_to_something_else_is_refused() -> None:
@@ -166,7 +164,7 @@ def test_a_name_that_now_belongs_to_something_else_is_refused() -> None:
         __qualname__ = "Colour"
 
     with pytest.raises(ValueError, match="cannot be imported by name"):
-        dotted_name(Colour)
+        importable_name(Colour)
 
 
 # Registry
@@ -326,7 +324,7 @@ def test_type_is_a_name_and_the_other_items_are_arguments(registry: Registry) ->
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, "torch.nn.Linear"])
-def test_type_may_be_a_class_or_a_dotted_name(registry: Registry, kind: Any) -> None:
+def test_type_may_be_a_class_or_a_importable_name(registry: Registry, kind: Any) -> None:
     built = registry.build({"type": kind, "in_features": 2, "out_features": 3})
     assert tuple(built.weight.shape) == (3, 2)
 
@@ -353,12 +351,6 @@ def test_the_configuration_is_not_changed_and_builds_again(registry: Registry) -
     first = registry.build(cfg, more=1)
     assert cfg == before
     assert registry.build(cfg, more=1).kwargs == first.kwargs
-
-
-def test_a_config_dict_builds_with_its_references_resolved(registry: Registry) -> None:
-    cfg = ConfigDict(width=3, thing={"type": "Recorder", "width": "${width}"})
-    assert registry.build(cfg.thing).kwargs == {"width": 3}
-    assert cfg.thing == {"type": "Recorder", "width": "${width}"}
 
 
 def test_a_missing_type_names_the_registry(registry: Registry) -> None:
