@@ -1,24 +1,23 @@
 """Models that own their step, their wrappers, and what a trainer does to models."""
 
-from hooktrain.model.anomalous_params import detect_anomalous_params
-from hooktrain.model.averaged import BaseAveragedModel
-from hooktrain.model.averages import (
+from hooktrain.model.averaged import (
+    BaseAveragedModel,
     ExponentialMovingAverage,
     MomentumAnnealingEMA,
     StochasticWeightAverage,
 )
-from hooktrain.model.base_model import BaseModel
+from hooktrain.model.base_model import BaseModel, detect_anomalous_params
 from hooktrain.model.batch_norm import (
     BatchNormXd,
-    CPUSyncBatchNorm,
     convert_sync_batchnorm,
+    get_bn_modules,
     revert_sync_batchnorm,
+    update_bn_stats,
 )
-from hooktrain.model.precise_bn import get_bn_modules, update_bn_stats
 from hooktrain.model.preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
-from hooktrain.model.separate_wrapper import SeparateDistributedDataParallel
 from hooktrain.model.wrappers import (
     NamingDistributedDataParallel,
+    SeparateDistributedDataParallel,
     StepDistributedDataParallel,
     is_model_wrapper,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "BaseDataPreprocessor",
     "BaseModel",
     "BatchNormXd",
-    "CPUSyncBatchNorm",
     "ExponentialMovingAverage",
     "ImgDataPreprocessor",
     "MomentumAnnealingEMA",

@@ -1,189 +1,262 @@
-"""What all averages of a model's weights have in common; the kinds stand in ``averages.py``."""
+"""Averages of the weights that a model has during training."""
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.dtensor import is_sharded, load_full_state_dict, local_tensor
+from hooktrain.utils.dtensor import local_tensor
 from hooktrain.utils.registry import unwrap_model
 
-__all__ = ["BaseAveragedModel"]
 
-# Where a module keeps a tensor: its `_parameters` or `_buffers`, and the key there. Walking through
-# a model takes much longer than looking into known places, which also hold what was replaced.
-_Place: TypeAlias = tuple[dict[str, Any], str]
+class BaseAveragedModel(nn.Module):
+    """An average of the weights of a model, matched by their names.
 
+    A subclass overrides :meth:`blending_weight`, which says how much of the present weights comes
+    in; or :meth:`avg_func`, as in MMEngine, and then the first update copies the weights.
 
-class BaseAveragedModel(ABC):
-    """An average of the weights that a model has had.
-
-    ``average = (1 - w) * average + w * weight`` at an :meth:`update`, starting from the weights at
-    construction. A subclass says what ``w`` is, by :meth:`blending_weight`.
-
+    It is a module: as a child of a model, such as the teacher of a student, it is saved with it.
     Parameters are averaged in their own data type, so keep those of the model in float32: in
-    bfloat16 a ``w`` near 0 changes nothing. Buffers are copied at every update, those of floats
-    too: statistics such as BatchNorm's are averages already, and have to fit the counters beside
-    them.
-
-    They are statistics of the model's own weights, though. That is good enough for a moving
-    average, which stays close to the model. For others, replace them right before the average is
-    used, with the average's BatchNorm layers in training mode::
+    bfloat16 a small weight changes nothing. Buffers are copied at every update: statistics such as
+    BatchNorm's are averages already and have to fit the counters beside them. But they are
+    statistics of the model's own weights. That is good enough for a moving average, which stays
+    close to the model. For other averages measure them before use, with BatchNorm in training
+    mode::
 
         average.module.train()
         update_bn_stats(average.module, data_loader)
         average.module.eval()
 
     Args:
-        model: is copied; data parallel wrappers and ``torch.compile`` are looked through.
-        interval: take in the parameters at the first update and every so many from there, at
+        model: is copied. Data parallel wrappers and ``torch.compile`` are looked through.
+        interval: average the parameters at the first update and at every so many from there, at
             least 1.
+        device: where the average is kept. None is where the model is.
+        update_buffers: average buffers of floats too, instead of copying them.
 
     Attributes:
-        module: the averaged model, in eval mode, without gradients. That of a sharded model has its
-            shards by their names, and cannot be called: evaluate it by :meth:`swap`.
-        interval: see above.
-        updates: how many updates it has seen, all of them.
+        module: the averaged model, in eval mode, without gradients. That of a sharded model holds
+            shards under their names and cannot be called: evaluate it in :meth:`swap`.
+        steps: the number of updates so far, all of them; an int64 tensor.
     """
 
-    def __init__(self, model: nn.Module, *, interval: int = 1) -> None:
+    steps: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__()
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be an integer of at least 1: {interval!r}")
         self.interval = interval
-        self.updates = 0
-        self.module = _copied(unwrap_model(model)).eval().requires_grad_(False)
-        self._linked: list[nn.Module] = []
-        self._sharded: list[Any] = []
-        self._blended: list[tuple[list[_Place], list[_Place]]] = []
-        self._copied: list[tuple[list[_Place], list[_Place]]] = []
+        self.update_buffers = update_buffers
+        self.module = _copied(unwrap_model(model)).eval().requires_grad_(False).to(device)
+        self.register_buffer("steps", torch.tensor(0, device=device))
+        # The same number: to read it from a tensor would wait for the device in each update.
+        self._steps = 0
+        self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
 
-    @abstractmethod
-    def blending_weight(self, updates: int) -> float:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the averaged model."""
+        return self.module(*args, **kwargs)
+
+    def blending_weight(self, steps: int) -> float:
         """How much of the present weights comes in, in [0, 1]; 1 forgets the average.
 
         Args:
-            updates: how many were made before, a multiple of ``interval``.
+            steps: the number of updates before this one, a multiple of ``interval``.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no blending_weight or avg_func")
+
+    def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: int) -> None:
+        """Average one tensor in place; by default all are averaged by :meth:`blending_weight`.
+
+        Args:
+            averaged_param: the average, to be changed.
+            source_param: the present value.
+            steps: as in :meth:`blending_weight`.
+        """
+        averaged_param.lerp_(source_param, self.blending_weight(steps))
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update_parameters(self, model: nn.Module) -> None:
         """Take the present weights of the model into the average.
 
         A few kernels, and no synchronisation with the device.
 
         Raises:
-            ValueError: the model has other parameters or buffers than the averaged one.
+            ValueError: if the model has other parameters or buffers than the averaged one.
         """
-        self._link(model)
-        if self.updates % self.interval == 0:
-            weight = self.blending_weight(self.updates)
-            for averages, weights in self._blended:
-                if weight == 1:  # whatever the average is, be it not a number
-                    torch._foreach_copy_(_tensors(averages), _tensors(weights))
-                else:
-                    torch._foreach_lerp_(_tensors(averages), _tensors(weights), weight)
-        for averages, weights in self._copied:
-            torch._foreach_copy_(_tensors(averages), _tensors(weights))
-        self.updates += 1
+        for (averaged, *_), (averages, weights) in self._groups(model).items():
+            if not averaged:
+                torch._foreach_copy_(averages, weights)
+            elif self._steps % self.interval == 0:
+                self._average(averages, weights)
+        self._count(self._steps + 1)
 
     @torch.no_grad()
     def reset(self, model: nn.Module) -> None:
-        """Start over from the present weights of the model."""
-        self._link(model)
-        for averages, weights in self._blended + self._copied:
-            torch._foreach_copy_(_tensors(averages), _tensors(weights))
-        self.updates = 0
+        """Start again from the present weights of the model."""
+        for averages, weights in self._groups(model).values():
+            torch._foreach_copy_(averages, weights)
+        self._count(0)
 
     @contextmanager
     def swap(self, model: nn.Module) -> Iterator[None]:
-        """Put the averaged weights and buffers into the model, and its own ones back at the end.
+        """Put the averaged weights and buffers into the model, and its own back at the end.
 
-        Written in place, so whoever else holds the tensors sees the same values. The model's own
-        values come back bit for bit, whatever happens inside, and the average stays as it is.
-        Meanwhile this takes the memory of one more copy of the model.
+        They are written in place, so whoever else holds the tensors sees the same values. The
+        model's own come back bit for bit, even after an error, and the average stays as it is. This
+        takes the memory of one more copy of the model.
 
         Raises:
-            ValueError: the model has other parameters or buffers than the averaged one.
+            ValueError: if the model has other parameters or buffers than the averaged one.
         """
-        self._link(model)
-        pairs = self._blended + self._copied
+        groups = self._groups(model)
         with torch.no_grad():
-            raw = [[tensor.clone() for tensor in _tensors(weights)] for _, weights in pairs]
+            raw = {kind: [weight.clone() for weight in groups[kind][1]] for kind in groups}
+            for averages, weights in groups.values():
+                torch._foreach_copy_(weights, averages)
         try:
-            with torch.no_grad():
-                for averages, weights in pairs:
-                    torch._foreach_copy_(_tensors(weights), _tensors(averages))
             yield
         finally:
-            _reshard(self._sharded)
             with torch.no_grad():
-                for (_, weights), own in zip(pairs, raw, strict=True):
-                    torch._foreach_copy_(_tensors(weights), own)
+                # The tensors once more: an evaluation leaves whole ones in a sharded model.
+                for kind, (_, weights) in self._groups(model).items():
+                    torch._foreach_copy_(weights, raw[kind])
 
-    def state_dict(self) -> dict[str, Any]:
-        """``module``, the state of the averaged model (not copied), and the number of updates."""
-        return {"module": self.module.state_dict(), "updates": self.updates}
+    def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        weights = [w.to(a.device) for a, w in zip(averages, weights, strict=True)]
+        if type(self).avg_func is BaseAveragedModel.avg_func:
+            torch._foreach_lerp_(averages, weights, self.blending_weight(self._steps))
+        elif self._steps == 0:
+            torch._foreach_copy_(averages, weights)
+        else:
+            for average, weight in zip(averages, weights, strict=True):
+                self.avg_func(average, weight, self._steps)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+    def _count(self, steps: int) -> None:
+        self._steps = steps
+        self.steps.fill_(steps)
 
-        Raises:
-            KeyError: an entry is missing.
-            RuntimeError: the state is of another model.
+    def _groups(self, model: nn.Module) -> dict[Any, tuple[list[Tensor], list[Tensor]]]:
+        """The tensors of the average and of the model, one group for each kernel.
+
+        One kernel takes many tensors if they have one data type and are on one device.
         """
-        for key in ("module", "updates"):
-            if key not in state_dict:
-                raise KeyError(f"the state of an average has no {key!r}: {sorted(state_dict)}")
-        load_full_state_dict(self.module, state_dict["module"])
-        self.updates = int(state_dict["updates"])
-
-    def _link(self, model: nn.Module) -> None:
-        """Find the tensors of the model and of the average that belong together.
-
-        They are kept until the model consists of other modules than last time.
-        """
-        model = unwrap_model(model)
-        modules = list(model.modules())
-        if modules == self._linked:
-            _reshard(self._sharded)
-            return
-        self._sharded = [module for module in modules if hasattr(module, "reshard")]
-        _reshard(self._sharded)
-        groups: dict[Any, tuple[list[_Place], list[_Place]]] = {}
-        for kind in ("_parameters", "_buffers"):
-            averages, weights = _places(self.module, kind), _places(model, kind)
-            _check_alike(kind[1:], averages, weights)
-            for name, (tensors, key) in averages.items():
-                tensor = tensors[key]
-                average = kind == "_parameters" and (
-                    tensor.is_floating_point() or tensor.is_complex()
-                )
-                # One kernel takes many tensors, if they are of one data type on one device.
-                kind_of = (average, tensor.dtype, tensor.device, is_sharded(tensor))
-                group = groups.setdefault(kind_of, ([], []))
-                group[0].append(averages[name])
-                group[1].append(weights[name])
-        self._blended = [group for (average, *_), group in groups.items() if average]
-        self._copied = [group for (average, *_), group in groups.items() if not average]
-        self._linked = modules
+        averages, weights = _tensors(self.module), _tensors(unwrap_model(model))
+        wrong = averages.keys() ^ weights.keys()
+        wrong |= {k for k in averages.keys() - wrong if averages[k].shape != weights[k].shape}
+        if wrong:
+            raise ValueError(
+                "the parameters or buffers of the model are not those of its average, in name or "
+                f"shape: {', '.join(sorted(name for _, name in wrong)[:5])}"
+            )
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for key, average in averages.items():
+            averaged = key[0] == "parameter" or self.update_buffers
+            averaged &= average.is_floating_point() or average.is_complex()
+            group = groups[averaged, average.dtype, average.device]
+            group[0].append(average)
+            group[1].append(weights[key])
+        return groups
 
 
-def _reshard(modules: Iterable[Any]) -> None:
-    """Put back the shards into a sharded model, which has whole tensors after an evaluation."""
-    for module in modules:
-        module.reshard()
+class ExponentialMovingAverage(BaseAveragedModel):
+    """The exponential moving average of a model's weights: ``momentum`` is what comes in.
+
+    ``average = (1 - momentum) * average + momentum * weight``, starting from the weights at
+    construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
+
+    Args:
+        model: see :class:`BaseAveragedModel`.
+        momentum: in (0, 1]; 1 keeps a plain copy. Others call ``1 - momentum`` the decay.
+        interval: see :class:`BaseAveragedModel`.
+        device: see :class:`BaseAveragedModel`.
+        update_buffers: see :class:`BaseAveragedModel`.
+        warmup: use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets the start
+            sooner.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+        *,
+        warmup: bool = False,
+    ) -> None:
+        super().__init__(model, interval, device, update_buffers)
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum must be in (0, 1]: {momentum!r}")
+        self.momentum = momentum
+        self.warmup = warmup
+
+    def blending_weight(self, steps: int) -> float:
+        """``momentum``, or more during the warm-up."""
+        return max(self.momentum, 1 - (1 + steps) / (10 + steps) if self.warmup else 0.0)
+
+
+class MomentumAnnealingEMA(ExponentialMovingAverage):
+    """An exponential moving average that forgets fast at first, then more and more slowly.
+
+    ``max(momentum, gamma / (gamma + n))`` of the present weights comes in after ``n`` updates, so
+    the first one copies them. From MMEngine.
+
+    Args:
+        model: see :class:`BaseAveragedModel`.
+        momentum: that of the end, in (0, 1].
+        gamma: how long it takes to get there: ``gamma * (1 / momentum - 1)`` updates; positive.
+        **kwargs: see :class:`ExponentialMovingAverage`.
+    """
+
+    def __init__(
+        self, model: nn.Module, momentum: float = 0.0002, gamma: float = 100, **kwargs: Any
+    ) -> None:
+        super().__init__(model, momentum, **kwargs)
+        if not 0 < gamma < math.inf:
+            raise ValueError(f"gamma must be positive and finite: {gamma!r}")
+        self.gamma = gamma
+
+    def blending_weight(self, steps: int) -> float:
+        """``max(momentum, gamma / (gamma + steps))``."""
+        return max(self.momentum, self.gamma / (self.gamma + steps))
+
+
+class StochasticWeightAverage(BaseAveragedModel):
+    """The equal average of the weights at each interval (SWA, arXiv:1803.05407).
+
+    The first update copies the weights, so those at construction do not count. To begin late in
+    training, see the hook :class:`~hooktrain.engine.hooks.EMA`. Measure the statistics of BatchNorm
+    before the average is used, see :class:`BaseAveragedModel`.
+    """
+
+    def blending_weight(self, steps: int) -> float:
+        """One part of all that were averaged, with this one."""
+        return 1 / (steps // self.interval + 1)
+
+
+def _read_steps(average: nn.Module, _: Any) -> None:
+    assert isinstance(average, BaseAveragedModel)
+    average._steps = int(average.steps)  # waits for the device
 
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy without gradients; of a sharded model, which torch cannot copy, the tensors alone."""
-    sharded = [module for module in model.modules() if hasattr(module, "reshard")]
-    if not sharded:
+    if not any(hasattr(type(module), "reshard") for module in model.modules()):
         return copy.deepcopy(model)  # copying a parameter does not copy its gradient
-    _reshard(sharded)
+    _tensors(model)
     copies: dict[nn.Module, nn.Module] = {module: nn.Module() for module in model.modules()}
     memo: dict[int, Any] = {}  # so that a shared tensor stays one
     for module, shell in copies.items():
@@ -194,32 +267,17 @@ def _copied(model: nn.Module) -> nn.Module:
     return copies[model]
 
 
-def _places(model: nn.Module, kind: str) -> dict[str, _Place]:
-    """Where the tensors of a model are, by full name; a shared one once."""
-    places: dict[str, _Place] = {}
-    seen: set[Tensor] = set()
+def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Parameters and buffers by kind and name, each once; of sharded ones this rank's part.
+
+    A sharded model has whole tensors after an evaluation. They are split again first.
+    """
+    found: dict[Tensor, tuple[str, str]] = {}
     for prefix, module in model.named_modules():
-        tensors = getattr(module, kind)
-        for key, tensor in tensors.items():
-            if tensor is not None and tensor not in seen:
-                seen.add(tensor)
-                places[f"{prefix}.{key}" if prefix else key] = (tensors, key)
-    return places
-
-
-def _check_alike(kind: str, averages: dict[str, _Place], weights: dict[str, _Place]) -> None:
-    ours, theirs = (
-        {(name, tensors[key].shape, tensors[key].dtype) for name, (tensors, key) in places.items()}
-        for places in (averages, weights)
-    )
-    if ours != theirs:
-        names = sorted({name for name, *_ in ours ^ theirs})
-        raise ValueError(
-            f"the {kind} of the model are not those of its average, in name, shape or data type: "
-            + ", ".join(names[:5])
-        )
-
-
-def _tensors(places: Iterable[_Place]) -> list[Tensor]:
-    found = [tensors[key] for tensors, key in places]
-    return [local_tensor(t) for t in found] if found and is_sharded(found[0]) else found
+        if hasattr(type(module), "reshard"):
+            module.reshard()
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    found.setdefault(tensor, (kind, f"{prefix}.{name}" if prefix else name))
+    return {key: local_tensor(tensor) for tensor, key in found.items()}

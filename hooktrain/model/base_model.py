@@ -1,16 +1,17 @@
-"""The base of models that own their training step."""
+"""The base of models that own their training step, and that step."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hooktrain.model.preprocessor import BaseDataPreprocessor
-from hooktrain.model.step import parse_losses, predict_step, train_step
 from hooktrain.utils.registry import MODELS
 
-__all__ = ["BaseModel"]
+logger = logging.getLogger(__name__)
 
 
 class BaseModel(nn.Module, ABC):
@@ -74,7 +75,7 @@ class BaseModel(nn.Module, ABC):
         """
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Train on one batch; see :func:`hooktrain.model.step.train_step`.
+        """Train on one batch; see :func:`hooktrain.model.base_model.train_step`.
 
         Returns:
             The values to log.
@@ -82,13 +83,149 @@ class BaseModel(nn.Module, ABC):
         return train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
-        """Predict for one batch; see :func:`hooktrain.model.step.predict_step`."""
-        return predict_step(self, data)
+        """Preprocess one batch and predict.
+
+        It neither changes the model's mode nor turns gradients off: the evaluation around it does.
+
+        Returns:
+            What the forward returns.
+        """
+        return _call(self, self.data_preprocessor(data, False), mode="predict")
 
     def test_step(self, data: Any) -> Any:
-        """Predict for one batch; see :func:`hooktrain.model.step.predict_step`."""
-        return predict_step(self, data)
+        """The same as :meth:`val_step`."""
+        return _call(self, self.data_preprocessor(data, False), mode="predict")
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to optimise and the values to log; see :mod:`hooktrain.model.step`."""
-        return parse_losses(losses)
+        """The sum of the losses, and the values to log.
+
+        Every entry that has "loss" anywhere in its name is added up; the others, such as an
+        accuracy, are only logged.
+
+        Args:
+            losses: by name a tensor, of which the mean is taken, or a list or tuple of tensors, of
+                which the means are added up.
+
+        Returns:
+            The sum, and all values by name without gradient. The sum stands first as ``loss``; if
+            the model has an entry of that name beside other losses, it is ``total_loss``.
+
+        Raises:
+            TypeError: if ``losses`` is not a dict, or one of its values something else.
+            ValueError: if no name has "loss" in it, or there is no name left for the sum.
+        """
+        if not isinstance(losses, Mapping):
+            raise TypeError(
+                f"forward with mode='loss' must return a dict of losses, but returned {losses!r}"
+            )
+        values = {name: _mean(name, value) for name, value in losses.items()}
+        terms = [value for name, value in values.items() if "loss" in name]
+        if not terms:
+            raise ValueError(
+                f"none of the losses has 'loss' in its name, such as 'loss_cls': {list(losses)}"
+            )
+        total_name = "total_loss" if "loss" in values and len(terms) > 1 else "loss"
+        if total_name in values and len(terms) > 1:
+            raise ValueError(
+                f"the losses {list(losses)} are added up: leave out 'total_loss', which is the "
+                "name of the sum"
+            )
+        total = sum(terms[1:], start=terms[0])
+        detached = {name: value.detach() for name, value in values.items()}
+        return total, {total_name: total.detach(), **detached}
+
+
+def train_step(
+    model: Any, data: Any, optim_wrapper: Any, ddp: nn.Module | None = None, check: bool = False
+) -> dict[str, Tensor]:
+    """One batch: preprocess it, compute the losses, and give their sum to the optimizer.
+
+    Forward and backward are together inside the context that decides if ranks communicate;
+    preprocessing and forward alone are inside the one that decides on the precision.
+
+    Args:
+        model: the model. Its ``data_preprocessor(data, True)`` gives the arguments of its
+            forward with ``mode="loss"``, and its ``parse_losses`` takes what that returns.
+        data: a batch, as the data loader gives it.
+        optim_wrapper: the :class:`~hooktrain.solver.OptimWrapper`.
+        ddp: the DistributedDataParallel around the model, which is called in its place and
+            communicates; None if there is none.
+        check: log the parameters that the loss does not depend on, see
+            :func:`detect_anomalous_params`.
+
+    Returns:
+        The values to log, without gradient and on the device.
+
+    Raises:
+        TypeError: if the preprocessor returns neither dict, list nor tuple.
+    """
+    forward = model if ddp is None else ddp
+    log_vars: dict[str, Tensor]
+    with optim_wrapper.sync_context(forward):
+        with optim_wrapper.precision_context():
+            losses = _call(forward, model.data_preprocessor(data, True), mode="loss")
+        loss, log_vars = model.parse_losses(losses)
+        if check:
+            detect_anomalous_params(loss, model)
+        optim_wrapper.update_params(loss)
+    return log_vars
+
+
+def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
+    """Log, as errors, the trainable parameters that get no gradient from a loss.
+
+    They were not used in the forward pass, or what was computed from them was not used for the
+    loss. DistributedDataParallel waits for the gradients of all parameters, and fails if some do
+    not come. Call it before or after the backward pass. It does not see what reentrant activation
+    checkpointing computes, and wrongly reports those parameters.
+
+    Args:
+        loss: a tensor, or dicts, lists or tuples of tensors, nested in any way.
+        model: the model.
+
+    Returns:
+        The names of the parameters.
+    """
+    tensors = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)]
+    reached = {id(tensor) for tensor in tensors}
+    # Not recursive: a graph may be deeper than Python's stack.
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):  # the node that accumulates the gradient of a leaf
+            reached.add(id(node.variable))
+        parents = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= parents
+        pending += parents
+    missed = [
+        (name, parameter.size())
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in reached
+    ]
+    for name, size in missed:
+        logger.error("%s with shape %s is not in the computational graph", name, size)
+    return [name for name, _ in missed]
+
+
+def _call(forward: Callable[..., Any], data: Any, mode: str) -> Any:
+    if isinstance(data, Mapping):
+        return forward(**data, mode=mode)
+    if isinstance(data, list | tuple):
+        return forward(*data, mode=mode)
+    raise TypeError(
+        "data_preprocessor must return the arguments of forward, a dict of those by name or a "
+        f"list or tuple, but returned an object of type {type(data).__name__}"
+    )
+
+
+def _mean(name: str, value: Any) -> Tensor:
+    parts = value if isinstance(value, list | tuple) else [value]
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(
+            f"the loss {name!r} must be a tensor or a list or tuple of tensors, but got {value!r}"
+        )
+    # What is only counted, such as correct answers, may be whole numbers or booleans.
+    means = [(part if part.is_floating_point() else part.float()).mean() for part in parts]
+    total: Tensor = sum(means[1:], start=means[0])
+    return total

@@ -1,6 +1,8 @@
-"""Batch norm with the statistics of one rank, or of all ranks together."""
+"""Batch norm with the statistics of all ranks together, and exact statistics after training."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BatchNormXd", "CPUSyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+from hooktrain.utils import comm, heartbeat
 
 
 class BatchNormXd(nn.BatchNorm2d):
@@ -22,130 +24,171 @@ class BatchNormXd(nn.BatchNorm2d):
             raise ValueError(f"the input must be of shape (N, C, ...), but got {input.shape}")
 
 
-class CPUSyncBatchNorm(BatchNormXd):
-    """Batch norm with the mean and the variance of all ranks' batches together, on the CPU.
-
-    What :class:`torch.nn.SyncBatchNorm` does on accelerators: it refuses the CPU, and so does
-    DistributedDataParallel for it. Forward and backward communicate twice each, in training only.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise an input of shape (N, C) or (N, C, ...)."""
-        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
-            return super().forward(input)
-        self._check_input_dim(input)
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        dims = [0, *range(2, input.dim())]
-        size = input.new_tensor([input.numel() / input.shape[1]])
-        total = _sum_of_ranks(torch.cat([input.sum(dims), size]))
-        size = total[-1].detach()
-        mean = total[:-1] / size
-        centered = input - mean.view(shape)
-        # A second exchange, as the mean of the squares less the square of the mean loses digits.
-        var = _sum_of_ranks(centered.square().sum(dims)) / size
-        self._track(mean, var * size / (size - 1))
-        output = centered * (var + self.eps).rsqrt().view(shape)
-        return output * self.weight.view(shape) + self.bias.view(shape) if self.affine else output
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_var: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        # Without a momentum, the mean over all batches.
-        share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(unbiased_var, share)
-
-
-def _sum_of_ranks(values: Tensor) -> Tensor:
-    total: Tensor = _AllReduce.apply(values)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over the ranks, of the values and, on the way back, of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
-
-
-_SYNCHRONISED: dict[str, type[_BatchNorm]] = {"torch": nn.SyncBatchNorm, "cpu": CPUSyncBatchNorm}
-
-
 def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> nn.Module:
     """Replace each batch norm by a :class:`torch.nn.SyncBatchNorm`, in place.
 
-    Parameters, buffers and mode stay, and a layer that stands at several places is still one.
+    Parameters, buffers and mode stay, and a layer at several places is still one.
     (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of it.) Convert before the
-    model is wrapped in DistributedDataParallel.
+    model is wrapped in DistributedDataParallel. torch refuses these layers on the CPU.
 
     Args:
         module: the model.
-        implementation: ``"torch"``, which runs on accelerators only, or ``"cpu"`` for
-            :class:`~hooktrain.model.CPUSyncBatchNorm`.
+        implementation: ``"torch"``; MMEngine has others.
 
     Returns:
-        The module, or what took its place if it was a batch norm itself.
+        The module, or its replacement if it was a batch norm itself.
 
     Raises:
         ValueError: for another implementation.
     """
-    if implementation not in _SYNCHRONISED:
-        raise ValueError(f"implementation must be 'torch' or 'cpu', but got {implementation!r}")
-    return _replace(
-        module,
-        lambda m: isinstance(m, _BatchNorm) and type(m) not in _SYNCHRONISED.values(),
-        _SYNCHRONISED[implementation],
-    )
+    if implementation != "torch":
+        raise ValueError(f"implementation must be 'torch', but got {implementation!r}")
+    return _replace(module, _BatchNorm, nn.SyncBatchNorm)
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace each batch norm that communicates by a :class:`BatchNormXd`, in place.
+    """Replace each :class:`torch.nn.SyncBatchNorm` by a :class:`BatchNormXd`, in place.
 
     So a model that was trained on several accelerators runs on the CPU too. Parameters, buffers
-    and mode stay, and a layer that stands at several places is still one.
+    and mode stay, and a layer at several places is still one.
 
     Returns:
-        The module, or what took its place if it was such a batch norm itself.
+        The module, or its replacement if it was such a batch norm itself.
     """
-    return _replace(module, lambda m: isinstance(m, (*_SYNCHRONISED.values(),)), BatchNormXd)
+    return _replace(module, nn.SyncBatchNorm, BatchNormXd)
 
 
-def _replace(
-    module: nn.Module, wanted: Callable[[nn.Module], bool], new_type: type[_BatchNorm]
-) -> nn.Module:
-    made = {old: _like(old, new_type) for old in module.modules() if wanted(old)}
+def _replace(module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]) -> nn.Module:
+    found = [m for m in module.modules() if isinstance(m, kind) and not isinstance(m, new)]
+    made = {norm: _like(norm, new) for norm in found}
     for parent in list(module.modules()):
-        # named_children() has no second name of a module.
+        # named_children() leaves out the second name of a module.
         for name, child in parent._modules.items():
             if child in made:
                 parent._modules[name] = made[child]
-    return made.get(module, module)
+    return made.get(module, module)  # type: ignore[call-overload, no-any-return]
 
 
-def _like(norm: nn.Module, new_type: type[_BatchNorm]) -> nn.Module:
-    """A batch norm of another type with the same tensors."""
-    assert isinstance(norm, _BatchNorm)
-    # On the meta device: its own tensors are not needed.
-    new = new_type(
-        norm.num_features,
-        norm.eps,
-        norm.momentum,
-        norm.affine,
-        norm.track_running_stats,
-        device="meta",
-    )
+def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
+    """A batch norm of another type with the same tensors; its own would be thrown away."""
+    arguments = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    new = new_type(*arguments, device="meta")
     new._parameters.update(norm._parameters)
     new._buffers.update(norm._buffers)
     return new.train(norm.training)
+
+
+def get_bn_modules(model: nn.Module) -> list[nn.Module]:
+    """The BatchNorm layers of a model that are in training mode and keep running statistics."""
+    return [statistics.layer for statistics in _statistics(model)]
+
+
+@torch.no_grad()
+def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200) -> None:
+    """Replace the running statistics of BatchNorm layers by those of a sample of the data.
+
+    Moving averages lag behind weights that change fast, and weigh the last batches most. Here mean
+    and (biased) variance are those of all values that a layer sees in ``num_iters`` batches, each
+    value with the same weight (Wu and Johnson, Rethinking "Batch" in BatchNorm, arXiv:2105.07576,
+    section 3). With ``torch.distributed`` initialised they are those of all ranks, and every rank
+    must call this.
+
+    Concerns the layers that :func:`get_bn_modules` gives; those that no batch reaches keep their
+    statistics. Buffers are written in place, once all batches went well; an error changes none.
+
+    Args:
+        model: is called with each batch, without gradients, in the mode that it is in.
+        data_loader: at least ``num_iters`` batches. No more are drawn from it.
+        num_iters: at least 1.
+
+    Raises:
+        RuntimeError: if a layer is used twice in one forward pass: it has no single statistics.
+        ValueError: if ``num_iters`` is not positive, or the loader of any rank is shorter.
+    """
+    if num_iters < 1:
+        raise ValueError(f"num_iters must be at least 1: {num_iters!r}")
+    layers = _statistics(model)
+    if not layers:
+        return
+    seen = 0
+    with _observing(layers):
+        for batch in islice(data_loader, num_iters):
+            for statistics in layers:
+                statistics.used = False
+            model(batch)
+            heartbeat.beat()
+            seen += 1
+    sums = torch.cat([*(s.sums.flatten() for s in layers), layers[0].sums.new_tensor([seen])])
+    if comm.get_world_size() > 1:
+        dist.all_reduce(sums)
+    *layer_sums, total = torch.split(sums, [*(s.sums.numel() for s in layers), 1])
+    # On every rank alike; it waits for the device.
+    if int(total) < num_iters * comm.get_world_size():
+        raise ValueError(
+            f"data_loader gave {seen} of the num_iters={num_iters} batches asked for on this rank, "
+            f"{int(total)} on all ranks"
+        )
+    for statistics, merged in zip(layers, layer_sums, strict=True):
+        statistics.write(merged.view(3, -1))
+
+
+class _Statistics:
+    """The values that reach one layer: how many, their sum and the sum of their squares.
+
+    By channel, shape (3, C), in float64, so that little cancels where the mean is large.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, running_mean: Tensor) -> None:
+        self.name, self.layer = name, layer
+        self.used = False  # in the current forward pass
+        # Apple's devices have no float64.
+        dtype = torch.float32 if running_mean.device.type == "mps" else torch.float64
+        self.sums = running_mean.new_zeros((3, len(running_mean)), dtype=dtype)
+
+    def observe(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take in the input of the layer: a forward pre-hook."""
+        if self.used:
+            raise RuntimeError(
+                f"BatchNorm layer {self.name!r} is used twice in one forward pass, so it has no "
+                "single mean and variance to estimate: use a layer for each place"
+            )
+        self.used = True
+        values: Tensor = args[0] if args else kwargs["input"]
+        if values.numel() == 0:
+            return
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        dims = [d for d in range(values.dim()) if d != 1]
+        var, mean = (v.to(self.sums) for v in torch.var_mean(values, dims, correction=0))
+        count = values.numel() // values.shape[1]
+        self.sums += count * torch.stack([torch.ones_like(mean), mean, var + mean**2])
+
+    def write(self, sums: Tensor) -> None:
+        """Put mean and variance into the layer, if any value has reached it."""
+        count, mean, square = sums[0], sums[1] / sums[0], sums[2] / sums[0]
+        if count[0] > 0:  # waits for the device
+            self.layer.get_buffer("running_mean").copy_(mean)
+            self.layer.get_buffer("running_var").copy_((square - mean**2).clamp(min=0))
+
+
+def _statistics(model: nn.Module) -> list[_Statistics]:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return [
+        _Statistics(name, layer, layer.running_mean)
+        for name, layer in model.named_modules()
+        if isinstance(layer, kinds) and layer.training and layer.running_mean is not None
+    ]
+
+
+@contextmanager
+def _observing(layers: list[_Statistics]) -> Iterator[None]:
+    """Watch the inputs of the layers; at the end their buffers are what they were before."""
+    buffers = [buffer for s in layers for buffer in s.layer.buffers(recurse=False)]
+    saved = [buffer.clone() for buffer in buffers]
+    hooks = [s.layer.register_forward_pre_hook(s.observe, with_kwargs=True) for s in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for buffer, value in zip(buffers, saved, strict=True):
+            buffer.copy_(value)

@@ -1,15 +1,14 @@
 """From the data loader to the model: batches on the device, images of one size and scale."""
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooktrain.utils.registry import MODELS
-
-__all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
 
 @MODELS.register_module()
@@ -42,16 +41,12 @@ class BaseDataPreprocessor(nn.Module):
         if callable(getattr(data, "to", None)) and not isinstance(data, type):
             options = {"non_blocking": True} if self.non_blocking else {}
             return data.to(self._device, **options)
-        if isinstance(data, Mapping):
+        if isinstance(data, Mapping | list):
             # Not every kind of dict can be made from pairs: defaultdict for one.
-            moved = copy.copy(data) if isinstance(data, MutableMapping) else dict(data)
-            for key, value in data.items():
+            moved: Any = copy.copy(data)
+            for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
                 moved[key] = self.cast_data(value)
             return moved
-        if isinstance(data, list):
-            items = copy.copy(data)
-            items[:] = [self.cast_data(item) for item in data]
-            return items
         if isinstance(data, tuple):
             make = getattr(type(data), "_make", type(data))  # namedtuple or tuple
             return make([self.cast_data(item) for item in data])
@@ -126,10 +121,12 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
-        self._mean = _channel_values("mean", mean)
-        self._std = _channel_values("std", std)
-        if 0 in self._std:
+        for name, values in (("mean", mean), ("std", std)):
+            if values is not None and len(values) not in (1, 3):
+                raise ValueError(f"{name} must be a list of 1 or 3 numbers, but got {values!r}")
+        if std is not None and 0 in std:
             raise ValueError(f"std must not be 0, but got {std!r}")
+        self._mean, self._std = mean, std
         self._place_statistics()
 
     def forward(self, data: Mapping[str, Any], training: bool = False) -> dict[str, Any]:
@@ -159,32 +156,30 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         return moved
 
     def _batch(self, images: Any) -> Tensor:
-        shapes = self._checked_shapes(images)
+        channels, *sizes = zip(*self._checked_shapes(images), strict=True)
         divisor = self.pad_size_divisor
-        height, width = (-(-max(s[dim] for s in shapes) // divisor) * divisor for dim in (1, 2))
-        size = (len(images), shapes[0][0], height, width)
+        padded = [math.ceil(max(lengths) / divisor) * divisor for lengths in sizes]
+        size = (len(images), channels[0], *padded)
         batch = torch.full(size, self.pad_value, dtype=torch.float32, device=images[0].device)
-        if isinstance(images, Tensor):
-            batch[..., : images.shape[-2], : images.shape[-1]] = self._normalized(images)
-        else:
-            for place, image in zip(batch, images, strict=True):
-                place[:, : image.shape[1], : image.shape[2]] = self._normalized(image)
+        # One tensor is copied at once, a list image by image.
+        pairs = [(batch, images)] if isinstance(images, Tensor) else zip(batch, images, strict=True)
+        for place, image in pairs:
+            place[..., : image.shape[-2], : image.shape[-1]] = self._normalized(image)
         return batch
 
     def _checked_shapes(self, images: Any) -> list[tuple[int, ...]]:
         """The shapes of the single images."""
-        if isinstance(images, Tensor):
-            shapes = [tuple(images.shape[1:])] * len(images) if images.dim() else []
-        elif isinstance(images, list | tuple) and all(isinstance(i, Tensor) for i in images):
-            shapes = [tuple(image.shape) for image in images]
-        else:
+        sequence = isinstance(images, Tensor | list | tuple)
+        if not sequence or not all(isinstance(image, Tensor) for image in images):
             raise TypeError(f"inputs must be a tensor or a list of tensors, but got {images!r}")
-        if not shapes or {len(shape) for shape in shapes} != {3}:
+        shapes = [tuple(image.shape) for image in images]
+        if {len(shape) for shape in shapes} != {3}:
             raise ValueError(
                 "inputs must be at least one image of shape (C, H, W), in a list or as a tensor of "
                 f"shape (N, C, H, W), but the images have the shapes {shapes}"
             )
-        needed = 3 if self._reverse or 3 in (len(self._mean), len(self._std)) else shapes[0][0]
+        lengths = {len(values) for values in (self._mean, self._std) if values is not None}
+        needed = 3 if self._reverse or 3 in lengths else shapes[0][0]
         if {shape[0] for shape in shapes} != {needed}:
             raise ValueError(f"images must have {needed} channels, but their shapes are {shapes}")
         return shapes
@@ -195,7 +190,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def _place_statistics(self) -> None:
         # Not buffers: those lose digits where a model is cast to half precision.
-        if self._mean:
+        if self._mean is not None:
             self.mean, self.std = (
                 torch.tensor(values, dtype=torch.float32, device=self.device).view(-1, 1, 1)
                 for values in (self._mean, self._std)
@@ -205,11 +200,3 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         super()._apply(fn, recurse)
         self._place_statistics()
         return self
-
-
-def _channel_values(name: str, values: Sequence[float] | None) -> list[float]:
-    if values is None:
-        return []
-    if not hasattr(values, "__len__") or len(values) not in (1, 3):
-        raise ValueError(f"{name} must be a list of 1 or 3 numbers, but got {values!r}")
-    return [float(value) for value in values]

@@ -1,40 +1,24 @@
 """A model sharded over ranks by torch's ``fully_shard`` (FSDP2), and its state as a whole.
 
-Each rank holds a part of every parameter, of its gradient and of the optimizer's state. What is
-needed of a layer is brought together right before it computes. Names stay as they are.
+Each rank holds a part of every parameter, of its gradient and of the optimizer's state. A layer's
+parameters are brought together right before it computes. Names stay as they are.
 """
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.utils.checkpoint import checkpoint
 
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import full_tensors, load_full_state_dict
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.dtensor import full_tensor, full_tensors, is_sharded, local_tensor, shard_like
 
-__all__ = [
-    "WrapRule",
-    "apply_activation_checkpointing",
-    "build_mp_policy",
-    "full_state_dict",
-    "load_full_state_dict",
-    "select_modules",
-    "shard_model",
-    "tied_parameters",
-]
+if TYPE_CHECKING:  # it is heavy, and few runs need it
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 WrapRule: TypeAlias = Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 """Which modules of a model: those of some classes, given as classes or by their bare names, or
@@ -45,7 +29,7 @@ def shard_model(
     model: nn.Module,
     *,
     wrap: WrapRule = (),
-    mp_policy: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
+    mp_policy: "MixedPrecisionPolicy | Mapping[str, Any] | None" = None,
     offload: bool = False,
     activation_checkpointing: bool | WrapRule = False,
     reshard_after_forward: bool = True,
@@ -53,10 +37,10 @@ def shard_model(
 ) -> nn.Module:
     """Shard a model in place; the parameters become DTensors, so make the optimizer afterwards.
 
-    Every rank must hold the same values, or the model be on the meta device (see
-    :func:`~hooktrain.model.deferred.init_deferred`). Call the model itself, not its ``forward``; a
-    model whose step calls its children instead wants each of these in ``wrap``. Buffers are not
-    sharded, and the ranks do not exchange them.
+    Every rank must hold the same values, or the model is on the meta device (see
+    :func:`init_deferred`). Call the model itself, not its ``forward``. If its step calls its
+    children instead, name each of these in ``wrap``. Buffers are not sharded, and the ranks do not
+    exchange them.
 
     Args:
         model: the model.
@@ -70,8 +54,7 @@ def shard_model(
         reshard_after_forward: free a unit's parameters after its forward pass and bring them
             together again for the backward one. False takes more memory and communicates less.
         mesh: the ranks, in one dimension, or in two to shard over the second and replicate over
-            the first. None is all ranks, on the kind of device that the parameters are on; of a
-            model on the meta device the accelerator, where there is one.
+            the first. None is all ranks, on the accelerator, or on the CPU if there is none.
 
     Returns:
         The model.
@@ -82,29 +65,32 @@ def shard_model(
             unknown option of ``mp_policy``.
         TypeError: for a rule or policy of another kind.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
     if not dist.is_initialized():
         raise RuntimeError("a model is sharded over ranks: initialise the process group first")
     units = select_modules(model, wrap, "wrap")
+    if mesh is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(kind, (comm.get_world_size(),))
+    pinned = mesh.device_type != "cpu"
     options: dict[str, Any] = {
-        "mesh": mesh or init_device_mesh(_device_type(model), (comm.get_world_size(),)),
+        "mesh": mesh,
         "mp_policy": build_mp_policy(mp_policy),
         # torch keeps the rest's parameters after the forward pass: the backward one begins there.
         "reshard_after_forward": None if reshard_after_forward else False,
+        "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
     }
-    pinned = options["mesh"].device_type != "cpu"
-    options["offload_policy"] = CPUOffloadPolicy(pinned) if offload else OffloadPolicy()
     if activation_checkpointing is not False:
         rule = wrap if activation_checkpointing is True else activation_checkpointing
-        apply_activation_checkpointing(model, rule)
-    tied = tied_parameters(model)
+        # Around each `forward`, so that modules and names stay as they are.
+        for module in select_modules(model, rule, "activation_checkpointing"):
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    tied = _tied(model)
     for unit in reversed(units):  # the inner ones first
         fully_shard(unit, **options)
     fully_shard(model, **options)
-    if torn := tied - tied_parameters(model):
-        raise ValueError(
-            f"wrap puts a shared parameter into several units, where it would be several ones: "
-            f"{sorted(map(sorted, torn))}; leave these modules to the rest of the model"
-        )
+    _check_tied(model, tied, "leave the modules of wrap that share them to the rest of the model")
     return model
 
 
@@ -117,23 +103,21 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
         argument: its name in error messages.
 
     Raises:
-        TypeError: if ``rule`` is neither.
+        TypeError: if ``rule`` is a single class or name.
         ValueError: if it means no module at all; an empty collection may.
     """
-    inner = [(name, module) for name, module in model.named_modules() if module is not model]
-    if callable(rule) and not isinstance(rule, type):
+    if isinstance(rule, str | type):
+        raise TypeError(
+            f"{argument} must be a collection of module classes, or a function of a module's name "
+            f"and the module, but got {rule!r}"
+        )
+    inner = list(model.named_modules())[1:]
+    if callable(rule):
         chosen = [module for name, module in inner if rule(name, module)]
     else:
-        classes = () if isinstance(rule, str | type) else tuple(rule)
-        if isinstance(rule, str | type) or not all(isinstance(c, str | type) for c in classes):
-            raise TypeError(
-                f"{argument} must be a collection of module classes, or a function of a module's "
-                f"name and the module, but got {rule!r}"
-            )
-        chosen = [m for _, m in inner if any(_is_of(m, c) for c in classes)]
-        if not classes:
-            return []
-    if not chosen:
+        classes = tuple(kind for kind in rule if isinstance(kind, type))
+        chosen = [m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule]
+    if not chosen and (callable(rule) or rule):
         there = ", ".join(sorted({type(module).__name__ for _, module in inner}))
         raise ValueError(
             f"{argument}={rule!r} means no module of {type(model).__name__}, which has {there}"
@@ -141,42 +125,24 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
     return chosen
 
 
-def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
-    return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
-
-
-def apply_activation_checkpointing(model: nn.Module, rule: WrapRule) -> None:
-    """Let modules keep their inputs only, and compute again what the backward pass needs.
-
-    By :func:`torch.utils.checkpoint.checkpoint`, around the ``forward`` of each: modules and names
-    stay as they are. Dropout draws the same numbers again.
-
-    Args:
-        model: changed in place. If it is to be sharded, call this first.
-        rule: the modules, none of them inside of another.
-    """
-    for module in select_modules(model, rule, "activation_checkpointing"):
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
-
-
 def build_mp_policy(
-    policy: MixedPrecisionPolicy | Mapping[str, Any] | None,
-) -> MixedPrecisionPolicy:
+    policy: "MixedPrecisionPolicy | Mapping[str, Any] | None",
+) -> "MixedPrecisionPolicy":
     """A policy of mixed precision; None computes in the precision of the parameters.
 
+    Args:
+        policy: the policy; or its arguments, in which data types may be names.
+
     Raises:
-        TypeError: if it is neither policy, dict nor None.
-        ValueError: for an unknown option or data type.
+        TypeError: for an unknown option.
+        ValueError: for an unknown data type.
     """
-    if policy is None or isinstance(policy, MixedPrecisionPolicy):
-        return policy or MixedPrecisionPolicy()
-    if not isinstance(policy, Mapping):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy or a dict, but got {policy!r}")
-    known = [field.name for field in fields(MixedPrecisionPolicy)]
-    options = dict(policy)
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    options = dict(policy or {})
     for key, value in options.items():
-        if key not in known:
-            raise ValueError(f"mp_policy has no option {key!r}{did_you_mean(key, known)}")
         if isinstance(value, str):
             options[key] = getattr(torch, value, None)
             if not isinstance(options[key], torch.dtype):
@@ -195,7 +161,90 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return state if comm.is_main_process() else {}
 
 
-def tied_parameters(model: nn.Module) -> set[frozenset[str]]:
+@torch.no_grad()
+def init_deferred(model: nn.Module, device: torch.device | str) -> None:
+    """Give memory and values to a model that was built on the meta device.
+
+    So a model that is too large for one process is built, sharded, and only then initialised::
+
+        with torch.device("meta"):
+            model = Transformer()
+        shard_model(model, wrap={Block})
+        init_deferred(model, "cuda")
+
+    As when a model is constructed, each module's ``reset_parameters`` is called, children before
+    their parent and in the order in which they are registered; then ``init_weights`` of the
+    outermost modules that have it. While a module's method runs, each rank has the module as a
+    whole in its memory; afterwards each rank keeps its shard of the main process's values. So the
+    values depend on the seed, the device and the model, and not on the number of ranks. A single
+    process that constructs the model on that device after the same seed gets the same ones, if
+    constructors draw in the order above.
+
+    Args:
+        model: all of it on the meta device; sharded or not.
+        device: for its memory; that of the ranks' mesh, or the CPU for a model that is offloaded.
+
+    Raises:
+        ValueError: if a part of the model is not on the meta device, a parameter or buffer is given
+            no value by these methods, or shared parameters would come apart.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if real := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
+        raise ValueError(f"the model must be built on the meta device, but not so: {real}")
+    tied = _tied(model)
+    model.to_empty(device=device)
+    _check_tied(model, tied, "shard the model first, or build it on its device")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for tensor in tensors.values():
+        local_tensor(tensor).fill_(float("nan") if tensor.is_floating_point() else 0)
+    model.apply(_reset)
+    _init_outermost(model)
+    # A host-device synchronisation for each tensor, once in a run.
+    has_nan = [name for name, tensor in tensors.items() if local_tensor(tensor).isnan().any()]
+    unset = set().union(*comm.all_gather(has_nan))
+    if unset:
+        raise ValueError(
+            "neither reset_parameters() nor init_weights() of any module gives a value to "
+            f"{sorted(unset)}"
+        )
+
+
+def _reset(module: nn.Module) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):  # the latter in torch's attention
+        if hasattr(module, name):
+            _call_whole(module, name)
+            return
+
+
+def _init_outermost(module: nn.Module) -> None:
+    if hasattr(module, "init_weights"):
+        _call_whole(module, "init_weights")
+        return
+    for child in module.children():
+        _init_outermost(child)
+
+
+def _call_whole(module: nn.Module, method: str) -> None:
+    """Call a method of a module that has whole parameters meanwhile, and shards again at the end.
+
+    torch draws random numbers for shards on accelerators only, and others than for the whole.
+    """
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (inner._parameters, name, parameter)
+        for inner in module.modules()
+        for name, parameter in inner._parameters.items()
+        if is_sharded(parameter)
+    ]
+    wholes = {p: nn.Parameter(full_tensor(p), p.requires_grad) for _, _, p in places}
+    for parameters, name, parameter in places:
+        parameters[name] = wholes[parameter]
+    getattr(module, method)()
+    for parameters, name, parameter in places:
+        local_tensor(parameter).copy_(local_tensor(shard_like(parameters[name], parameter)))
+        parameters[name] = parameter
+
+
+def _tied(model: nn.Module) -> set[frozenset[str]]:
     """The names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -203,8 +252,8 @@ def tied_parameters(model: nn.Module) -> set[frozenset[str]]:
     return {frozenset(group) for group in names.values() if len(group) > 1}
 
 
-def _device_type(model: nn.Module) -> str:
-    device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    if device is None and torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-    return "cpu" if device is None else device.type
+def _check_tied(model: nn.Module, tied: set[frozenset[str]], advice: str) -> None:
+    if torn := tied - _tied(model):
+        raise ValueError(
+            f"shared parameters would come apart: {sorted(map(sorted, torn))}; {advice}"
+        )

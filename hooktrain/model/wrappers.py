@@ -1,19 +1,15 @@
-"""DistributedDataParallel that names unused parameters, and one for models that own their step."""
+"""DistributedDataParallel that names unused parameters, and two for models that own their step."""
 
-import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from hooktrain.model.base_model import BaseModel
-from hooktrain.model.step import train_step
+from hooktrain.model.base_model import BaseModel, train_step
 from hooktrain.utils.registry import MODEL_WRAPPERS
-
-__all__ = ["NamingDistributedDataParallel", "StepDistributedDataParallel", "is_model_wrapper"]
-
-# In DDP's message about parameters whose gradients did not come.
-_INDICES = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 MODEL_WRAPPERS.register(DistributedDataParallel)
 MODEL_WRAPPERS.register(DataParallel)
@@ -27,44 +23,27 @@ def is_model_wrapper(model: nn.Module) -> bool:
 
 @MODEL_WRAPPERS.register_module()
 class NamingDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that names parameters which got no gradient, where torch counts them.
+    """DistributedDataParallel whose error about parameters without gradient has their names.
 
     Args:
         module: the model, on its device.
         broadcast_buffers: send the first rank's buffers to all in each forward pass. At the start
             they are sent in any case, as the parameters are.
         **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids`` the
-            module stays where it is, be that the CPU.
+            module stays where it is, also on the CPU.
     """
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any) -> None:
-        super().__init__(module, **kwargs)
-        # The argument of this name goes out of use in torch, and would concern the start too.
-        self.broadcast_buffers = broadcast_buffers
-        self._names = [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model.
-
-        Raises:
-            RuntimeError: if parameters got no gradient in the step before; it names them.
-        """
+        c10d: Any = dist  # mypy does not know of these names
+        level = c10d.get_debug_level()
+        if level == c10d.DebugLevel.OFF:  # torch would only give indices of the parameters
+            c10d.set_debug_level(c10d.DebugLevel.INFO)
         try:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            unused = _INDICES.search(str(error))
-            if unused is None:
-                raise
-            names = [self._names[int(index)] for index in unused.group(1).split()]
-            raise RuntimeError(
-                f"the last loss did not depend on the parameters {names}. Use them for it or "
-                "freeze them by requires_grad_(False) before the model is wrapped; or where that "
-                "differs from step to step, wrap it with find_unused_parameters=True"
-            ) from error
+            super().__init__(module, **kwargs)
+        finally:
+            c10d.set_debug_level(level)
+        # torch's argument of this name is deprecated, and concerns the start too.
+        self.broadcast_buffers = broadcast_buffers
 
 
 @MODEL_WRAPPERS.register_module(name=["StepDistributedDataParallel", "MMDistributedDataParallel"])
@@ -73,13 +52,13 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
 
     The training step calls the model through DDP, so that the ranks exchange gradients. Where
     several backward passes are accumulated, they do so in the last one only. A model with
-    several optimizers wants :class:`~hooktrain.model.SeparateDistributedDataParallel`.
+    several optimizers needs :class:`~hooktrain.model.SeparateDistributedDataParallel`.
 
     Args:
         module: the model, on its device. It has the ``data_preprocessor`` and ``parse_losses`` of a
-            BaseModel, and no ``train_step`` of its own, which would be passed over.
+            BaseModel, and no ``train_step`` of its own, which would not be called.
         detect_anomalous_params: log in each step the parameters that the loss does not depend on,
-            to find out why DDP fails or waits. It takes time.
+            to find out why DDP fails or hangs. It takes time.
         **kwargs: those of :class:`NamingDistributedDataParallel`.
     """
 
@@ -90,7 +69,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         self.detect_anomalous_params = detect_anomalous_params
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Train on one batch; see :func:`hooktrain.model.step.train_step`.
+        """Train on one batch; see :func:`hooktrain.model.base_model.train_step`.
 
         Returns:
             The values to log.
@@ -114,3 +93,134 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
     def test_step(self, data: Any) -> Any:
         """The model's own; the ranks do not communicate."""
         return self.module.test_step(data)
+
+
+@MODEL_WRAPPERS.register_module(
+    name=["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel"]
+)
+class SeparateDistributedDataParallel(DistributedDataParallel):
+    """DistributedDataParallel around each child of a model, with the model's own steps.
+
+    For models with several optimizers, such as GANs: DDP around the whole would wait in each
+    backward pass for the gradients of the parts that it does not reach. The model's ``train_step``
+    calls its children, and thereby DDP; under :func:`torch.no_grad` where no backward pass through
+    them follows, since DDP waits for one.
+
+    Each child with trainable parameters is replaced, in the model, by a
+    :class:`~hooktrain.model.StepDistributedDataParallel` around it. Other children stay as they
+    are, with the values of the first rank. The state has the names of the bare model: those of this
+    wrapper with a prefix ``module.``, as DDP has it, those of ``module`` without any. So a
+    checkpoint fits any number of ranks.
+
+    Args:
+        module: the model, on its device; it is changed.
+        broadcast_buffers: see :class:`~hooktrain.model.NamingDistributedDataParallel`.
+        find_unused_parameters: see :class:`torch.nn.parallel.DistributedDataParallel`.
+        **kwargs: passed on for each child, such as ``device_ids``, or the
+            ``detect_anomalous_params`` of StepDistributedDataParallel.
+
+    Raises:
+        ValueError: if no child has trainable parameters; or if the model has some of its own, which
+            no child would exchange.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        broadcast_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # DDP by type, so that all who look for a DDP to get at its `module` find this one too. The
+        # work is done by the DDPs around the children: this has none of a DDP's attributes.
+        nn.Module.__init__(self)
+        own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if own:
+            raise ValueError(
+                f"the parameters {own} are directly in {type(module).__name__}, in no child that "
+                "DistributedDataParallel could be put around: move them into a child"
+            )
+        options = {
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused_parameters": find_unused_parameters,
+            **kwargs,
+        }
+        trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
+        if not trained:
+            raise ValueError(f"no child of {type(module).__name__} has trainable parameters")
+        parts = {child: _Part(child, **options) for child in trained}
+        # named_children() leaves out the second name of a child.
+        for name, child in module._modules.items():
+            if child in parts:
+                module._modules[name] = parts[child]
+        self.module = module
+        _broadcast_rest(module, kwargs.get("process_group"))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*inputs, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        """The model's own; it calls the children, and so their ranks communicate.
+
+        Returns:
+            The values to log.
+        """
+        values: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)
+        return values
+
+    def val_step(self, data: Any) -> Any:
+        """The model's own."""
+        return self.module.val_step(data)
+
+    def test_step(self, data: Any) -> Any:
+        """The model's own."""
+        return self.module.test_step(data)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, the ranks exchange the gradients of no child."""
+        with ExitStack() as stack:
+            for part in self._parts():
+                stack.enter_context(part.no_sync())
+            yield
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Register a communication hook with the DDP around each child."""
+        for part in self._parts():
+            part.register_comm_hook(state, hook)
+
+    def train(self, mode: bool = True) -> "SeparateDistributedDataParallel":
+        """Set the mode of the wrapper and the model."""
+        nn.Module.train(self, mode)
+        return self
+
+    def _parts(self) -> list["_Part"]:
+        return [child for child in self.module.children() if isinstance(child, _Part)]
+
+
+class _Part(StepDistributedDataParallel):
+    """DDP around a child. What is inside has the names in the state that it has without DDP."""
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self.register_load_state_dict_pre_hook(_add_wrapper)  # type: ignore[no-untyped-call]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the child."""
+        return self.module.state_dict(*args, **kwargs)
+
+
+def _add_wrapper(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
+
+
+def _broadcast_rest(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """The first rank's values for what is in no DDP, as DDP itself does for what is in it."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for child in module.children():
+        if not isinstance(child, _Part):
+            tensors += [*child.parameters(), *child.buffers()]
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)

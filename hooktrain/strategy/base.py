@@ -69,9 +69,8 @@ class BaseStrategy(PreparedStates):
             ``train_micro_batch_size_per_gpu``, from ``dispatch_kwargs``. Passes that are
             accumulated do not count, as in MMEngine.
         sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches of all
-            ranks, by :class:`torch.nn.SyncBatchNorm`, or on the CPU, which that refuses, by
-            :class:`~hooktrain.model.CPUSyncBatchNorm`. None changes nothing; one process has all
-            of the batch anyway.
+            ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators. None changes
+            nothing; one process has all of the batch anyway.
         device: such as ``"cpu"`` or ``"cuda:1"``. None is the accelerator, if there is one; with
             several ranks, each has its own.
 
@@ -230,8 +229,7 @@ class BaseStrategy(PreparedStates):
         """Let batch norms communicate, if that is asked for."""
         if self.sync_bn is None:
             return model
-        on_cpu = self.device.type == "cpu"
-        return convert_sync_batchnorm(model, "cpu" if on_cpu else self.sync_bn)
+        return convert_sync_batchnorm(model, self.sync_bn)
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """Bring a model to :attr:`device`, and give it the first rank's weights. A collective.

@@ -9,8 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from hooktrain.model.base_model import BaseModel
-from hooktrain.model.deferred import init_deferred
-from hooktrain.model.sharding import WrapRule, build_mp_policy, full_state_dict, shard_model
+from hooktrain.model.sharding import (
+    WrapRule,
+    build_mp_policy,
+    full_state_dict,
+    init_deferred,
+    shard_model,
+)
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.strategy.base import BaseStrategy
@@ -36,7 +41,7 @@ class FSDPStrategy(BaseStrategy):
     that its checkpoints fit every other strategy.
 
     A model on the meta device, or one that ``deferred_init`` builds there, gets its weights when it
-    is sharded already; see :func:`hooktrain.model.deferred.init_deferred`. Any other must fit the
+    is sharded already; see :func:`hooktrain.model.sharding.init_deferred`. Any other must fit the
     memory of one device until it is sharded. An optimizer that was built of the model's parameters
     before, and has made no step, goes over to the sharded ones.
 

@@ -1,13 +1,24 @@
+"""Models that own their step, and the one step."""
+
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from model_toys import ToyModel, batch, sgd
+from model_toys import PairPreprocessor, ToyModel, batch, sgd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hooktrain.engine import StepTrainer
-from hooktrain.model import BaseDataPreprocessor, BaseModel, ImgDataPreprocessor
+from hooktrain.model import (
+    BaseDataPreprocessor,
+    BaseModel,
+    ImgDataPreprocessor,
+    detect_anomalous_params,
+)
+from hooktrain.model.base_model import train_step
+from hooktrain.solver import AmpOptimWrapper
 
 
 class GuideModel(BaseModel):
@@ -122,3 +133,277 @@ def test_built_on_another_default_device_it_casts_to_that() -> None:
     with torch.device("meta"):
         model = ToyModel()
     assert model.data_preprocessor.device == torch.device("meta")
+
+
+def test_losses_are_means_and_sums_of_means_and_all_of_them_are_added_up() -> None:
+    losses = {
+        "loss_a": torch.tensor([1.0, 3.0]),
+        "accuracy": torch.tensor([0.0, 1.0]),
+        "aux_loss": [torch.tensor([[2.0], [4.0]]), torch.tensor(5.0)],
+        "losses": (torch.tensor(0.5),),
+    }
+    total, log_vars = ToyModel().parse_losses(losses)
+    assert total.item() == 2 + 3 + 5 + 0.5
+    assert {k: v.item() for k, v in log_vars.items()} == {
+        "loss": 10.5,
+        "loss_a": 2.0,
+        "accuracy": 0.5,
+        "aux_loss": 8.0,
+        "losses": 0.5,
+    }
+    assert list(log_vars) == ["loss", "loss_a", "accuracy", "aux_loss", "losses"]
+
+
+def test_what_is_counted_in_whole_numbers_is_logged_as_its_mean() -> None:
+    correct, count = torch.tensor([True, False]), torch.tensor([1, 2])
+    _, log_vars = ToyModel().parse_losses(
+        {"loss": torch.ones(1), "correct": correct, "count": [count, count]}
+    )
+    assert (log_vars["correct"].item(), log_vars["count"].item()) == (0.5, 3.0)
+
+
+def test_a_models_own_loss_beside_others_does_not_hide_the_sum() -> None:
+    weight = torch.tensor(1.0, requires_grad=True)
+    total, log_vars = ToyModel().parse_losses({"loss_b": 2 * weight, "loss": weight})
+    assert total.item() == 3.0
+    assert {k: v.item() for k, v in log_vars.items()} == {
+        "total_loss": 3.0,
+        "loss_b": 2.0,
+        "loss": 1.0,
+    }
+    assert next(iter(log_vars)) == "total_loss"
+
+
+def test_a_single_loss_is_its_own_sum() -> None:
+    total, log_vars = ToyModel().parse_losses(
+        {"accuracy": torch.tensor(0.5), "loss": torch.tensor(2.0)}
+    )
+    assert total.item() == 2.0
+    assert [(k, v.item()) for k, v in log_vars.items()] == [("loss", 2.0), ("accuracy", 0.5)]
+
+
+def test_values_to_log_have_no_gradient_and_the_sum_has() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    total, log_vars = ToyModel().parse_losses({"loss_a": weight, "score": weight.sum()})
+    assert total.requires_grad
+    assert not any(value.requires_grad for value in log_vars.values())
+
+
+@pytest.mark.parametrize("wrong", [3.0, None, [], [torch.ones(1), 2.0], {"a": torch.ones(1)}, "x"])
+def test_a_loss_that_is_no_tensor_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="'loss_a' must be a tensor or a list or tuple of tensors"):
+        ToyModel().parse_losses({"loss_b": torch.ones(1), "loss_a": wrong})
+
+
+def test_losses_without_a_loss_are_refused_with_their_names() -> None:
+    with pytest.raises(ValueError, match=r"'loss' in its name.*\['ce', 'acc'\]"):
+        ToyModel().parse_losses({"ce": torch.ones(1), "acc": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"'loss' in its name.*\[\]"):
+        ToyModel().parse_losses({})
+
+
+def test_a_sum_that_has_no_name_left_is_refused() -> None:
+    with pytest.raises(ValueError, match="leave out 'total_loss'"):
+        ToyModel().parse_losses({"loss": torch.ones(1), "total_loss": torch.ones(1)})
+
+
+def test_losses_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(TypeError, match="must return a dict of losses, but returned tensor"):
+        ToyModel().parse_losses(torch.ones(1))  # type: ignore[arg-type]
+
+
+def test_a_step_is_the_one_written_by_hand() -> None:
+    model, by_hand = ToyModel(), ToyModel()
+    by_hand.load_state_dict(model.state_dict())
+    wrapper, optimizer = sgd(model), torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for seed in range(3):
+        img, label = batch(4, seed)
+        log_vars = train_step(model, [img, label], wrapper)
+        error = by_hand.linear(img) - label
+        loss1, loss2 = error.pow(2).mean(), error.abs().mean()
+        optimizer.zero_grad()
+        (loss1 + loss2).backward()
+        optimizer.step()
+        assert torch.equal(log_vars["loss"], (loss1 + loss2).detach())
+        assert torch.equal(log_vars["loss1"], loss1.detach())
+        assert list(log_vars) == ["loss", "loss1", "loss2"]
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Named(nn.Module):
+    """Gives arguments by name."""
+
+    def forward(self, data: dict[str, Tensor], training: bool = False) -> dict[str, Any]:
+        return {**data, "label": torch.zeros(1), "training": training}
+
+
+class Weight(BaseModel):
+    def __init__(self) -> None:
+        super().__init__(Named())
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, label: Tensor, training: bool, mode: str) -> Any:  # type: ignore[override]
+        self.called = (training, mode)
+        return {"loss": self.weight * x + label}
+
+
+def test_a_dict_of_the_preprocessor_gives_arguments_by_name() -> None:
+    model = Weight()
+    model.train_step({"x": torch.tensor(2.0)}, sgd(model))
+    assert model.called == (True, "loss")
+    assert model.weight.item() == pytest.approx(0.8)
+    predicted = model.val_step({"x": torch.tensor(2.0)})
+    assert model.called == (False, "predict")
+    assert predicted["loss"].item() == pytest.approx(1.6)
+
+
+def test_a_pair_of_the_preprocessor_gives_arguments_by_place() -> None:
+    model = ToyModel(PairPreprocessor())
+    img, label = batch(2)
+    expected = (model.linear(2 * img) - label).abs().mean()
+    log_vars = train_step(model, {"x": img, "y": label}, sgd(model))
+    assert torch.equal(log_vars["loss2"], expected.detach())
+    predicted = model.val_step({"x": img, "y": label})
+    assert torch.equal(torch.stack(predicted), model.linear(3 * img))
+
+
+def test_another_result_of_the_preprocessor_is_refused() -> None:
+    model = ToyModel()
+    with pytest.raises(TypeError, match=r"dict of those by name or a list.*type Tensor"):
+        train_step(model, torch.ones(1), sgd(model))
+    with pytest.raises(TypeError, match="type NoneType"):
+        model.val_step(None)
+
+
+class Traced:
+    """An optimizer wrapper that records the order of what happens."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextlib.contextmanager
+    def _context(self, name: str) -> Iterator[None]:
+        self.events.append(name)
+        yield
+        self.events.append(f"end {name}")
+
+    def sync_context(self, model: nn.Module) -> Any:
+        self.model = model
+        return self._context("sync")
+
+    def precision_context(self) -> Any:
+        return self._context("precision")
+
+    def update_params(self, loss: Tensor) -> None:
+        self.events.append("update")
+
+
+def test_the_backward_pass_is_inside_of_sync_and_outside_of_the_lower_precision() -> None:
+    wrapper, model = Traced(), ToyModel()
+    model.linear.register_forward_hook(lambda *_: wrapper.events.append("forward"))
+    train_step(model, batch(1), wrapper)
+    assert wrapper.model is model
+    assert wrapper.events == ["sync", "precision", "forward", "end precision", "update", "end sync"]
+
+
+def test_inside_a_wrapper_that_one_is_called_and_the_models_parts_are_used() -> None:
+    wrapper, model, img = Traced(), ToyModel(), batch(2)
+    around = nn.Sequential()
+    around.forward = lambda *args, mode: model(*args, mode=mode) | {"loss3": torch.ones(1)}
+    log_vars = train_step(model, img, wrapper, around)
+    assert wrapper.model is around
+    assert "loss3" in log_vars
+
+
+def test_the_forward_pass_is_in_the_precision_of_the_wrapper() -> None:
+    model = ToyModel()
+    seen = []
+    model.linear.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_step(model, batch(2), AmpOptimWrapper(optimizer, "bfloat16"))
+    assert seen == [torch.bfloat16]
+
+
+def test_parameters_that_the_sum_does_not_depend_on_are_named_before_the_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = ToyModel()
+    model.extra = nn.Linear(3, 2, bias=False)
+    train_step(model, batch(2), sgd(model))
+    assert caplog.messages == []
+    train_step(model, batch(2), sgd(model), check=True)
+    assert caplog.messages == [
+        "extra.weight with shape torch.Size([2, 3]) is not in the computational graph"
+    ]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 2)
+        self.dropped = nn.Linear(2, 1)
+        self.never = nn.Parameter(torch.ones(3, 2))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.used(self.frozen(x))
+        return hidden, self.dropped(hidden)
+
+
+def test_parameters_that_were_not_used_are_logged_as_errors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    hidden, _ = model(torch.ones(1, 2))
+    names = detect_anomalous_params(hidden.sum(), model)
+    assert names == ["never", "dropped.weight", "dropped.bias"]
+    assert caplog.record_tuples == [
+        (
+            "hooktrain.model.base_model",
+            40,
+            f"{name} with shape torch.Size({shape}) is not in the computational graph",
+        )
+        for name, shape in [("never", [3, 2]), ("dropped.weight", [1, 2]), ("dropped.bias", [1])]
+    ]
+
+
+@pytest.mark.parametrize("nest", [lambda a, b: {"a": a, "b": [b]}, lambda a, b: [(a,), {"b": b}]])
+def test_losses_in_dicts_and_lists_count_together(nest: Any) -> None:
+    model = Net()
+    hidden, dropped = model(torch.ones(1, 2))
+    both = [hidden.sum(), dropped.sum()]
+    assert detect_anomalous_params(nest(*both), model) == ["never"]
+    assert detect_anomalous_params(nest(torch.ones(1), hidden), model) == [
+        "never",
+        "dropped.weight",
+        "dropped.bias",
+    ]
+
+
+def test_after_the_backward_pass_it_finds_the_same() -> None:
+    model = Net()
+    loss = model(torch.ones(1, 2))[1].sum()
+    loss.backward()
+    assert detect_anomalous_params(loss, model) == ["never"]
+
+
+def test_a_parameter_that_is_the_loss_itself_is_found() -> None:
+    model = Net()
+    assert "never" not in detect_anomalous_params(model.never, model)
+
+
+def test_a_graph_deeper_than_the_stack_is_no_trouble() -> None:
+    model = nn.Linear(1, 1)
+    value = model.weight.sum()
+    for _ in range(5000):
+        value = value + 1
+    assert detect_anomalous_params(value, model) == ["bias"]
+
+
+def test_a_graph_with_many_paths_is_walked_once() -> None:
+    model = nn.Linear(1, 1)
+    value = model.weight.sum()
+    for _ in range(60):
+        value = 2 * value + 3 * value  # 2 ** 60 paths
+    assert detect_anomalous_params(value, model) == ["bias"]

@@ -1,14 +1,19 @@
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from gloo import run_ranks
 from hooktrain.model import (
     BatchNormXd,
     convert_sync_batchnorm,
     get_bn_modules,
     revert_sync_batchnorm,
+    update_bn_stats,
 )
 
 
@@ -111,5 +116,247 @@ def test_a_reverted_norm_is_found_as_a_batch_norm() -> None:
 
 
 def test_another_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="implementation must be 'torch' or 'cpu', but got 'mmcv'"):
+    with pytest.raises(ValueError, match="implementation must be 'torch', but got 'mmcv'"):
         convert_sync_batchnorm(nn.BatchNorm1d(2), "mmcv")
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel, in float64."""
+    values = values.double().transpose(0, 1).flatten(1)
+    return values.mean(1), ((values - values.mean(1, keepdim=True)) ** 2).mean(1)
+
+
+def assert_statistics(layer: Any, values: Tensor) -> None:
+    mean, var = statistics(values)
+    torch.testing.assert_close(layer.running_mean.double(), mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer.running_var.double(), var, rtol=1e-5, atol=1e-7)
+
+
+def batches(*sizes: int, channels: int = 3, shape: tuple[int, ...] = ()) -> list[Tensor]:
+    return [torch.randn(n, channels, *shape) * 2 + k for k, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.BatchNorm1d(3), ()),
+        (nn.BatchNorm1d(3), (5,)),
+        (nn.BatchNorm2d(3), (4, 5)),
+        (nn.BatchNorm3d(3), (2, 4, 5)),
+        (nn.BatchNorm2d(3, momentum=None), (2, 2)),
+        (nn.BatchNorm2d(3, affine=False), (2, 2)),
+    ],
+)
+def test_statistics_are_those_of_all_batches_put_together(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    data = batches(2, 7, 4, shape=shape)
+    update_bn_stats(layer, data, num_iters=3)
+    assert_statistics(layer, torch.cat(data))
+
+
+def test_values_are_weighted_alike_whatever_the_size_of_their_batch_and_image() -> None:
+    layer = nn.BatchNorm2d(1)
+    data = [torch.tensor([1.0, 3.0]).view(1, 1, 1, 2), torch.full((2, 1, 2, 2), 5.0)]
+    update_bn_stats(layer, data, num_iters=2)
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.running_mean.item() == pytest.approx((1 + 3 + 8 * 5) / 10)
+    assert layer.running_var.item() == pytest.approx((1 + 9 + 8 * 25) / 10 - 4.4**2)
+
+
+def test_evaluating_afterwards_equals_training_on_all_batches_at_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    data = [torch.randn(8, 4) for _ in range(5)]
+    at_once = model(torch.cat(data))
+    update_bn_stats(model, data, num_iters=5)
+    torch.testing.assert_close(model.eval()(torch.cat(data)), at_once)
+
+
+def test_a_large_mean_does_not_cancel_the_variance() -> None:
+    layer = nn.BatchNorm1d(2)
+    data = [torch.randn(64, 2) * 0.1 + 3000 for _ in range(20)]
+    update_bn_stats(layer, data, num_iters=20)
+    _, var = statistics(torch.cat(data))
+    torch.testing.assert_close(layer.running_var.double(), var, rtol=1e-4, atol=0)  # type: ignore[union-attr]
+
+
+def test_half_precision_inputs_are_summed_in_full_precision() -> None:
+    layer = nn.BatchNorm1d(2)
+    data = [(torch.randn(32, 2) + 10).bfloat16() for _ in range(4)]
+    update_bn_stats(layer, data, num_iters=4)
+    assert_statistics(layer, torch.cat(data))
+
+
+def test_a_keyword_input_is_seen() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.norm(input=x)
+
+    model, data = Net(), batches(4, 4)
+    update_bn_stats(model, data, num_iters=2)
+    assert_statistics(model.norm, torch.cat(data))
+
+
+class Branches(nn.Module):
+    """The second layer sees only batches with positive sums, the third none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.BatchNorm1d(2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return self.sometimes(x) if x.sum() > 0 else y
+
+
+def test_batches_that_pass_a_layer_by_do_not_count_for_it() -> None:
+    model = Branches()
+    nn.init.constant_(model.never.running_mean, 7.0)  # type: ignore[arg-type]
+    before = buffers(model.never)
+    data = [torch.rand(4, 2) + 1, -torch.rand(6, 2), torch.rand(3, 2)]
+    update_bn_stats(model, data, num_iters=3)
+    assert_statistics(model.always, torch.cat(data))
+    assert_statistics(model.sometimes, torch.cat([data[0], data[2]]))
+    assert_unchanged(model.never, before)
+
+
+def test_only_training_layers_that_keep_statistics_are_concerned() -> None:
+    model = nn.Sequential(
+        nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)
+    )
+    model.append(nn.InstanceNorm1d(3, track_running_stats=True))
+    assert get_bn_modules(model) == [model[0]]
+    assert get_bn_modules(nn.SyncBatchNorm(3)) != []
+    before = buffers(model[1])
+    update_bn_stats(model[:3], batches(4, 4), num_iters=2)
+    assert_unchanged(model[1], before)
+    assert [layer.training for layer in model] == [True, False, True, True]
+    assert get_bn_modules(model.eval()) == []
+
+
+def test_a_model_without_such_layers_is_not_run() -> None:
+    def fails() -> Iterator[Any]:
+        raise AssertionError("a batch was drawn")
+        yield
+
+    update_bn_stats(nn.Linear(2, 2), fails(), num_iters=2)
+
+
+def test_buffers_are_written_in_place_and_everything_else_stays() -> None:
+    layer = nn.BatchNorm1d(3, momentum=0.3)
+    before = dict(layer.named_buffers())
+    update_bn_stats(layer, batches(4, 4), num_iters=2)
+    after = dict(layer.named_buffers())
+    assert all(after[name] is before[name] for name in before)
+    assert layer.momentum == 0.3
+    assert layer.training
+    assert after["num_batches_tracked"].item() == 0
+    assert not layer._forward_pre_hooks
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_no_more_batches_are_drawn_than_asked_for() -> None:
+    drawn = iter(range(10))
+    update_bn_stats(nn.BatchNorm1d(3), (torch.randn(2, 3) for _ in drawn), num_iters=4)
+    assert list(drawn) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_short_loader_is_an_error_with_both_counts_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    before = buffers(model)
+    with pytest.raises(
+        ValueError, match=r"gave 3 of the num_iters=5 batches asked for on this rank, 3 on"
+    ):
+        update_bn_stats(model, batches(4, 4, 4), num_iters=5)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("bad", [0, -1])
+def test_at_least_one_batch_must_be_asked_for(bad: int) -> None:
+    with pytest.raises(ValueError, match=f"num_iters must be at least 1: {bad}"):
+        update_bn_stats(nn.BatchNorm1d(3), [], num_iters=bad)
+
+
+def test_a_layer_used_twice_in_a_forward_pass_is_named() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = nn.Sequential(nn.BatchNorm1d(3))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.stage(self.stage(x))
+
+    model = Twice()
+    before = buffers(model)
+    with pytest.raises(RuntimeError, match=r"'stage\.0' is used twice"):
+        update_bn_stats(model, batches(4, 4), num_iters=2)
+    assert_unchanged(model, before)
+
+
+def test_a_failing_forward_pass_leaves_the_layers_as_they_were() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    before = buffers(model)
+    with pytest.raises(RuntimeError):
+        update_bn_stats(model, [torch.randn(4, 3), torch.randn(4, 5)], num_iters=2)
+    assert_unchanged(model, before)
+
+
+def all_batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = [3, 8, 5, 2, 6, 4]
+    return [torch.randn(n, 2, generator=generator) + k - 2 for k, n in enumerate(sizes)]
+
+
+def statistics_on_a_rank() -> dict[str, Tensor]:
+    model = Branches()
+    data = list(islice(all_batches(), dist.get_rank(), None, 2))
+    update_bn_stats(model, data, num_iters=3)
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def short_loader_on_one_rank() -> str:
+    layer = nn.BatchNorm1d(2)
+    data = all_batches()[: 5 - 2 * dist.get_rank()]
+    with pytest.raises(ValueError, match="data_loader gave") as error:
+        update_bn_stats(layer, data, num_iters=5)
+    assert torch.equal(layer.get_buffer("running_mean"), torch.zeros(2))
+    return str(error.value)
+
+
+def everything() -> tuple[dict[str, Tensor], str]:
+    return statistics_on_a_rank(), short_loader_on_one_rank()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Any]:
+    return run_ranks(everything, 2)
+
+
+def test_a_short_loader_on_one_rank_is_an_error_on_all(ranks: list[Any]) -> None:
+    rest = "of the num_iters=5 batches asked for on this rank, 8 on all ranks"
+    assert [rank[1] for rank in ranks] == [f"data_loader gave {n} {rest}" for n in (5, 3)]
+
+
+def test_statistics_are_those_of_all_ranks(ranks: list[Any]) -> None:
+    first, second = (rank[0] for rank in ranks)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    model = Branches()
+    model.load_state_dict(first, strict=False)
+    data = all_batches()
+    assert_statistics(model.always, torch.cat(data))
+    assert_statistics(model.sometimes, torch.cat([x for x in data if x.sum() > 0]))
+    assert torch.equal(first["never.running_var"], torch.ones(2))

@@ -7,9 +7,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,13 +23,19 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.demos.text import Block
 from hooktrain.model.sharding import (
+    build_mp_policy,
     full_state_dict,
-    load_full_state_dict,
+    init_deferred,
     select_modules,
     shard_model,
 )
 from hooktrain.solver import OptimWrapper
-from hooktrain.utils.dtensor import full_tensor, full_tensors, local_tensor
+from hooktrain.utils.dtensor import (
+    full_tensor,
+    full_tensors,
+    load_full_state_dict,
+    local_tensor,
+)
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part, train
 
 CLIP = {"max_norm": 0.5}
@@ -74,6 +86,10 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
         "checkpointed": [_checkpointed(rule) for rule in (False, True, {Block})],
         "precisions": _precisions(),
         "tied": _tied(),
+        "layers": _init_sharded(Layers, ()),
+        "transformer": _init_sharded(make_model, {Block}),
+        "filled": _init_sharded(Filled, ()),
+        "forgotten": _forgotten(),
     }
 
 
@@ -119,7 +135,7 @@ def _structure() -> dict[str, Any]:
 
 
 def _options(**given: Any) -> list[tuple[Any, Any]]:
-    with patch("hooktrain.model.sharding.fully_shard") as fully_shard:
+    with patch("torch.distributed.fsdp.fully_shard") as fully_shard:
         make_sharded(**given)
     calls = [call.kwargs for call in fully_shard.call_args_list]
     return [(call["offload_policy"], call["reshard_after_forward"]) for call in calls]
@@ -276,3 +292,139 @@ def test_a_mesh_of_two_dimensions_replicates_what_it_shards(
     rows, *losses = four[0]["replicated"]
     assert rows == 9
     assert losses == pytest.approx(one["losses"], abs=1e-5)
+
+
+def test_a_policy_of_mixed_precision_is_built_of_names() -> None:
+    policy = build_mp_policy({"param_dtype": "bfloat16", "cast_forward_inputs": False})
+    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    assert build_mp_policy(policy) is policy
+    assert build_mp_policy(None) == MixedPrecisionPolicy()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'param_type'"):
+        build_mp_policy({"param_type": "bfloat16"})
+    with pytest.raises(ValueError, match=r"mp_policy\['param_dtype'\] .* but got 'relu'"):
+        build_mp_policy({"param_dtype": "relu"})
+
+
+def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
+    model = make_model()
+    assert select_modules(model, {Block}) == list(model.blocks)
+    assert select_modules(model, lambda name, _: name.endswith(".1")) == [model.blocks[1]]
+    assert select_modules(model, ()) == []
+    with pytest.raises(ValueError, match="means no module of TextGPT, which has Block, Dropout"):
+        select_modules(model, {nn.Conv2d})
+    with pytest.raises(TypeError, match=r"wrap must be a collection .* but got <class"):
+        select_modules(model, Block, "wrap")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="but got 'Block'"):
+        select_modules(model, "Block")  # type: ignore[arg-type]
+
+
+def test_without_other_processes_there_is_nothing_to_shard_over() -> None:
+    with pytest.raises(RuntimeError, match="initialise the process group first"):
+        shard_model(make_model())
+
+
+class Layers(nn.Module):
+    """torch's own layers, with buffers, and a parameter that the model initialises itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.embedding = nn.Embedding(5, 4, padding_idx=2)
+        self.token = nn.Parameter(torch.empty(3, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.token, std=0.3)
+
+
+def on_meta(build: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = build()
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    return model
+
+
+@pytest.mark.parametrize("build", [Layers, make_model])
+def test_one_process_gets_the_weights_that_constructing_gives(build: Any) -> None:
+    model = on_meta(build)
+    torch.manual_seed(3)
+    init_deferred(model, "cpu")
+    torch.manual_seed(3)
+    assert same_states(model.state_dict(), build().state_dict())
+
+
+def _init_sharded(build: Any, wrap: Any) -> dict[str, Tensor]:
+    model = on_meta(build)
+    shard_model(model, wrap=wrap)
+    torch.manual_seed(3 if dist.get_rank() == 0 else 1000)
+    init_deferred(model, "cpu")
+    state = full_state_dict(model)
+    if build is make_model:
+        train(model, make_wrapper(model), batches(1))
+    return state
+
+
+class Forgotten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("table", torch.arange(3.0))
+
+
+def _forgotten() -> str:
+    model = on_meta(Forgotten)
+    shard_model(model)
+    with pytest.raises(ValueError, match="gives a value to") as caught:
+        init_deferred(model, "cpu")
+    return str(caught.value)
+
+
+class Filled(nn.Module):
+    """Draws in ways that no layer of torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 2))
+        self.bias = nn.Parameter(torch.empty(5))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.copy_(torch.rand_like(self.weight) + 1)
+        self.bias.fill_(0.5).bernoulli_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [("layers", Layers), ("transformer", make_model), ("filled", Filled)]
+)
+def test_sharded_models_get_the_weights_of_one_process_whatever_the_other_ranks_draw(
+    two: list[dict[str, Any]], name: str, build: Any
+) -> None:
+    torch.manual_seed(3)
+    assert same_states(two[0][name], build().state_dict())
+
+
+def test_what_no_method_initialises_is_named_on_every_rank(two: list[dict[str, Any]]) -> None:
+    message = (
+        "neither reset_parameters() nor init_weights() of any module gives a value to "
+        "['table', 'weight']"
+    )
+    assert [result["forgotten"] for result in two] == [message, message]
+
+
+def test_a_model_that_has_weights_keeps_them() -> None:
+    model = on_meta(Layers)
+    model.norm = nn.BatchNorm2d(3)
+    with pytest.raises(ValueError, match=r"not so: \['norm.bias', .*'norm.weight'\]"):
+        init_deferred(model, "cpu")
+    assert torch.equal(model.get_parameter("norm.weight"), torch.ones(3))
+
+
+def test_shared_parameters_of_a_model_that_is_not_sharded_are_refused() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model[1].weight = model[0].weight  # type: ignore[index, union-attr]
+    with pytest.raises(ValueError, match=r"come apart.*\['0.weight', '1.weight'\]"):
+        init_deferred(model, "cpu")

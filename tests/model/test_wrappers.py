@@ -1,21 +1,27 @@
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from model_toys import PairPreprocessor, ToyModel, batch, sgd
+from model_toys import PairPreprocessor, Pairs, ToyModel, batch, sgd, toy_gan
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.demos.gan import DigitsGAN
 from hooktrain.model import (
+    ExponentialMovingAverage,
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
     is_model_wrapper,
 )
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.solver.build import get_default_optimizer_params
 from hooktrain.utils.registry import MODEL_WRAPPERS, Registry
 
 State = dict[str, Tensor]
@@ -36,7 +42,7 @@ def halves(seed: int, pairs: bool) -> Any:
     return dict(zip("xy", mine, strict=True)) if pairs else mine
 
 
-def train(pairs: bool = False) -> State:
+def train_whole(pairs: bool = False) -> State:
     model = StepDistributedDataParallel(toy(dist.get_rank(), pairs))
     wrapper = sgd(model)
     for seed in range(3):
@@ -45,7 +51,7 @@ def train(pairs: bool = False) -> State:
 
 
 def train_with_pairs() -> State:
-    return train(pairs=True)
+    return train_whole(pairs=True)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -55,17 +61,12 @@ def test_two_ranks_learn_what_one_learns_from_the_whole_batch(pairs: bool, ranks
     for seed in range(3):
         whole = batch(8, seed)
         model.train_step(dict(zip("xy", whole, strict=True)) if pairs else whole, wrapper)
-    first, second = (rank["train_with_pairs" if pairs else "train"] for rank in ranks)
+    first, second = (rank["train_with_pairs" if pairs else "train_whole"] for rank in ranks)
     assert close(first, model.state_dict())
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def counted(calls: list[None], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    calls.append(None)
-    return allreduce_hook(dist.group.WORLD, bucket)
-
-
-def accumulate() -> tuple[list[int], State]:
+def accumulate_whole() -> tuple[list[int], State]:
     model = StepDistributedDataParallel(toy(0))
     calls: list[None] = []
     model.register_comm_hook(calls, counted)
@@ -84,7 +85,7 @@ def test_ranks_communicate_in_the_last_backward_pass_of_a_window_only(ranks: Any
     wrapper.initialize_count_status(model, 0, 5)
     for seed in range(5):
         model.train_step(batch(8, seed), wrapper)
-    for made, state in (rank["accumulate"] for rank in ranks):
+    for made, state in (rank["accumulate_whole"] for rank in ranks):
         assert made == [0, 0, 1, 1, 2]
         assert close(state, model.state_dict())
 
@@ -119,7 +120,7 @@ def unused() -> tuple[str, list[str], list[str]]:
 
 def test_unused_parameters_are_named_when_ddp_fails_and_when_asked_for(ranks: Any) -> None:
     message, records, losses = ranks[1]["unused"]
-    assert "on the parameters ['left_out.weight', 'left_out.bias']" in message
+    assert "grad for rank 1: left_out.bias, left_out.weight" in message
     assert "find_unused_parameters=True" in message
     shapes = {"left_out.weight": "[1, 1]", "left_out.bias": "[1]"}
     logged = [
@@ -206,25 +207,198 @@ def test_buffers_are_the_first_ranks_at_the_start_and_later_where_that_is_asked_
     assert ranks[1]["buffers_of_the_ranks"] == [[0, 2], [0, 1]]
 
 
-def everything() -> dict[str, Any]:
-    warnings.simplefilter("error")
-    functions = (
-        train,
-        train_with_pairs,
-        accumulate,
-        unused,
-        wrap_a_model_with_its_own_step,
-        fail_otherwise,
-        predict_on_one_rank,
-        buffers_of_the_ranks,
+def wrappers(model: Any, **options: Any) -> OptimWrapperDict:
+    parts = {name: getattr(model, name) for name in ("generator", "discriminator")}
+    return OptimWrapperDict(
+        **{
+            name: OptimWrapper(torch.optim.SGD(part.parameters(), lr=0.1), **options)
+            for name, part in parts.items()
+        }
     )
-    return {function.__name__: function() for function in functions}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    """What two ranks returned: it takes seconds to start them, so it is done once."""
-    return run_ranks(everything, 2)
+def separate(seed: int) -> SeparateDistributedDataParallel:
+    return SeparateDistributedDataParallel(toy_gan(seed))
+
+
+def same(a: State, b: State) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def my_half(seed: int) -> Tensor:
+    return batch(8, seed)[0].chunk(2)[dist.get_rank()]
+
+
+def counted(calls: list[None], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    calls.append(None)
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def train_parts(accumulative_counts: int = 1) -> tuple[State, list[int], dict[str, bool]]:
+    # Other random numbers on each rank: the first one's are to be everywhere.
+    model = separate(dist.get_rank()).eval()
+    calls: list[None] = []
+    model.register_comm_hook(calls, counted)
+    optimizers = wrappers(model.module, accumulative_counts=accumulative_counts)
+    made = []
+    for seed in range(4):
+        values = model.train_step(my_half(seed), optimizers)
+        made.append(len(calls))
+    assert list(values) == ["loss_d", "loss_g"]
+    kinds = {n: isinstance(c, DistributedDataParallel) for n, c in model.module.named_children()}
+    state = {**model.module.state_dict(), "offset": model.module.offset}
+    return state, made, kinds
+
+
+def accumulate_parts() -> tuple[State, list[int], dict[str, bool]]:
+    return train_parts(accumulative_counts=2)
+
+
+@pytest.mark.parametrize("accumulative_counts", [1, 2])
+def test_two_parts_on_two_ranks_learn_what_one_process_learns(
+    accumulative_counts: int, ranks: Any
+) -> None:
+    model = toy_gan(0).eval()
+    optimizers = wrappers(model, accumulative_counts=accumulative_counts)
+    for seed in range(4):
+        model.train_step(batch(8, seed)[0], optimizers)
+    name = "train_parts" if accumulative_counts == 1 else "accumulate_parts"
+    (first, made, kinds), (second, _, _) = (rank[name] for rank in ranks)
+    expected = model.state_dict()
+    assert first.keys() == expected.keys()
+    for name in expected:
+        assert torch.allclose(first[name], expected[name], rtol=0, atol=1e-6), name
+    assert same(first, second)
+    # One exchange a part in each iteration, or in each second one.
+    assert made == ([2, 4, 6, 8] if accumulative_counts == 1 else [0, 2, 2, 4])
+    assert kinds == {
+        "data_preprocessor": False,
+        "generator": True,
+        "discriminator": True,
+        "teacher": False,
+        "activation": False,
+    }
+
+
+def gradients_inside_of_no_sync() -> tuple[list[Tensor], list[Tensor], bool, bool]:
+    model = separate(0).eval()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        x = my_half(0)
+        (model.module.discriminator(x).sum() + model(x).sum()).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with model.no_sync():
+        alone = gradients()
+    together = gradients()
+    model.train()
+    trained = all(module.training for module in model.modules())
+    model.eval()
+    evaluated = not any(module.training for module in model.modules())
+    return alone, together, trained, evaluated
+
+
+def test_no_sync_covers_all_parts_and_ends(ranks: Any) -> None:
+    (alone_0, together_0, trained, evaluated), (alone_1, together_1, _, _) = (
+        rank["gradients_inside_of_no_sync"] for rank in ranks
+    )
+    assert len(alone_0) == 8
+    for a, b, c, d in zip(alone_0, alone_1, together_0, together_1, strict=True):
+        assert torch.equal(c, d)
+        assert torch.allclose((a + b) / 2, c, atol=1e-6)
+    assert any(not torch.equal(a, b) for a, b in zip(alone_0[:6], alone_1[:6], strict=True))
+    assert not torch.equal(alone_0[6], alone_1[6])
+    assert trained
+    assert evaluated
+
+
+def save_and_load(folder: Path) -> tuple[list[str], list[str], list[Any], State]:
+    model = separate(5)
+    Checkpointer(model, folder).save("wrapped")
+    names = list(model.state_dict())
+    state = model.module.state_dict()
+    del state["generator.0.bias"]
+    state["discriminator.bogus"] = torch.ones(1)
+    found = list(model.module.load_state_dict(state, strict=False))
+    inner = list(model.module.discriminator.state_dict())
+    Checkpointer(model).load(folder / "bare.pth")
+    return names, inner, found, {**model.module.state_dict()}
+
+
+def test_the_state_is_that_of_the_bare_model(ranks: Any, folder: Path) -> None:
+    bare = toy_gan(3)
+    names, inner, found, loaded = ranks[0]["save_and_load"]
+    assert names == [f"module.{name}" for name in bare.state_dict()]
+    assert inner == ["weight", "bias"]
+    assert found == [["generator.module.0.bias"], ["discriminator.module.bogus"]]
+    assert same(loaded, bare.state_dict())
+    again = toy_gan(4)
+    Checkpointer(again).load(folder / "wrapped.pth")
+    assert same(again.state_dict(), toy_gan(5).state_dict())
+
+
+def average_and_groups() -> tuple[list[str], list[str], Tensor, Tensor]:
+    model = separate(0)
+    ema = ExponentialMovingAverage(model, 0.5)
+    with torch.no_grad():
+        model.module.discriminator.module.weight += 2
+    ema.update_parameters(model)
+    groups = get_default_optimizer_params(model)
+    names = [name for group in groups for name in group["param_names"]]
+    average = ema.module.state_dict()
+    return list(average), names, average["discriminator.weight"], ema.module(torch.ones(2, 3))
+
+
+def test_averages_and_parameter_groups_have_the_names_of_the_bare_model(ranks: Any) -> None:
+    bare = toy_gan(0)
+    keys, names, weight, drawn = ranks[0]["average_and_groups"]
+    assert keys == list(bare.state_dict())
+    assert set(names) == {n for n, p in bare.named_parameters() if p.requires_grad}
+    assert torch.equal(weight, bare.discriminator.weight.detach() + 1)
+    assert torch.equal(drawn, bare.eval()(torch.ones(2, 3)))
+
+
+class Aliased(nn.Module):
+    """One child under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.again = self.net
+
+
+def wrap_aliased_and_step() -> tuple[bool, bool, list[str]]:
+    aliased = Aliased()
+    SeparateDistributedDataParallel(aliased, find_unused_parameters=True)
+    gan = SeparateDistributedDataParallel(DigitsGAN(latent_size=2, hidden_size=4))
+    values = gan.train_step({"image": torch.rand(2, 1, 8, 8)}, wrappers(gan.module))
+    return (
+        aliased.net is aliased.again,
+        isinstance(aliased.net, StepDistributedDataParallel) and aliased.net.find_unused_parameters,
+        list(values),
+    )
+
+
+def test_a_child_with_two_names_stays_one_and_options_are_passed_on(ranks: Any) -> None:
+    one, passed_on, values = ranks[0]["wrap_aliased_and_step"]
+    assert one
+    assert passed_on
+    assert values == ["loss_discriminator", "logit_real", "logit_fake", "loss_generator"]
+
+
+def test_parameters_outside_of_the_children_are_refused_by_name() -> None:
+    model = Pairs()
+    model.scale = nn.Parameter(torch.ones(1))
+    model.constant = nn.Parameter(torch.ones(1), requires_grad=False)
+    with pytest.raises(ValueError, match=r"parameters \['scale'\] are directly in Pairs"):
+        SeparateDistributedDataParallel(model)
+    assert type(model.generator) is nn.Sequential
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no child of Pairs has trainable parameters"):
+        SeparateDistributedDataParallel(Pairs().requires_grad_(False))
 
 
 def test_wrappers_are_registered_by_both_names() -> None:
@@ -252,3 +426,36 @@ def test_a_wrapper_is_told_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None
     registry.register(Mine)
     monkeypatch.setattr("hooktrain.model.wrappers.MODEL_WRAPPERS", registry)
     assert is_model_wrapper(Mine())
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    functions = (
+        train_whole,
+        train_with_pairs,
+        accumulate_whole,
+        unused,
+        wrap_a_model_with_its_own_step,
+        fail_otherwise,
+        predict_on_one_rank,
+        buffers_of_the_ranks,
+        train_parts,
+        accumulate_parts,
+        gradients_inside_of_no_sync,
+        average_and_groups,
+        wrap_aliased_and_step,
+    )
+    results = {function.__name__: function() for function in functions}
+    return {**results, "save_and_load": save_and_load(folder)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What two ranks returned: it takes seconds to start them, so it is done once."""
+    Checkpointer(toy_gan(3), folder).save("bare")
+    return run_ranks(everything, 2, folder)

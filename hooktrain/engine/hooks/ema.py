@@ -9,8 +9,7 @@ from torch import nn
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage
-
-__all__ = ["EMA"]
+from hooktrain.utils.dtensor import load_full_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -20,33 +19,33 @@ _DECAY, _WARMUP = 0.999, True
 class EMA(HookBase):
     """Updates an average of the model's weights after each iteration.
 
-    The model itself always keeps the raw weights, also in checkpoints; the average and its counter
-    are state of this hook. To evaluate or export the average::
+    The model itself always keeps the raw weights, also in checkpoints. The average is state of this
+    hook. To evaluate or export it::
 
         ema = hooks.EMA(model)
         with ema.swap():
             evaluate(model)
 
-    Another average, here stochastic weight averaging of the end of a run::
+    Another average, here stochastic weight averaging at the end of a run::
 
         hooks.EMA(model, average=StochasticWeightAverage(model, interval=50), begin_iter=1000)
 
     Args:
-        model: the model; DDP is looked through.
-        decay: the part of the old average that stays, in [0, 1).
+        model: the model. Wrappers such as DDP are looked through.
+        decay: the part of the average that stays at an update, in [0, 1).
         warmup: let the decay grow from small values, so that the random start is forgotten soon.
         average: takes the place of the one that ``decay`` and ``warmup`` make.
-        begin_iter: how many iterations the first update comes after; up to there the average is a
-            copy of the weights. 0 and 1 are the same.
+        begin_iter: the first update is at the end of this many iterations; before, the average is
+            a copy of the weights. 0 and 1 are the same.
 
     Attributes:
         average: the :class:`~hooktrain.model.BaseAveragedModel`; ``average.module`` is the
             averaged model.
 
     Raises:
-        TypeError: if ``average`` is no averaged model.
-        ValueError: if ``decay`` or ``begin_iter`` is out of its range, or there is an ``average``
-            and ``decay`` or ``warmup`` too.
+        TypeError: if ``average`` is not an averaged model.
+        ValueError: if ``decay`` or ``begin_iter`` is out of its range, or if ``decay`` or
+            ``warmup`` is given beside ``average``.
     """
 
     def __init__(
@@ -61,7 +60,9 @@ class EMA(HookBase):
         if begin_iter < 0:
             raise ValueError(f"begin_iter must not be negative: {begin_iter!r}")
         if average is None:
-            average = ExponentialMovingAverage(model, decay=decay, warmup=warmup)
+            if not 0 <= decay < 1:
+                raise ValueError(f"decay must be in [0, 1): {decay!r}")
+            average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
         elif not isinstance(average, BaseAveragedModel):
             raise TypeError(f"average must be a BaseAveragedModel: {average!r}")
         elif (decay, warmup) != (_DECAY, _WARMUP):
@@ -83,16 +84,16 @@ class EMA(HookBase):
         if self.trainer.iter + 1 < self.begin_iter:
             self.average.reset(self._model)
         else:
-            self.average.update(self._model)
+            self.average.update_parameters(self._model)
 
     def swap(self) -> AbstractContextManager[None]:
         """Inside, the model has the averaged weights; afterwards exactly the raw ones again."""
         return self.average.swap(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights and the counter."""
+        """The averaged weights and the number of updates."""
         return self.average.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
-        self.average.load_state_dict(state_dict)
+        """Take back what ``state_dict`` gave, also as whole tensors for a sharded model."""
+        load_full_state_dict(self.average, state_dict)

@@ -64,7 +64,7 @@ def test_until_it_begins_the_average_is_a_copy() -> None:
     trainer.register_hooks([hook, CallbackHook(after_step=watch)])
     trainer.train(0, 6)
     assert hook.average is average
-    assert average.updates == 4
+    assert average.steps == 4
     assert [torch.equal(a, b) for a, b in zip(weights, seen, strict=True)] == [True] * 3 + [
         False
     ] * 3
@@ -76,7 +76,7 @@ def test_until_it_begins_the_average_is_a_copy() -> None:
 def test_another_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
         trainer = linear_trainer()
-        average = MomentumAnnealingEMA(trainer.model, 0.6, 2, interval=2)
+        average = MomentumAnnealingEMA(trainer.model, 0.4, 2, interval=2)
         hook = EMA(trainer.model, average=average, begin_iter=begin_iter)
         trainer.register_hooks([hook])
         return hook, trainer
@@ -88,7 +88,7 @@ def test_another_average_resumes_exactly_before_and_after_it_begins(begin_iter: 
     resumed_trainer.load_state_dict(copy.deepcopy(whole_trainer.state_dict()))
     whole_trainer.train(max_iter=10)
     resumed_trainer.train(max_iter=10)
-    assert resumed.average.updates == whole.average.updates == 11 - begin_iter
+    assert resumed.average.steps == whole.average.steps == 11 - begin_iter
     assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
 
 
@@ -113,5 +113,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             EMA(model, average=average, **arguments)
     with pytest.raises(TypeError, match="average must be a BaseAveragedModel: Linear"):
         EMA(model, average=model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\): 1\.0"):
+        EMA(model, decay=1.0)
     with pytest.raises(ValueError, match="begin_iter must not be negative: -1"):
         EMA(model, begin_iter=-1)
