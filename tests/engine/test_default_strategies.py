@@ -148,17 +148,6 @@ def test_a_run_of_two_ranks_goes_on_with_one_or_four(
     assert close(ours["model"], whole["model"], 1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
-def test_synchronised_batch_norms_are_those_of_the_whole_batch(
-    strategy: str, tmp_path: Path
-) -> None:
-    sync = ("digits_cnn", "train.sync_bn=torch")
-    one = train(str(tmp_path / "one"), *sync)
-    made = run_ranks(train, 2, str(tmp_path / "two"), *sync, f"train.strategy={strategy}")[0]
-    assert close(made["losses"], one["losses"], 1e-6)
-    assert close(made["model"], one["model"], 1e-6)
-
-
 def test_compilation_is_asked_for_by_the_configuration(tmp_path: Path) -> None:
     plain = train(str(tmp_path / "plain"), "digits_cnn")
     options = "train.compile={'backend': 'eager'}"

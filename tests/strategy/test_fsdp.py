@@ -264,7 +264,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
         FSDPStrategy(state_dict_cfg="shraded")
     with pytest.raises(TypeError, match=r"not \{'type': 'full'\}"):
         FSDPStrategy(state_dict_cfg={"type": "full"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no option 'dtype'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
         FSDPStrategy(mp_policy={"dtype": "bfloat16"})
 
 
