@@ -8,8 +8,6 @@ from hooktrain.solver.build import (
 )
 from hooktrain.solver.build_optim_wrapper import build_optim_wrapper
 from hooktrain.solver.build_param_scheduler import build_param_scheduler
-from hooktrain.solver.composite import CompositeParamScheduler, WarmupParamScheduler
-from hooktrain.solver.lr_multiplier import LRMultiplier
 from hooktrain.solver.match_state import match_optimizer_state, name_param_groups
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_constructor import DefaultOptimWrapperConstructor
@@ -36,15 +34,18 @@ from hooktrain.solver.param_scheduler import (
     StepMomentum,
 )
 from hooktrain.solver.schedule import (
+    CompositeParamScheduler,
     ConstantParamScheduler,
     CosineParamScheduler,
     ExponentialParamScheduler,
     LinearParamScheduler,
+    LRMultiplier,
     MultiStepParamScheduler,
     ParamScheduler,
     PolynomialDecayParamScheduler,
     StepParamScheduler,
     StepWithFixedGammaParamScheduler,
+    WarmupParamScheduler,
 )
 
 __all__ = [

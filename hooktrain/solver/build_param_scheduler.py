@@ -5,15 +5,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from hooktrain.solver.group_scheduler import GroupParamScheduler
-from hooktrain.solver.group_values import HasParamGroups
+from hooktrain.solver.group_scheduler import INF, GroupParamScheduler, HasParamGroups
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 Built = GroupParamScheduler | LRScheduler | ParamScheduler
-
-_RUN_ARGUMENTS = ("epoch_length", "max_epochs", "max_iters")
 
 
 def build_param_scheduler(
@@ -43,69 +40,58 @@ def build_param_scheduler(
         ValueError: if the end of a schedule is not known though it needs one, for arguments out of
             range, or if one built scheduler is given for several optimizers.
     """
-    defaults = dict(default_args or {})
-    if not isinstance(optim_wrapper, OptimWrapperDict):
-        return _build_list(scheduler, optim_wrapper, defaults)
-    if isinstance(scheduler, Mapping) and "type" not in scheduler:
-        if set(scheduler) != set(optim_wrapper):
-            raise KeyError(
-                f"the schedulers are for {sorted(scheduler)}, and the optimizers are "
-                f"{sorted(optim_wrapper)}"
-            )
-        each = dict(scheduler)
-    else:
-        if len(optim_wrapper) > 1 and any(isinstance(s, Built) for s in _as_list(scheduler)):
-            raise ValueError(
-                f"a scheduler that is built has one optimizer, and there are "
-                f"{sorted(optim_wrapper)}: give a dict of schedulers by these names"
-            )
-        each = dict.fromkeys(optim_wrapper, scheduler)
-    return {name: _build_list(each[name], optim_wrapper[name], defaults) for name in optim_wrapper}
-
-
-def _as_list(scheduler: Any) -> Sequence[Any]:
     several = isinstance(scheduler, Sequence) and not isinstance(scheduler, str)
-    return scheduler if several else [scheduler]
+    each = scheduler if several else [scheduler]
+    if not isinstance(optim_wrapper, OptimWrapperDict):
+        return [_build(one, optim_wrapper, default_args or {}) for one in each]
+    if isinstance(scheduler, Mapping) and "type" not in scheduler:
+        by_name: Mapping[str, Any] = scheduler
+    else:
+        by_name = dict.fromkeys(optim_wrapper, scheduler)
+        if len(optim_wrapper) > 1 and any(isinstance(one, Built) for one in each):
+            raise ValueError(
+                "a scheduler that is built has one optimizer: give a dict of schedulers by the "
+                f"names {sorted(optim_wrapper)}"
+            )
+    if set(by_name) != set(optim_wrapper):
+        raise KeyError(
+            f"the schedulers are for {sorted(by_name)}, and the optimizers are "
+            f"{sorted(optim_wrapper)}"
+        )
+    return {
+        name: list(build_param_scheduler(by_name[name], wrapper, default_args))
+        for name, wrapper in optim_wrapper.items()
+    }
 
 
-def _build_list(scheduler: Any, optimizer: HasParamGroups, defaults: dict[str, Any]) -> list[Any]:
-    return [_build_one(element, optimizer, defaults) for element in _as_list(scheduler)]
-
-
-def _build_one(config: Any, optimizer: HasParamGroups, defaults: Mapping[str, Any]) -> Any:
+def _build(config: Any, optimizer: HasParamGroups, defaults: Mapping[str, Any]) -> Any:
     if isinstance(config, Built):
         return config
     if not isinstance(config, Mapping) or "type" not in config:
         raise TypeError(
             f"scheduler must be a parameter scheduler or a dict with 'type', but got {config!r}"
         )
-    arguments = {k: v for k, v in defaults.items() if k not in _RUN_ARGUMENTS}
-    arguments |= {"optimizer": optimizer, **config}
+    arguments = {"optimizer": optimizer, **defaults, **config}
+    run = {key: arguments.pop(key, None) for key in ("max_epochs", "max_iters", "epoch_length")}
     target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
-    to_iterations = arguments.pop("convert_to_iter_based", False)
-    epoch_length = arguments.pop("epoch_length", defaults.get("epoch_length"))
     if isinstance(target, type) and issubclass(target, GroupParamScheduler):
-        _set_end(target, arguments, defaults)
-    if to_iterations:
+        _set_end(target, arguments, run)
+    if arguments.pop("convert_to_iter_based", False):
         target = target.build_iter_from_epoch
-        arguments["epoch_length"] = epoch_length
+        arguments["epoch_length"] = run["epoch_length"]
     return PARAM_SCHEDULERS.build({"type": target, **arguments})
 
 
 def _set_end(
-    scheduler: type[GroupParamScheduler], arguments: dict[str, Any], defaults: Mapping[str, Any]
+    scheduler: type[GroupParamScheduler], arguments: dict[str, Any], run: Mapping[str, Any]
 ) -> None:
     """Let the range end with the run, unless the configuration says otherwise."""
     if arguments.get("end") is not None:
         return
-    arguments.pop("end", None)
     key = "max_epochs" if arguments.get("by_epoch", True) else "max_iters"
-    if defaults.get(key) is not None:
-        arguments["end"] = defaults[key]
-        return
-    needed = scheduler.curve.length_arguments
-    if needed and all(arguments.get(name) is None for name in needed):
+    if run[key] is None and scheduler.NEEDS and not any(map(arguments.get, scheduler.NEEDS)):
         raise ValueError(
-            f"{key} must be specified in default_args, or {' or '.join(needed)} in the "
+            f"{key} must be specified in default_args, or {' or '.join(scheduler.NEEDS)} in the "
             f"configuration of {scheduler.__name__}, which cannot do without an end"
         )
+    arguments["end"] = run[key] or INF

@@ -1,8 +1,7 @@
-"""Schedulers of the parameters of an optimizer's groups, by MMEngine's names.
+"""Schedulers of the parameters of an optimizer's groups, with MMEngine's names and values.
 
-Each applies a row of the table in ``param_curves.py`` to one parameter. Several of them on one
-optimizer, stepped in order, compose: one range after the other chains, overlapping ranges multiply,
-and in a gap the value stays::
+Several of them on one optimizer, stepped in order, compose: one range after the other chains,
+overlapping ranges multiply, and in a gap the value stays::
 
     schedulers = [
         LinearLR(optimizer, start_factor=0.001, by_epoch=False, begin=0, end=500),
@@ -11,134 +10,430 @@ and in a gap the value stays::
     for scheduler in schedulers:  # after each iteration
         scheduler.step()
 
-A curve of your own is a function; :func:`make_scheduler` makes a scheduler of it.
-
-Five of the names for any parameter, such as :data:`LinearParamScheduler`, are also those of pure
+Each kind has three classes: ``XxxParamScheduler`` for any number that the parameter groups hold,
+``XxxLR`` for the learning rate, and ``XxxMomentum``. Five of the first are also names of pure
 functions in ``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
 """
 
-import inspect
-from typing import Any, TypeVar, cast
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
-from hooktrain.solver.group_scheduler import GroupParamScheduler
-from hooktrain.solver.lr_multiplier import LRMultiplier as LRMultiplier  # its first home
-from hooktrain.solver.param_curves import CURVES, Curve
-from hooktrain.solver.plateau import PLATEAU, PlateauScheduler
-from hooktrain.solver.scheduler_arguments import curve_arguments, keywords, signature_of
+from hooktrain.solver.group_scheduler import INF as INF
+from hooktrain.solver.group_scheduler import GroupParamScheduler, HasParamGroups, read
 from hooktrain.utils.registry import PARAM_SCHEDULERS
-
-S = TypeVar("S", bound=GroupParamScheduler)
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name
 
-# The parameter that the end of a name stands for. "momentum" is also the first of Adam's betas.
-_PARAMETERS = {"LR": "lr", "Momentum": "momentum", "ParamScheduler": None}
+
+@dataclass(eq=False)
+class ConstantParamScheduler(GroupParamScheduler):
+    """``base * factor``, with ``factor`` in [0, 1], and the base at the last step."""
+
+    factor: float = 1.0 / 3
+
+    def _share(self, k: int) -> float:
+        return 1.0 if 0 < k == self.end - self.begin - 1 else self.factor
 
 
-def make_scheduler(
-    name: str, curve: Curve, param_name: str | None = None, *, module: str = __name__
-) -> type[GroupParamScheduler]:
-    """The class of a scheduler that applies a curve.
+@dataclass(eq=False)
+class LinearParamScheduler(GroupParamScheduler):
+    """A line from ``base * start_factor`` to ``base * end_factor``; both factors in [0, 1]."""
 
-    Example::
+    NEEDS = ("end",)
 
-        def saw_tooth(k, length, *, period):
-            return 1 - (k % period) / period
+    start_factor: float = 1.0 / 3
+    end_factor: float = 1.0
 
-        SawToothLR = make_scheduler("SawToothLR", Curve(saw_tooth), "lr", module=__name__)
-        PARAM_SCHEDULERS.register(SawToothLR)  # for configurations
+    def _share(self, k: int) -> float:
+        where = k / max(self.end - self.begin - 1, 1)
+        return self.start_factor * (1 - where) + self.end_factor * where
 
-        SawToothLR(optimizer, period=10, end=100)
 
-    Args:
-        name: the name of the class, that of the variable which it is assigned to.
-        curve: the curve, and what is to be known of its arguments.
-        param_name: what the groups call the parameter, such as ``"lr"``. None makes it an argument
-            of the scheduler.
-        module: the ``__name__`` of the module where the class can be imported from.
+@dataclass(eq=False)
+class StepParamScheduler(GroupParamScheduler):
+    """``base * gamma ** (k // step_size)``."""
+
+    step_size: int
+    gamma: float = 0.1
+
+    def _share(self, k: int) -> float:
+        return float(self.gamma ** (k // self.step_size))
+
+
+@dataclass(eq=False)
+class MultiStepParamScheduler(GroupParamScheduler):
+    """``base * gamma ** n`` after ``n`` milestones, in any order; one may be there twice."""
+
+    milestones: Sequence[int]
+    gamma: float = 0.1
+
+    def _share(self, k: int) -> float:
+        return float(self.gamma ** sum(milestone <= k for milestone in self.milestones))
+
+
+@dataclass(eq=False)
+class ExponentialParamScheduler(GroupParamScheduler):
+    """``base * gamma ** k``."""
+
+    gamma: float
+
+    def _share(self, k: int) -> float:
+        return float(self.gamma**k)
+
+
+@dataclass(eq=False)
+class PolyParamScheduler(GroupParamScheduler):
+    """``eta_min + (base - eta_min) * (1 - k / T) ** power``, where ``T`` is the last step."""
+
+    NEEDS = ("end",)
+
+    eta_min: float = 0
+    power: float = 1.0
+
+    def _share(self, k: int) -> float:
+        return float((1 - k / max(self.end - self.begin - 1, 1)) ** self.power)
+
+    def _floor(self, base_value: float) -> float:
+        return self.eta_min
+
+
+def half_cosine(k: float, length: float) -> float:
+    """``(1 + cos(pi * k / length)) / 2``, which goes from 1 to 0 (SGDR, arXiv:1608.03983)."""
+    return (1 + math.cos(math.pi * (k / length))) / 2
+
+
+def cosine_floor(eta_min: float | None, ratio: float | None, base_value: float) -> float:
+    """``eta_min``, or a share of the first value; 0 by default.
 
     Raises:
-        TypeError: if the function of the curve is not one of ``k`` and ``length``, with all other
-            arguments by keyword only.
-        ValueError: if an argument of the curve has the name of something else.
+        ValueError: if both are given.
     """
-    if len(inspect.signature(curve.function).parameters) != 2 + len(keywords(curve.function)):
-        raise TypeError(f"the curve must be a function(k, length, *, ...): {curve.function!r}")
-    for argument in curve_arguments(curve):
-        if argument in [*dir(GroupParamScheduler), *GroupParamScheduler.__annotations__]:
-            raise ValueError(f"a scheduler has another {argument!r}: rename that of the curve")
-    return _make(GroupParamScheduler, name, curve, param_name, module)
+    if eta_min is None:
+        return base_value * (ratio or 0.0)
+    if ratio is not None:
+        raise ValueError(f"give eta_min={eta_min!r} or eta_min_ratio={ratio!r}, not both")
+    return eta_min
 
 
-def _make(
-    base: type[S], name: str, curve: Curve, param_name: str | None, module: str = __name__
-) -> type[S]:
-    what = f"Schedules {param_name or 'param_name'!r} of the parameter groups."
-    docs = [what, inspect.getdoc(curve.function) or ""]
-    docs += [inspect.getdoc(part) or "" for part in base.__mro__[:-1]]
-    members: dict[str, Any] = {key: _argument(key) for key in curve_arguments(curve)}
-    members |= {
-        "__doc__": "\n\n".join(docs),
-        "__module__": module,
-        "__signature__": signature_of(curve, param_name),
-        "curve": curve,
-    }
-    if param_name is not None:
-        members["param_name"] = param_name
-    return cast(type[S], type(name, (base,), members))
+@dataclass(eq=False)
+class CosineAnnealingParamScheduler(GroupParamScheduler):
+    """``floor + (base - floor) * (1 + cos(pi * k / T_max)) / 2``.
+
+    It rises again after ``T_max``, which is the length of the range by default. The floor is
+    ``eta_min``, or ``eta_min_ratio`` times the first value.
+    """
+
+    NEEDS = ("end", "T_max")
+
+    T_max: int | None = None
+    eta_min: float | None = None
+    eta_min_ratio: float | None = field(default=None, kw_only=True)
+
+    def _share(self, k: int) -> float:
+        return half_cosine(k, self.T_max or self.end - self.begin)
+
+    def _floor(self, base_value: float) -> float:
+        return cosine_floor(self.eta_min, self.eta_min_ratio, base_value)
 
 
-def _argument(name: str) -> property:
-    return property(lambda scheduler: scheduler.arguments[name])
+@dataclass(eq=False)
+class CosineRestartParamScheduler(GroupParamScheduler):
+    """Half a cosine in each of the ``periods``, whose lengths in steps are given.
+
+    Each starts at its ``restart_weights`` times the first value. After the last one the value
+    stays. The floor is that of :class:`CosineAnnealingParamScheduler`.
+    """
+
+    periods: Sequence[int]
+    restart_weights: Sequence[float] = (1,)
+    eta_min: float | None = None
+    eta_min_ratio: float | None = None
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if not 0 < len(self.periods) == len(self.restart_weights):
+            raise ValueError(
+                f"periods must be at least one, and restart_weights as many: {self.periods!r} and "
+                f"{self.restart_weights!r}"
+            )
+
+    def _share(self, k: int) -> float:
+        starts = [*accumulate(self.periods, initial=0)]
+        k = min(k, starts[-1] - 1)
+        period = bisect_right(starts, k) - 1
+        return half_cosine(k - starts[period], self.periods[period])
+
+    def _floor(self, base_value: float) -> float:
+        return cosine_floor(self.eta_min, self.eta_min_ratio, base_value)
+
+    def _base(self, i: int, value: Any, floor: float) -> Any:
+        starts = [*accumulate(self.periods[:-1], initial=0)]
+        if self.last_step in starts:
+            return self.base_values[i] * self.restart_weights[starts.index(self.last_step)]
+        return super()._base(i, value, floor)
 
 
-def _scheduler(family: str, form: str) -> type[GroupParamScheduler]:
-    made = _make(GroupParamScheduler, family + form, CURVES[family], _PARAMETERS[form])
-    PARAM_SCHEDULERS.register(made)
-    return made
+@dataclass(eq=False)
+class OneCycleParamScheduler(GroupParamScheduler):
+    """From ``eta_max / div_factor`` up to ``eta_max``, then down to the final value.
+
+    It overwrites what others do to the value. Smith and Topin (Super-Convergence,
+    arXiv:1708.07120).
+
+    Args:
+        eta_max: the maximum, or one for each parameter group.
+        total_steps: the steps of a loop that steps after each iteration; one more raises
+            ValueError. By default the length of the range.
+        pct_start: the share of the steps that goes up, in [0, 1].
+        anneal_strategy: ``"cos"`` or ``"linear"``.
+        div_factor: the first value is the maximum divided by this.
+        final_div_factor: the final value is the first one divided by this.
+        three_phase: go down to the first value in as many steps as up, then to the final one.
+    """
+
+    NEEDS = ("end", "total_steps")
+
+    eta_max: float | Sequence[float]
+    total_steps: int | None = None
+    pct_start: float = 0.3
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        self._for_each_group(self.eta_max)
+        self._share(0)  # refuses divisions by 0
+
+    def _share(self, k: int) -> float:
+        total = self.total_steps or self.end - self.begin
+        if k > total:
+            raise ValueError(f"the cycle has total_steps={total!r}, and this is step {k}")
+        low, peak = 1 / self.div_factor, self.pct_start * total - 1
+        corners = [(0.0, low), (peak, 1.0), (total - 1, low / self.final_div_factor)]
+        if self.three_phase:
+            corners.insert(2, (2 * peak, low))
+        for (start, first), (end, last) in pairwise(corners):
+            if k <= end:
+                where = (k - start) / (end - start) if end > start else 1.0
+                if self.anneal_strategy == "cos":
+                    where = 1 - half_cosine(where, 1)
+                return first * (1 - where) + last * where
+        return corners[-1][1]
+
+    def _base(self, i: int, value: Any, floor: float) -> Any:
+        return self._for_each_group(self.eta_max)[i]
 
 
-def _plateau(form: str) -> type[PlateauScheduler]:
-    made = _make(PlateauScheduler, f"ReduceOnPlateau{form}", PLATEAU, _PARAMETERS[form])
-    PARAM_SCHEDULERS.register(made)
-    return made
+@dataclass(eq=False)
+class ReduceOnPlateauParamScheduler(GroupParamScheduler):
+    """Multiplies by ``factor`` after more than ``patience`` metrics without improvement.
+
+    Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only counts an
+    epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
+
+    Args:
+        monitor: the name of the metric.
+        rule: ``"less"`` if less is better, ``"greater"`` if more is.
+        factor: what to multiply by, in [0, 1).
+        patience: how many values in a row may be no improvement.
+        threshold: by how much a value must be better than the best one, not negative.
+        threshold_rule: ``"rel"``, a share of the best value, or ``"abs"``.
+        cooldown: how many values after a reduction do not count as bad.
+        min_value: the least value to reduce to; or one for each parameter group.
+        eps: a reduction by no more than this is not made.
+
+    Attributes:
+        best: the best value so far; infinite before the first.
+        num_bad_epochs: how many values in a row were no improvement.
+        cooldown_counter: how many values the cooldown still lasts.
+    """
+
+    PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
+
+    monitor: str = "loss"
+    rule: Literal["less", "greater"] = "less"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_rule: Literal["rel", "abs"] = "rel"
+    cooldown: int = 0
+    min_value: float | Sequence[float] = 0.0
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.best = math.inf if self.rule == "less" else -math.inf
+        self.num_bad_epochs = 0
+        self.cooldown_counter = 0
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        self._for_each_group(self.min_value)
+        if self.factor == 1:
+            raise ValueError(f"factor must be less than 1: {self.factor!r}")
+        if not self.by_epoch:
+            raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Take in the metrics of an evaluation; without any, count an epoch.
+
+        Raises:
+            KeyError: if the metric is not among them.
+        """
+        if metrics is None:
+            self._go_to(self.global_step + 1)
+        elif self.begin <= self.global_step < self.end and self._is_due(metrics[self.monitor]):
+            for group, value in zip(self._groups(), self._get_value(), strict=True):
+                # Synchronises with the device, if the value is a tensor there.
+                if read(group, self.param_name) - value > self.eps:
+                    self._write(group, value)
+
+    def _is_due(self, value: float) -> bool:
+        """Count a value of the metric; whether to reduce."""
+        less = self.rule == "less"
+        margin = -self.threshold if less else self.threshold
+        bound = self.best * (1 + margin) if self.threshold_rule == "rel" else self.best + margin
+        if value < bound if less else value > bound:
+            self.best = float(value)
+            self.num_bad_epochs = 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs <= self.patience:
+            return False
+        self.cooldown_counter = self.cooldown
+        self.num_bad_epochs = 0
+        return True
+
+    def _get_value(self) -> list[Any]:
+        values, least = self.get_last_value(), self._for_each_group(self.min_value)
+        return [max(value * self.factor, low) for value, low in zip(values, least, strict=True)]
 
 
-ConstantLR = _scheduler("Constant", "LR")
-ConstantMomentum = _scheduler("Constant", "Momentum")
-ConstantParamScheduler = _scheduler("Constant", "ParamScheduler")
+@dataclass(eq=False)
+class LRSchedulerMixin:
+    """Makes the scheduler that follows it among the bases one of the learning rate."""
 
-LinearLR = _scheduler("Linear", "LR")
-LinearMomentum = _scheduler("Linear", "Momentum")
-LinearParamScheduler = _scheduler("Linear", "ParamScheduler")
+    param_name: str = field(default="lr", init=False, repr=False)
 
-StepLR = _scheduler("Step", "LR")
-StepMomentum = _scheduler("Step", "Momentum")
-StepParamScheduler = _scheduler("Step", "ParamScheduler")
+    def __init__(self, optimizer: HasParamGroups, *args: Any, **kwargs: Any) -> None:
+        # Only for classes that are no dataclasses, as users of MMEngine write them.
+        super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
 
-MultiStepLR = _scheduler("MultiStep", "LR")
-MultiStepMomentum = _scheduler("MultiStep", "Momentum")
-MultiStepParamScheduler = _scheduler("MultiStep", "ParamScheduler")
 
-ExponentialLR = _scheduler("Exponential", "LR")
-ExponentialMomentum = _scheduler("Exponential", "Momentum")
-ExponentialParamScheduler = _scheduler("Exponential", "ParamScheduler")
+@dataclass(eq=False)
+class MomentumSchedulerMixin:
+    """Makes the scheduler that follows it among the bases one of the momentum, or first beta."""
 
-CosineAnnealingLR = _scheduler("CosineAnnealing", "LR")
-CosineAnnealingMomentum = _scheduler("CosineAnnealing", "Momentum")
-CosineAnnealingParamScheduler = _scheduler("CosineAnnealing", "ParamScheduler")
+    param_name: str = field(default="momentum", init=False, repr=False)
 
-PolyLR = _scheduler("Poly", "LR")
-PolyMomentum = _scheduler("Poly", "Momentum")
-PolyParamScheduler = _scheduler("Poly", "ParamScheduler")
+    def __init__(self, optimizer: HasParamGroups, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
-CosineRestartLR = _scheduler("CosineRestart", "LR")
-CosineRestartMomentum = _scheduler("CosineRestart", "Momentum")
-CosineRestartParamScheduler = _scheduler("CosineRestart", "ParamScheduler")
 
-OneCycleLR = _scheduler("OneCycle", "LR")
-OneCycleParamScheduler = _scheduler("OneCycle", "ParamScheduler")
+@dataclass(eq=False)
+class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
+    """:class:`ConstantParamScheduler` of the learning rate."""
 
-ReduceOnPlateauLR = _plateau("LR")
-ReduceOnPlateauMomentum = _plateau("Momentum")
-ReduceOnPlateauParamScheduler = _plateau("ParamScheduler")
+
+@dataclass(eq=False)
+class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
+    """:class:`ConstantParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class LinearLR(LRSchedulerMixin, LinearParamScheduler):
+    """:class:`LinearParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
+    """:class:`LinearParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class StepLR(LRSchedulerMixin, StepParamScheduler):
+    """:class:`StepParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
+    """:class:`StepParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
+    """:class:`MultiStepParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
+    """:class:`MultiStepParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
+    """:class:`ExponentialParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
+    """:class:`ExponentialParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
+    """:class:`CosineAnnealingParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
+    """:class:`CosineAnnealingParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class PolyLR(LRSchedulerMixin, PolyParamScheduler):
+    """:class:`PolyParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
+    """:class:`PolyParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
+    """:class:`CosineRestartParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
+    """:class:`CosineRestartParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
+    """:class:`OneCycleParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
+    """:class:`ReduceOnPlateauParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
+    """:class:`ReduceOnPlateauParamScheduler` of the momentum."""
+
+
+for _name, _member in [*globals().items()]:
+    if _name.endswith(("LR", "Momentum", "ParamScheduler")) and _member is not GroupParamScheduler:
+        PARAM_SCHEDULERS.register(_member)

@@ -1,16 +1,24 @@
-"""Schedules: pure functions from the progress of a run to the value of a hyper-parameter.
+"""Schedules: pure functions of the progress of a run, and what multiplies a learning rate by one.
 
-The names, arguments and values are those of ``fvcore.common.param_scheduler``. Below, ``w`` is
-the progress: 0 at the start of the run and 1 at its end. Schedules are immutable, compare by value
-and can be pickled. Those made of other schedules stand in ``composite.py``.
+The functions have the names, arguments and values of ``fvcore.common.param_scheduler``;
+:class:`WarmupParamScheduler` and :class:`LRMultiplier` those of detectron2. Below, ``w`` is the
+progress: 0 at the start of the run and 1 at its end. The functions are immutable, compare by value
+and can be pickled.
 """
 
+import logging
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import ClassVar
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+logger = logging.getLogger(__name__)
 
 # A boundary between two values is reached a hair early, so that the rounding of `step / max_iter`
 # never delays it. A run of 1e9 steps moves on by more than this, so it is never a step early.
@@ -20,7 +28,7 @@ ROUNDING = 1e-9
 class ParamScheduler:
     """A function from the progress of a run, in [0, 1], to a value.
 
-    Subclasses define ``_value_at(where)``, and get the check of the range for free; or they define
+    Subclasses define ``_value_at(where)``, and the range is checked for them; or they define
     ``__call__`` itself.
 
     Attributes:
@@ -42,7 +50,7 @@ class ParamScheduler:
         return self._value_at(where)
 
     def _value_at(self, where: float) -> float:
-        """The value at progress ``where``, which is known to lie in [0, 1]."""
+        """The value at progress ``where``, which lies in [0, 1]."""
         raise NotImplementedError(
             f"{type(self).__name__} must define _value_at(where) or __call__(where)"
         )
@@ -83,11 +91,7 @@ class CosineParamScheduler(ParamScheduler):
 
 @dataclass(frozen=True)
 class ExponentialParamScheduler(ParamScheduler):
-    """``start_value * decay ** w``, so the final value is ``start_value * decay``.
-
-    Args:
-        start_value: value at the start.
-        decay: the factor of the whole run; not negative.
+    """``start_value * decay ** w``, with a positive ``decay``.
 
     >>> schedule = ExponentialParamScheduler(start_value=2.0, decay=0.25)
     >>> [schedule(w) for w in (0.0, 0.5, 1.0)]
@@ -96,10 +100,6 @@ class ExponentialParamScheduler(ParamScheduler):
 
     start_value: float
     decay: float
-
-    def __post_init__(self) -> None:
-        if not self.decay >= 0:
-            raise ValueError(f"decay must not be negative: {self.decay!r}")
 
     def _value_at(self, where: float) -> float:
         return float(self.start_value * self.decay**where)
@@ -123,11 +123,7 @@ class LinearParamScheduler(ParamScheduler):
 
 @dataclass(frozen=True)
 class PolynomialDecayParamScheduler(ParamScheduler):
-    """``base_value * (1 - w) ** power``, so the final value is 0.
-
-    Args:
-        base_value: value at the start.
-        power: not negative.
+    """``base_value * (1 - w) ** power``.
 
     >>> schedule = PolynomialDecayParamScheduler(base_value=1.0, power=2)
     >>> [schedule(w) for w in (0.0, 0.5, 1.0)]
@@ -138,7 +134,8 @@ class PolynomialDecayParamScheduler(ParamScheduler):
     power: float
 
     def __post_init__(self) -> None:
-        if not self.power >= 0:
+        # A negative one would fail at the end of the run.
+        if self.power < 0:
             raise ValueError(f"power must not be negative: {self.power!r}")
 
     def _value_at(self, where: float) -> float:
@@ -146,8 +143,8 @@ class PolynomialDecayParamScheduler(ParamScheduler):
 
 
 def _values(values: Sequence[float]) -> tuple[float, ...]:
-    if not isinstance(values, Sequence) or not values:
-        raise ValueError(f"values must be a list of at least one number: {values!r}")
+    if not values:
+        raise ValueError(f"values must be at least one number: {values!r}")
     return tuple(values)
 
 
@@ -184,24 +181,17 @@ class MultiStepParamScheduler(ParamScheduler):
                 raise ValueError("one of num_updates and milestones must be given")
             width = math.ceil(end / len(values))
             milestones = [width * k for k in range(1, len(values))]
-        elif not isinstance(milestones, Sequence):
-            raise ValueError(f"milestones must be a list of numbers: {milestones!r}")
-        wanted = len(values) if end is None else len(values) - 1
-        if len(milestones) != wanted:
-            raise ValueError(f"{len(values)} values need {wanted} milestones: {milestones!r}")
-        if end is None:
-            milestones, end = milestones[:-1], milestones[-1]
-        if end < len(values):
-            raise ValueError(f"num_updates must be at least {len(values)}, one a value: {end!r}")
-        bounds = [0, *milestones, end]
-        if any(left >= right for left, right in pairwise(bounds)):
+        elif end is None:
+            *milestones, end = milestones
+        if len(milestones) != len(values) - 1:
+            needed = len(values) - (self.num_updates is not None)
+            raise ValueError(f"{len(values)} values need {needed} milestones: {self.milestones!r}")
+        if any(left >= right for left, right in pairwise([0, *milestones, end])):
             raise ValueError(
                 f"milestones must increase, between 0 and num_updates={end!r}: {milestones!r}"
             )
-        # The dataclass is frozen, which stops its own constructor too.
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "num_updates", end)
-        object.__setattr__(self, "milestones", tuple(milestones))
+        # The constructor of a frozen dataclass cannot assign either.
+        vars(self).update(values=values, num_updates=end, milestones=tuple(milestones))
 
     def _value_at(self, where: float) -> float:
         assert self.num_updates is not None
@@ -215,7 +205,7 @@ class StepParamScheduler(ParamScheduler):
     """``values[int(w * len(values))]``: each value for an equal share of the run.
 
     Args:
-        num_updates: positive; kept for compatibility, has no influence.
+        num_updates: positive; only there since fvcore has it.
         values: at least one.
 
     >>> schedule = StepParamScheduler(num_updates=120, values=[0.1, 0.01, 0.001, 0.0001])
@@ -229,7 +219,7 @@ class StepParamScheduler(ParamScheduler):
     def __post_init__(self) -> None:
         if not self.num_updates > 0:
             raise ValueError(f"num_updates must be positive: {self.num_updates!r}")
-        object.__setattr__(self, "values", _values(self.values))
+        vars(self).update(values=_values(self.values))
 
     def _value_at(self, where: float) -> float:
         index = int((where + ROUNDING) * len(self.values))
@@ -244,7 +234,7 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
         base_value: positive.
         num_decays: positive; the run has one more part than decays, all of equal length.
         gamma: positive.
-        num_updates: positive; kept for compatibility, has no influence.
+        num_updates: positive; only there since fvcore has it.
 
     >>> schedule = StepWithFixedGammaParamScheduler(1.0, num_decays=2, gamma=0.5, num_updates=90)
     >>> [schedule(epoch / 90) for epoch in (0, 29, 30, 60, 90)]
@@ -257,14 +247,214 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
     num_updates: int
 
     def __post_init__(self) -> None:
-        for name in ("base_value", "num_decays", "gamma", "num_updates"):
-            value = getattr(self, name)
-            whole = name.startswith("num_")
-            if not (isinstance(value, int if whole else int | float) and value > 0):
-                raise ValueError(
-                    f"{name} must be a positive {'integer' if whole else 'number'}: {value!r}"
-                )
+        if min(vars(self).values()) <= 0:
+            raise ValueError(f"all arguments must be positive: {self!r}")
 
     def _value_at(self, where: float) -> float:
         decays = int((where + ROUNDING) * (self.num_decays + 1))
         return float(self.base_value * self.gamma ** min(decays, self.num_decays))
+
+
+def _check_is_schedule(name: str, value: object) -> None:
+    if not isinstance(value, ParamScheduler):
+        raise TypeError(f"{name} must be a ParamScheduler, a function of progress: {value!r}")
+
+
+@dataclass(frozen=True)
+class CompositeParamScheduler(ParamScheduler):
+    """``schedulers`` one after another, the k-th for the share ``lengths[k]`` of the run.
+
+    Args:
+        schedulers: at least one.
+        lengths: shares of the run, not negative. They sum to 1 within 1e-3, and the last one is
+            then corrected. A schedule of length 0 is never used.
+        interval_scaling: for each schedule "rescaled", to run through it from 0 to 1 within its
+            share, or "fixed", to evaluate it at the progress of the whole run.
+
+    >>> warm, cool = LinearParamScheduler(0.0, 1.0), LinearParamScheduler(1.0, 0.0)
+    >>> schedule = CompositeParamScheduler([warm, cool], [0.25, 0.75], ["rescaled", "fixed"])
+    >>> [schedule(w) for w in (0.0, 0.125, 0.25, 0.5, 1.0)]
+    [0.0, 0.5, 0.75, 0.5, 0.0]
+    """
+
+    schedulers: Sequence[ParamScheduler]
+    lengths: Sequence[float]
+    interval_scaling: Sequence[str]
+    _ends: Sequence[float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        schedulers, lengths = tuple(self.schedulers), tuple(self.lengths)
+        scalings = tuple(self.interval_scaling)
+        if not len(schedulers) == len(lengths) == len(scalings) > 0:
+            raise ValueError(
+                "schedulers, lengths and interval_scaling must be lists of one length, at least 1: "
+                f"{len(schedulers)}, {len(lengths)} and {len(scalings)} entries"
+            )
+        for scheduler in schedulers:
+            _check_is_schedule("schedulers", scheduler)
+        if not abs(sum(lengths) - 1) < 1e-3 or min(lengths) < 0:
+            raise ValueError(f"lengths must not be negative, and sum to 1: {self.lengths!r}")
+        if set(scalings) - {"rescaled", "fixed"}:
+            raise ValueError(f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}")
+        lengths = (*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1])))
+        ends = tuple(end if end < 1 - ROUNDING else 1.0 for end in accumulate(lengths))
+        vars(self).update(schedulers=schedulers, lengths=lengths)
+        vars(self).update(interval_scaling=scalings, _ends=ends)
+
+    def _value_at(self, where: float) -> float:
+        k = bisect_left(self._ends, min(where + ROUNDING, 1.0))
+        if self.interval_scaling[k] == "rescaled":
+            start = self._ends[k - 1] if k else 0.0
+            where = max(0.0, (where - start) / (self._ends[k] - start))
+        return self.schedulers[k](where)
+
+
+@dataclass(frozen=True)
+class WarmupParamScheduler(ParamScheduler):
+    """``scheduler`` after a warm-up, as in detectron2.
+
+    The warm-up starts at ``a = warmup_factor * scheduler(0)`` and ends at ``b``, the value with
+    which the schedule goes on; at progress ``w < warmup_length`` it gives
+    ``a + (b - a) * w / warmup_length`` if linear, and ``a`` if constant.
+
+    Args:
+        scheduler: the schedule that the warm-up leads to.
+        warmup_factor: not negative.
+        warmup_length: share of the run, in [0, 1]. For a number of iterations, that number
+            divided by the length of the run.
+        warmup_method: "linear" or "constant".
+        rescale_interval: by default the warm-up covers the beginning of the schedule, which goes
+            on at the progress of the whole run. If true, the schedule begins at its own start
+            when the warm-up ends, and runs through the rest of the run.
+
+    >>> schedule = WarmupParamScheduler(LinearParamScheduler(1.0, 0.0), 0.0, 0.5)
+    >>> [schedule(w) for w in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    [0.0, 0.25, 0.5, 0.25, 0.0]
+    """
+
+    scheduler: ParamScheduler
+    warmup_factor: float
+    warmup_length: float
+    warmup_method: str = "linear"
+    rescale_interval: bool = False
+
+    def __post_init__(self) -> None:
+        _check_is_schedule("scheduler", self.scheduler)
+        if not self.warmup_factor >= 0:
+            raise ValueError(f"warmup_factor must not be negative: {self.warmup_factor!r}")
+        if not 0 <= self.warmup_length <= 1:
+            raise ValueError(
+                "warmup_length is a share of the run, in [0, 1] (for a number of iterations divide "
+                f"it by max_iter): {self.warmup_length!r}"
+            )
+        if self.warmup_method not in ("linear", "constant"):
+            raise ValueError(
+                f"warmup_method must be 'linear' or 'constant': {self.warmup_method!r}"
+            )
+
+    def _value_at(self, where: float) -> float:
+        length = self.warmup_length
+        if length < 1 and where + ROUNDING > length:
+            if self.rescale_interval:
+                where = max(0.0, (where - length) / (1 - length))
+            return self.scheduler(where)
+        start = self.warmup_factor * self.scheduler(0.0)
+        if self.warmup_method == "constant":
+            return start
+        end = self.scheduler(0.0 if self.rescale_interval else length)
+        return end * (where / length) + start * (1 - where / length)
+
+
+class LRMultiplier(LRScheduler):
+    """Sets the learning rate of each group to ``base_lr * multiplier(step / max_iter)``.
+
+    ``base_lr`` is the group's ``initial_lr``, or its ``lr`` where it has none. The rate of the
+    first step is set at once. Steps beyond ``max_iter`` keep the final value.
+
+    It is a torch ``LRScheduler`` that takes a fraction of the time of torch's own, since it leaves
+    ``optimizer.step`` as it is and does not watch the order of steps.
+
+    Args:
+        optimizer: has its ``param_groups`` written to. A ``lr`` that is a tensor is filled in
+            place.
+        multiplier: a function of the progress of the run, in [0, 1].
+        max_iter: the number of steps of the run, at least 1.
+        last_iter: the last finished step of a run to continue; -1 starts a new one.
+
+    Raises:
+        TypeError: ``multiplier`` is of another type.
+        ValueError: ``max_iter`` is less than 1.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
+    ) -> None:
+        # The constructor of torch is not called: it would replace optimizer.step by a slower one.
+        _check_is_schedule("multiplier", multiplier)
+        if max_iter <= 0:
+            raise ValueError(f"max_iter must be at least 1: {max_iter!r}")
+        self.optimizer = optimizer
+        self.last_epoch = last_iter
+        self._multiplier = multiplier
+        self._max_iter = max_iter
+        self.base_lrs: list[float | Tensor] = self._initial_lrs()
+        self.step()
+
+    def _initial_lrs(self) -> list[float | Tensor]:
+        # Synchronises with the device once, if the rates are tensors there.
+        groups = self.optimizer.param_groups
+        return [float(group.setdefault("initial_lr", float(group["lr"]))) for group in groups]
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of step ``last_epoch``, one float a group."""
+        factor = self._multiplier(min(self.last_epoch / self._max_iter, 1.0))
+        return [base * factor for base in self.base_lrs]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The rates set last, one float a group."""
+        return self.get_lr()
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on by one step, or to step ``epoch``, and set the rates.
+
+        Raises:
+            ValueError: a group was added to the optimizer, for which there is no base rate.
+        """
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        groups = self.optimizer.param_groups
+        rates = self.get_lr()
+        if len(groups) != len(rates):
+            raise ValueError(
+                f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
+                f"for {len(rates)}: make a new one after adding groups"
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                # In place, for captured graphs; no synchronisation.
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base rates and the number of the current step; the schedule is not part of it."""
+        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the saved step, and set the rates at once.
+
+        If the optimizer has another number of groups than then, their ``initial_lr`` counts.
+
+        Raises:
+            KeyError: an entry is missing.
+        """
+        base_lrs, step = list(state_dict["base_lrs"]), state_dict["last_epoch"]
+        groups = self.optimizer.param_groups
+        if len(base_lrs) != len(groups):
+            logger.warning(
+                "The state is of %d parameter groups, and the optimizer has %d: the base rates are "
+                "their initial_lr",
+                *(len(base_lrs), len(groups)),
+            )
+            base_lrs = self._initial_lrs()
+        self.base_lrs = base_lrs
+        self.step(step)

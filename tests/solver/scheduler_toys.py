@@ -15,9 +15,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import mmengine.optim.scheduler as theirs
     from mmengine.optim import OptimWrapper as TheirWrapper
+    from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
 
 __all__ = [
     "SAME_EACH_TIME",
+    "THEIR_MIXINS",
     "TheirWrapper",
     "chains",
     "ours",
@@ -29,6 +31,7 @@ __all__ = [
     "values",
 ]
 
+THEIR_MIXINS = (lr_scheduler.LRSchedulerMixin, momentum_scheduler.MomentumSchedulerMixin)
 SAME_EACH_TIME = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
 Spec = tuple[str, dict[str, Any]]

@@ -153,7 +153,7 @@ def test_the_names_must_be_those_of_the_optimizers(names: list[str]) -> None:
 
 def test_a_scheduler_that_is_built_cannot_serve_several_optimizers() -> None:
     wrappers = two()
-    with pytest.raises(ValueError, match=r"has one optimizer, and there are \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"has one optimizer: give a dict .* \['a', 'b'\]"):
         build_param_scheduler([{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN)
 
 

@@ -1,8 +1,9 @@
-"""Where our parameter schedulers differ from MMEngine's, and their states."""
+"""What all parameter schedulers do, where they differ from MMEngine's, and their states."""
 
 import copy
 import json
 import logging
+import pickle
 import warnings
 from typing import Any
 
@@ -10,8 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_toys import SAME_EACH_TIME, chains, ours, rates, run, schedulers, sgd, theirs
+from scheduler_toys import (
+    SAME_EACH_TIME,
+    THEIR_MIXINS,
+    chains,
+    ours,
+    rates,
+    run,
+    schedulers,
+    sgd,
+    theirs,
+)
 
+from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.param_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
@@ -117,7 +129,7 @@ def test_a_resumed_run_keeps_its_initial_values() -> None:
     run(first.optimizer, [first], 2)
     second.load_state_dict(first.state_dict())
     assert run(second.optimizer, [second], 4) == run(first.optimizer, [first], 4)
-    assert second.initial_values == [1.0]
+    assert second.base_values == [1.0]
 
 
 def test_a_plateau_goes_on_where_it_was_and_loads_the_state_of_mmengine() -> None:
@@ -147,7 +159,7 @@ def test_a_plateau_goes_on_where_it_was_and_loads_the_state_of_mmengine() -> Non
 def test_the_state_names_what_it_holds() -> None:
     optimizer = sgd(1.0)
     scheduler = StepLR(optimizer, 1, gamma=0.5, begin=1, end=8, by_epoch=False)
-    assert scheduler.state_dict()["written_values"] == []
+    assert scheduler.state_dict()["written_values"] == [None]
     for _ in range(3):
         scheduler.step()
     assert scheduler.state_dict() == {
@@ -155,12 +167,11 @@ def test_the_state_names_what_it_holds() -> None:
         "by_epoch": False,
         "begin": 1,
         "end": 8,
-        "last_step": 2,
-        "global_step": 3,
-        "initial_values": [1.0],
+        "base_values": [1.0],
         "start_values": [1.0],
         "written_values": [0.25],
-        "group_values": [0.25],
+        "_global_step": 3,
+        "_last_value": [0.25],
     }
 
 
@@ -181,9 +192,10 @@ def test_another_range_than_that_of_the_state_is_used_and_said(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"by_epoch": False}, ValueError, "by_epoch=False, not True"),
-        ({"param_name": "momentum"}, ValueError, "param_name='momentum', not 'lr'"),
-        ({"global_step": None}, KeyError, r"has no \['global_step'\]"),
+        ({"by_epoch": False}, ValueError, "by_epoch=False, and this is StepLR"),
+        ({"param_name": "momentum"}, ValueError, "param_name='momentum', and this is StepLR"),
+        ({"_global_step": None}, KeyError, "_global_step"),
+        ({"begin": None}, KeyError, "begin"),
     ],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(
@@ -193,11 +205,9 @@ def test_a_foreign_state_is_refused_and_changes_nothing(
     scheduler = StepLR(optimizer, 1)
     scheduler.step()
     before = scheduler.state_dict()
-    state = {**before, "global_step": 7, "group_values": [5.0, 5.0], **change}
-    if state["global_step"] is None:
-        del state["global_step"]
+    state = {**before, "_global_step": 7, "_last_value": [5.0, 5.0], **change}
     with pytest.raises(error, match=message):
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict({key: value for key, value in state.items() if value is not None})
     assert scheduler.state_dict() == before
     assert rates(optimizer) == [0.1, 0.2]
 
@@ -212,6 +222,160 @@ def test_a_run_goes_on_from_its_last_step_without_a_state() -> None:
     optimizer.param_groups[0]["initial_lr"] = 0.8
     scheduler = PolyLR(optimizer, begin=3, end=13, last_step=5)
     assert run(optimizer, [scheduler], 5) == pytest.approx(expected[9:], rel=1e-12)
+
+
+def test_a_scheduler_shows_its_arguments_and_is_equal_to_itself_only() -> None:
+    optimizer = sgd(0.1)
+    a, b = LinearLR(optimizer, 0.5, end=3), LinearLR(optimizer, 0.5, end=3)
+    assert repr(a).startswith("LinearLR(begin=0, end=3")
+    assert repr(a).endswith("start_factor=0.5, end_factor=1.0)")
+    assert a != b
+    assert len({a, b}) == 2
+
+
+def test_a_scheduler_survives_being_pickled_and_copied() -> None:
+    scheduler = LinearLR(sgd(1.0), 0.25, end=4)
+    for twin in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
+        assert repr(twin) == repr(scheduler)
+        assert run(twin.optimizer, [twin], 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_each_change_is_logged_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = sgd(1.0)
+    with caplog.at_level(logging.INFO):
+        ExponentialLR(optimizer, 0.5, verbose=True).step()
+    assert "Step 1: lr becomes 5.0000e-01" in caplog.text
+
+
+# Schedulers of your own
+
+
+class SawToothLR(GroupParamScheduler):
+    def __init__(self, optimizer: Any, period: int, **kwargs: Any) -> None:
+        self.period = period
+        super().__init__(optimizer, "lr", **kwargs)
+
+    def _share(self, k: int) -> float:
+        return 1 - (k % self.period) / self.period
+
+
+def test_a_share_of_your_own_composes_like_the_others() -> None:
+    optimizer = sgd(1.0)
+    made = [SawToothLR(optimizer, 2, end=5), StepLR(optimizer, 3, gamma=0.5)]
+    assert run(optimizer, made, 6) == [1.0, 0.5, 1.0, 0.25, 0.5, 0.5]
+
+
+def test_a_scheduler_without_a_share_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"must define _share\(k\) or _get_value\(\)"):
+        GroupParamScheduler(sgd(1.0), "lr")
+
+
+OUR_MIXINS = (ours.LRSchedulerMixin, ours.MomentumSchedulerMixin)
+
+
+def subclasses_for_mmengine(library: Any, mixins: Any) -> dict[str, Any]:
+    """Schedulers as users of MMEngine write them: recursive, by keyword, with a mixin."""
+
+    class QuadraticParamScheduler(library._ParamScheduler):  # type: ignore[misc]
+        def __init__(
+            self,
+            optimizer: Any,
+            param_name: str,
+            power: int = 2,
+            begin: int = 0,
+            end: int = 20,
+            last_step: int = -1,
+            by_epoch: bool = True,
+            verbose: bool = False,
+        ) -> None:
+            self.total_iters = end - begin
+            self.power = power
+            super().__init__(
+                optimizer=optimizer,
+                param_name=param_name,
+                begin=begin,
+                end=end,
+                last_step=last_step,
+                by_epoch=by_epoch,
+                verbose=verbose,
+            )
+
+        def _get_value(self) -> list[Any]:
+            rise = (2 * self.last_step + 1) / self.total_iters**self.power
+            if self.last_step == 0:
+                return [base_value * rise for base_value in self.base_values]
+            return [
+                group[self.param_name] + base_value * rise
+                for base_value, group in zip(
+                    self.base_values, self.optimizer.param_groups, strict=True
+                )
+            ]
+
+    class QuadraticLR(mixins[0], QuadraticParamScheduler):  # type: ignore[misc]
+        pass
+
+    class QuadraticMomentum(mixins[1], QuadraticParamScheduler):  # type: ignore[misc]
+        pass
+
+    class HalvingLR(library.StepLR):  # type: ignore[misc]
+        def _get_value(self) -> list[Any]:
+            factor = 0.5 if self.last_step % self.step_size == 1 else 1.0
+            return [group[self.param_name] * factor for group in self.optimizer.param_groups]
+
+    return {
+        "QuadraticLR": lambda o: QuadraticLR(o, begin=3, end=13, by_epoch=False),
+        "QuadraticMomentum": lambda o: QuadraticMomentum(o, 2, 0),
+        "HalvingLR": lambda o: HalvingLR(o, step_size=4, end=30),
+        "converted": lambda o: HalvingLR.build_iter_from_epoch(o, step_size=2, epoch_length=3),
+    }
+
+
+@pytest.mark.parametrize("name", ["QuadraticLR", "QuadraticMomentum", "HalvingLR", "converted"])
+@pytest.mark.parametrize("make", [sgd, lambda *lrs: torch.optim.Adam(sgd(*lrs).param_groups)])
+@pytest.mark.parametrize("at", [1, 7, 25])
+def test_a_subclass_written_for_mmengine_has_its_values_here_and_resumes(
+    name: str, make: Any, at: int
+) -> None:
+    def values(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:
+        seen = []
+        for _ in range(steps):
+            scheduler.step()
+            seen.append([(group["lr"], group.get("momentum")) for group in optimizer.param_groups])
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = make(0.1, 0.37)
+        expected = values(
+            reference, subclasses_for_mmengine(theirs, THEIR_MIXINS)[name](reference), 40
+        )
+    whole, resumed = make(0.1, 0.37), make(0.1, 0.37)
+    first, second = (subclasses_for_mmengine(ours, OUR_MIXINS)[name](o) for o in (whole, resumed))
+    assert values(whole, first, at) == expected[:at]
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(first.state_dict())
+    assert values(resumed, second, 40 - at) == expected[at:]
+    if "Momentum" in name and "betas" in resumed.param_groups[0]:
+        assert resumed.param_groups[0]["betas"][0] == expected[-1][0][1]
+
+
+# What is refused later
+
+
+def test_a_group_added_later_is_an_error() -> None:
+    optimizer = sgd(1.0)
+    scheduler = StepLR(optimizer, 2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match=r"now has 2 parameter groups, and StepLR was made for 1"):
+        scheduler.step()
+
+
+def test_several_optimizers_are_refused() -> None:
+    class Both:
+        param_groups = {"a": [], "b": []}  # noqa: RUF012
+
+    with pytest.raises(TypeError, match="one optimizer or OptimWrapper"):
+        StepLR(Both(), 2)  # type: ignore[arg-type]
 
 
 # Tensors

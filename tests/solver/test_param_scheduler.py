@@ -1,19 +1,31 @@
-"""What the parameter schedulers are, and what they refuse."""
+"""Our parameter schedulers against MMEngine's: the same values, of any of them, in any company."""
 
-import copy
 import inspect
-import logging
 import pickle
-import pydoc
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from scheduler_toys import ours, rates, run, sgd, theirs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_toys import (
+    SAME_EACH_TIME,
+    TheirWrapper,
+    chains,
+    ours,
+    rates,
+    run,
+    schedulers,
+    sgd,
+    theirs,
+    values,
+)
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR as TorchOneCycleLR
 
 from hooktrain.solver import OptimWrapper
-from hooktrain.solver.group_scheduler import GroupParamScheduler
-from hooktrain.solver.param_curves import Curve
 from hooktrain.solver.param_scheduler import (
     ConstantLR,
     ConstantMomentum,
@@ -27,115 +39,253 @@ from hooktrain.solver.param_scheduler import (
     PolyLR,
     ReduceOnPlateauLR,
     StepLR,
-    make_scheduler,
 )
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 W = torch.nn.Parameter(torch.zeros(1))
 
+Values = list[list[float]]
 
-# What the classes are
+
+def near(reference: Values) -> list[Any]:
+    return [pytest.approx(step, rel=1e-12, abs=1e-15) for step in reference]
 
 
-@pytest.mark.parametrize("name", [n for n in dir(theirs) if n[0] != "_" and n[0].isupper()])
-def test_every_scheduler_has_one_base_and_is_registered(name: str) -> None:
+def assert_same(specs: Any, **kwargs: Any) -> None:
+    reference = values(theirs, specs, sgd(0.1, 0.37), **kwargs)
+    assert values(ours, specs, sgd(0.1, 0.37), **kwargs) == near(reference)
+
+
+@settings(SAME_EACH_TIME, max_examples=120)
+@given(schedulers())
+def test_one_scheduler_has_the_values_of_mmengine(spec: Any) -> None:
+    assert_same([spec])
+
+
+@SAME_EACH_TIME
+@given(chains())
+def test_ranges_one_after_the_other_chain_and_gaps_hold_the_value(specs: Any) -> None:
+    assert_same(specs)
+
+
+@settings(SAME_EACH_TIME, max_examples=80)
+@given(st.lists(schedulers(), min_size=2, max_size=3))
+def test_overlapping_ranges_multiply_in_the_order_of_the_list(specs: Any) -> None:
+    assert_same(specs)
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2), st.integers(0, 99), st.floats(0.1, 10))
+def test_a_change_by_somebody_else_carries_over(specs: Any, at: int, factor: float) -> None:
+    def change(step: int, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor if step == at else 1.0
+
+    assert_same(specs, change=change)
+
+
+@SAME_EACH_TIME
+@given(st.integers(1, 30), st.sampled_from([{}, {"eta_min": 0.01}, {"eta_min_ratio": 0.3}]))
+def test_a_cosine_rises_again_after_its_floor(length: int, floor: Any) -> None:
+    assert_same([("CosineAnnealing", {"T_max": length, **floor})])
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_the_base_settings_of_a_wrapper_are_scheduled_too(specs: Any) -> None:
+    mine, reference = OptimWrapper(sgd(0.1, 0.37)), TheirWrapper(sgd(0.1, 0.37))
+    seen = values(ours, specs, mine)
+    assert seen == near(values(theirs, specs, reference))
+    assert len(seen[0]) == 3
+    assert mine.base_param_settings is not None
+    assert mine.base_param_settings["lr"] == pytest.approx(reference.base_param_settings["lr"])
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(specs: Any) -> None:
+    def momentum(group: dict[str, Any]) -> Any:
+        return group["momentum"]
+
+    assert_same(specs, read=momentum, form="Momentum")
+    groups = [torch.nn.Parameter(torch.zeros(1))]
+    mine, reference = (
+        torch.optim.Adam(groups, betas=(0.8, 0.95)),
+        torch.optim.Adam(groups, betas=(0.8, 0.95)),
+    )
+    seen = values(ours, specs, mine, lambda group: group["betas"][0], form="Momentum")
+    assert seen == near(values(theirs, specs, reference, momentum, form="Momentum"))
+    assert mine.param_groups[0]["betas"] == (mine.param_groups[0]["momentum"], 0.95)
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_any_number_of_the_groups_can_be_scheduled(specs: Any) -> None:
+    def run(library: Any) -> Values:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], weight_decay=0.02)
+        named = [(family, {"param_name": "weight_decay", **args}) for family, args in specs]
+        return values(library, named, optimizer, lambda g: g["weight_decay"], form="ParamScheduler")
+
+    assert run(ours) == near(run(theirs))
+
+
+@SAME_EACH_TIME
+@given(schedulers(), st.integers(1, 7))
+def test_epochs_become_iterations(spec: Any, epoch_length: int) -> None:
+    family, args = spec
+
+    def run(library: Any) -> Values:
+        optimizer, seen = sgd(0.1, 0.37), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make = getattr(library, family + "LR").build_iter_from_epoch
+            scheduler = make(optimizer, **args, epoch_length=epoch_length)
+            for _ in range(100):
+                seen.append([group["lr"] for group in optimizer.param_groups])
+                scheduler.step()
+        assert scheduler.by_epoch is False
+        assert (scheduler.begin, scheduler.end) == tuple(
+            args[key] * epoch_length for key in ("begin", "end")
+        )
+        return seen
+
+    assert run(ours) == near(run(theirs))
+
+
+def test_an_epoch_may_be_a_fraction_and_a_range_without_an_end_has_none() -> None:
+    make = ours.MultiStepLR.build_iter_from_epoch
+    for end in ({}, {"end": 10**9}):
+        scheduler = make(sgd(0.1), milestones=[1, 2], begin=0.5, **end, epoch_length=4)
+        assert (scheduler.milestones, scheduler.begin, scheduler.end) == ([4, 8], 2, 10**9)
+
+
+@SAME_EACH_TIME
+@given(
+    st.integers(2, 60),
+    st.floats(0.0, 1.0),
+    st.sampled_from(["cos", "linear"]),
+    st.booleans(),
+    st.integers(0, 5),
+)
+def test_one_cycle_has_the_values_of_mmengine_and_torch(
+    total: int, start: float, strategy: Any, three_phase: bool, begin: int
+) -> None:
+    # Corners closer than this to each other divide by (nearly) nothing in both references.
+    if abs(start * total - 1) < 1e-3 or abs((1 - start) * total) < 1e-3:
+        return
+    args = {"pct_start": start, "anneal_strategy": strategy, "three_phase": three_phase}
+    spec = ("OneCycle", {"eta_max": 0.7, "begin": begin, "end": begin + total, **args})
+    assert_same([spec], steps=begin + total + 2)
+    optimizer, seen = sgd(0.1), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = TorchOneCycleLR(optimizer, 0.7, total, cycle_momentum=False, **args)
+        for _ in range(total):
+            seen.append([optimizer.param_groups[0]["lr"]])
+            reference.step()
+    spec = ("OneCycle", {"eta_max": 0.7, "total_steps": total, **args})
+    assert values(ours, [spec], sgd(0.1), steps=total) == near(seen)
+
+
+def test_equal_periods_are_the_warm_restarts_of_torch() -> None:
+    optimizer, seen = sgd(0.3), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = CosineAnnealingWarmRestarts(optimizer, 7, eta_min=0.01)
+        for _ in range(21):
+            seen.append([optimizer.param_groups[0]["lr"]])
+            reference.step()
+    spec = ("CosineRestart", {"periods": [7] * 3, "restart_weights": [1] * 3, "eta_min": 0.01})
+    assert values(ours, [spec], sgd(0.3), steps=21) == near(seen)
+
+
+METRICS = st.lists(st.sampled_from([1.0, 0.9, 0.8999, 0.85, 0.5, -0.2, 2.0]), max_size=40)
+
+
+def plateau(make: Callable[[Any], Any], metrics: list[float], name: str | None) -> Values:
+    """The values after each metric; an epoch is counted after each."""
+    optimizer, seen = sgd(0.1, 0.02), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler = make(optimizer)
+        for metric in metrics:
+            if name is None:
+                scheduler.step(metric)
+            else:
+                scheduler.step({name: metric})
+                scheduler.step()
+            seen.append([group["lr"] for group in optimizer.param_groups])
+    return seen
+
+
+@settings(SAME_EACH_TIME, max_examples=80)
+@given(
+    METRICS,
+    st.sampled_from(["less", "greater"]),
+    st.sampled_from(["rel", "abs"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "factor": st.floats(0.1, 0.9),
+            "patience": st.integers(0, 3),
+            "threshold": st.sampled_from([0.0, 1e-3, 0.1]),
+            "cooldown": st.integers(0, 3),
+            "eps": st.sampled_from([1e-8, 0.005]),
+        },
+    ),
+    st.sampled_from([0.0, 0.01, [0.03, 0.001]]),
+    st.integers(0, 5),
+)
+def test_a_plateau_has_the_values_of_mmengine_and_torch(
+    metrics: Any, rule: str, threshold_rule: str, args: Any, least: Any, begin: int
+) -> None:
+    mode = {"rule": rule, "threshold_rule": threshold_rule, "min_value": least, **args}
+    mode |= {"monitor": "acc", "begin": begin, "end": 30}
+    mine = plateau(lambda o: ours.ReduceOnPlateauLR(o, **mode), metrics, "acc")
+    assert mine == near(plateau(lambda o: theirs.ReduceOnPlateauLR(o, **mode), metrics, "acc"))
+    named = {"mode": {"less": "min", "greater": "max"}[rule], "threshold_mode": threshold_rule}
+    reference = plateau(
+        lambda o: ReduceLROnPlateau(o, min_lr=least, **named, **args), metrics, None
+    )
+    mode |= {"begin": 0, "end": 1000}
+    mine = plateau(lambda o: ours.ReduceOnPlateauLR(o, **mode), metrics, "acc")
+    assert mine == near(reference)
+
+
+NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Momentum", "Scheduler")) and n[0] != "_"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_arguments_are_those_of_mmengine_and_all_but_the_range_also_by_position(
+    name: str,
+) -> None:
+    def arguments(cls: Any) -> dict[str, Any]:
+        # MMEngine's signatures say *args; those of the class before it in the order say more.
+        generic = next(c for c in cls.__mro__ if c.__name__.endswith("ParamScheduler"))
+        named = inspect.signature(generic).parameters.values()
+        fixed = () if cls is generic else ("param_name",)
+        return {p.name: p.default for p in named if p.name not in fixed}
+
+    expected = arguments(getattr(theirs, name))
+    parameters = inspect.signature(getattr(ours, name)).parameters
+    mine = {key: parameter.default for key, parameter in parameters.items()}
+    if name.startswith("OneCycle"):
+        assert mine.pop("eta_max") is inspect.Parameter.empty  # 0 there, which trains nothing
+        del expected["eta_max"]
+    assert mine == expected
+    positional = [key for key in mine if parameters[key].kind.name == "POSITIONAL_OR_KEYWORD"]
+    assert positional == list(expected)[: len(positional)]
+    by_keyword = {"begin", "end", "last_step", "by_epoch", "verbose", "eta_min_ratio"}
+    assert set(mine) - set(positional) <= by_keyword
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_scheduler_is_a_class_of_its_own_that_is_registered(name: str) -> None:
     scheduler = getattr(ours, name)
     assert issubclass(scheduler, ours._ParamScheduler)
-    assert ours._ParamScheduler is GroupParamScheduler
+    assert (scheduler.__name__, scheduler.__module__) == (name, ours.__name__)
     assert PARAM_SCHEDULERS.get(name) is scheduler
-    assert "Args:" in scheduler.__doc__
-    assert "optimizer:" in scheduler.__doc__
-
-
-def test_a_scheduler_shows_its_arguments_and_is_equal_to_itself_only() -> None:
-    optimizer = sgd(0.1)
-    a, b = LinearLR(optimizer, 0.5, end=3), LinearLR(optimizer, 0.5, end=3)
-    assert repr(a).startswith("LinearLR(start_factor=0.5, end_factor=1.0, begin=0, end=3")
-    assert a != b
-    assert len({a, b}) == 2
-
-
-def saw_tooth(k: int, length: int, *, period: int, low: float = 0.0) -> float:
-    """From 1 down to ``low``, again and again."""
-    return 1 - (1 - low) * (k % period) / period
-
-
-SawToothLR = make_scheduler("SawToothLR", Curve(saw_tooth), "lr", module=__name__)
-
-
-def test_a_curve_of_your_own_is_a_function() -> None:
-    optimizer = sgd(1.0)
-    assert run(optimizer, [SawToothLR(optimizer, 2, end=5)], 5) == [1.0, 0.5, 1.0, 0.5, 1.0]
-    assert pickle.loads(pickle.dumps(SawToothLR)) is SawToothLR
-    curve = Curve(saw_tooth, {"period": (1, 9)}, step_arguments=["period"])
-    saw_tooth_param = make_scheduler("SawToothParam", curve)
-    made = saw_tooth_param.build_iter_from_epoch(optimizer, "momentum", 2, 0.5, epoch_length=3)
-    assert repr(made).startswith("SawToothParam(param_name='momentum', period=6, low=0.5, begin=0,")
-    with pytest.raises(ValueError, match=r"period must lie in \[1, 9\]: 10"):
-        saw_tooth_param(optimizer, "momentum", 10)
-
-
-def test_a_function_that_cannot_be_a_curve_is_refused() -> None:
-    def by_position(k: int, length: int, period: int = 2) -> float:
-        return 1.0
-
-    def taken(k: int, length: int, *, begin: int = 0) -> float:
-        return 1.0
-
-    with pytest.raises(TypeError, match=r"must be a function\(k, length, \*, ...\)"):
-        make_scheduler("MyLR", Curve(by_position), "lr")
-    with pytest.raises(ValueError, match="has another 'begin': rename that of the curve"):
-        make_scheduler("MyLR", Curve(taken), "lr")
-
-
-def test_a_scheduler_is_a_class_with_a_name_a_place_a_signature_and_help() -> None:
-    assert (LinearLR.__name__, LinearLR.__qualname__) == ("LinearLR", "LinearLR")
-    assert LinearLR.__module__ == "hooktrain.solver.param_scheduler"
-    assert pickle.loads(pickle.dumps(LinearLR)) is LinearLR
-    assert str(inspect.signature(SawToothLR)).endswith(
-        "HasParamGroups, period: int, low: float = 0.0, begin: int = 0, end: int = 1000000000, "
-        "last_step: int = -1, by_epoch: bool = True, verbose: bool = False)"
-    )
-    shown = pydoc.plain(pydoc.render_doc(SawToothLR))
-    for part in (
-        "period: int, low",
-        "From 1 down to ``low``",
-        "begin: the first step of the range",
-    ):
-        assert part in shown
-
-
-def test_a_scheduler_survives_being_pickled_and_copied() -> None:
-    scheduler = LinearLR(sgd(1.0), 0.25, end=4)
-    for twin in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
-        assert repr(twin) == repr(scheduler)
-        assert run(twin.optimizer, [twin], 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_the_arguments_of_a_curve_cannot_be_changed_later() -> None:
-    scheduler = StepLR(sgd(1.0), 2)
-    assert scheduler.arguments == {"step_size": 2, "gamma": 0.1}
-    assert scheduler.gamma == 0.1  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError):
-        scheduler.gamma = 0.5  # type: ignore[attr-defined]
-
-
-def test_each_change_is_logged_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = sgd(1.0)
-    with caplog.at_level(logging.INFO):
-        ExponentialLR(optimizer, 0.5, verbose=True).step()
-    assert "Step 1: lr becomes 5.0000e-01" in caplog.text
-
-
-# What is refused
-
-
-def test_a_group_added_later_is_an_error() -> None:
-    optimizer = sgd(1.0)
-    scheduler = StepLR(optimizer, 2)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match=r"now has 2 parameter groups, and StepLR was made for 1"):
-        scheduler.step()
+    assert pickle.loads(pickle.dumps(scheduler)) is scheduler
 
 
 def test_a_cycle_ends_after_its_steps() -> None:
@@ -156,15 +306,37 @@ def test_a_cycle_has_a_maximum_for_each_group_and_overwrites_what_others_set() -
     assert rates(optimizer)[0] == pytest.approx(rates(optimizer)[1] / 3)
 
 
+@pytest.mark.parametrize("name", ["ConstantLR", "LinearLR"])
+def test_a_range_of_one_step_has_the_first_value(name: str) -> None:
+    optimizer = sgd(1.0)
+    getattr(ours, name)(optimizer, 0.25, end=1)
+    assert rates(optimizer) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "final"),
+    [
+        ("LinearLR", {}, 1.0),
+        ("PolyLR", {"eta_min": 0.25}, 0.25),
+        ("OneCycleLR", {"eta_max": 1.0, "final_div_factor": 5.0}, 0.04 / 5.0),
+    ],
+)
+def test_the_last_step_has_exactly_the_final_value(
+    name: str, arguments: dict[str, Any], final: float
+) -> None:
+    optimizer = sgd(1.0)
+    scheduler = getattr(ours, name)(optimizer, **arguments, end=30)
+    assert run(optimizer, [scheduler], 30)[-1] == final
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda o: StepLR("adam", 2), TypeError, "optimizer must be .*: 'adam'"),
-        (lambda o: StepLR(o, 2, gama=0.5), TypeError, "^StepLR: .*'gama'; did you mean 'gamma'"),
-        (lambda o: StepLR(o), TypeError, "StepLR: missing a required argument: 'step_size'"),
+        (lambda o: StepLR(o, 2, gama=0.5), TypeError, r"StepLR.*unexpected .*'gama'"),
+        (lambda o: StepLR(o), TypeError, "StepLR.* missing 1 required .*'step_size'"),
         (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
-        (lambda o: StepLR(o, 2, begin=-1), ValueError, "begin=-1"),
-        (lambda o: StepLR(o, 2, last_step=-2), ValueError, "last_step must be at least -1: -2"),
+        (lambda o: StepLR(o, 2, begin=-1), ValueError, r"begin must lie in \[0, inf\]: -1"),
         (lambda o: StepLR(o, 0), ValueError, r"step_size must lie in \[1, inf\]: 0"),
         (lambda o: StepLR(o, 1, -0.1), ValueError, "gamma must lie in .*: -0.1"),
         (lambda o: MultiStepLR(o, [3, -1]), ValueError, r"milestones must .*: \[3, -1\]"),
@@ -184,20 +356,32 @@ def test_a_cycle_has_a_maximum_for_each_group_and_overwrites_what_others_set() -
         (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
         (lambda o: OneCycleLR(o, 1.0, 0), ValueError, "total_steps must lie in .*: 0"),
         (lambda o: OneCycleLR(o, 1.0, 9, 1.5), ValueError, "pct_start must lie in .*: 1.5"),
-        (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or 'linear': 'cosine'"),
-        (lambda o: OneCycleLR(o, 1.0, 9, div_factor=0.0), ValueError, "div_factor .*: 0.0"),
-        (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
-        (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
-        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"factor .*\[0, 1\): 1.0"),
-        (lambda o: ReduceOnPlateauLR(o, threshold=-1), ValueError, "threshold must not .*: -1"),
+        (
+            lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"),
+            ValueError,
+            r"one of \('cos', 'linear'\): 'cosine'",
+        ),
+        (lambda o: OneCycleLR(o, 1.0, 9, div_factor=0.0, begin=3), ZeroDivisionError, "by zero"),
+        (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, r"'less', 'greater'\): 'min'"),
+        (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, r"'rel', 'abs'\): 'x'"),
+        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, "factor must be less than 1: 1.0"),
+        (lambda o: ReduceOnPlateauLR(o, threshold=-1), ValueError, "threshold must lie in .*: -1"),
         (lambda o: ReduceOnPlateauLR(o, min_value=[0, 1]), ValueError, r"each of the 1 .*\[0, 1\]"),
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
         (lambda o: LinearParamScheduler(o, "weight_decya"), ValueError, "mean 'weight_decay'"),
         (lambda o: ConstantMomentum(torch.optim.Adagrad([W])), ValueError, "no 'momentum'"),
-        (lambda o: StepLR.build_iter_from_epoch(o, 2), ValueError, "epoch_length .*: None"),
-        (lambda o: StepLR.build_iter_from_epoch(o, 2, epoch_length=0), ValueError, "least 1: 0"),
         (
-            lambda o: StepLR.build_iter_from_epoch(o, 2, by_epoch=False, epoch_length=3),
+            lambda o: StepLR.build_iter_from_epoch(o, step_size=2),
+            ValueError,
+            "epoch_length .*: None",
+        ),
+        (
+            lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
+            ValueError,
+            "least 1: 0",
+        ),
+        (
+            lambda o: StepLR.build_iter_from_epoch(o, step_size=2, by_epoch=False, epoch_length=3),
             ValueError,
             "by_epoch=False: these arguments of StepLR are iterations",
         ),
@@ -215,15 +399,7 @@ def test_a_wrong_argument_is_refused_and_writes_nothing(
 
 def test_a_plateau_refuses_metrics_that_are_not_there() -> None:
     scheduler = ReduceOnPlateauLR(sgd(0.1), "acc")
-    with pytest.raises(KeyError, match=r"no metric 'acc' to monitor in \['loss'\]"):
+    with pytest.raises(KeyError, match="acc"):
         scheduler.step({"loss": 1.0})
-    with pytest.raises(TypeError, match=r"dict of numbers by name: 0\.5"):
+    with pytest.raises(TypeError, match="float"):
         scheduler.step(0.5)  # type: ignore[arg-type]
-
-
-def test_several_optimizers_are_refused() -> None:
-    class Both:
-        param_groups = {"a": [], "b": []}  # noqa: RUF012
-
-    with pytest.raises(TypeError, match="one scheduler for each of them"):
-        StepLR(Both(), 2)  # type: ignore[arg-type]

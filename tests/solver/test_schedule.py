@@ -1,23 +1,32 @@
+import copy
 import dataclasses
 import doctest
 import math
 import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from scheduler_toys import rates, sgd
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from hooktrain.solver import composite, schedule
-from hooktrain.solver.composite import CompositeParamScheduler, WarmupParamScheduler
+from hooktrain.solver import schedule
 from hooktrain.solver.schedule import (
+    CompositeParamScheduler,
     ConstantParamScheduler,
     CosineParamScheduler,
     ExponentialParamScheduler,
     LinearParamScheduler,
+    LRMultiplier,
     MultiStepParamScheduler,
     ParamScheduler,
     PolynomialDecayParamScheduler,
     StepParamScheduler,
     StepWithFixedGammaParamScheduler,
+    WarmupParamScheduler,
 )
 
 # Every schedule with its final value.
@@ -53,11 +62,10 @@ def values(scheduler: ParamScheduler, steps: int) -> list[float]:
     return [scheduler(step / steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize("module", [schedule, composite])
-def test_the_examples_in_the_docstrings_are_right(module: Any) -> None:
-    failed, tried = doctest.testmod(module)
+def test_the_examples_in_the_docstrings_are_right() -> None:
+    failed, tried = doctest.testmod(schedule)
     assert failed == 0
-    assert tried >= 6
+    assert tried >= 20
 
 
 @EVERY_SCHEDULE
@@ -170,3 +178,352 @@ def test_step_with_fixed_gamma_decays_as_often_as_told() -> None:
     )
     expected = [1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
     assert values(scheduler, 8) == pytest.approx(expected)
+
+
+# Schedules made of others
+
+
+def test_rescaled_parts_run_from_their_start_to_their_end() -> None:
+    scheduler = CompositeParamScheduler(
+        schedulers=[LinearParamScheduler(0.0, 1.0), CosineParamScheduler(1.0, 0.0)],
+        lengths=[0.4, 0.6],
+        interval_scaling=["rescaled", "rescaled"],
+    )
+    cosine = [(1 + math.cos(math.pi * k / 6)) / 2 for k in range(6)]
+    assert values(scheduler, 10) == pytest.approx([0, 0.25, 0.5, 0.75, *cosine])
+
+
+def test_fixed_parts_see_the_progress_of_the_whole_run() -> None:
+    line, constant = LinearParamScheduler(0.0, 1.0), ConstantParamScheduler(0.42)
+    scheduler = CompositeParamScheduler([line, constant, line], [0.2, 0.3, 0.5], ["fixed"] * 3)
+    expected = [0, 0.1, 0.42, 0.42, 0.42, 0.5, 0.6, 0.7, 0.8, 0.9]
+    assert values(scheduler, 10) == pytest.approx(expected)
+
+
+def test_parts_meet_where_their_lengths_say_despite_rounding() -> None:
+    parts = [ConstantParamScheduler(k) for k in range(10)]
+    scheduler = CompositeParamScheduler(parts, [0.1] * 10, ["rescaled"] * 10)
+    assert values(scheduler, 10) == list(range(10))
+
+
+@pytest.mark.parametrize("lengths", [[0.0, 1.0, 0.0], [0.0, 1.0005, 0.0]])
+def test_parts_of_length_zero_are_never_used(lengths: list[float]) -> None:
+    line = LinearParamScheduler(0.0, 1.0)
+    parts = [ConstantParamScheduler(7), line, ConstantParamScheduler(8)]
+    scheduler = CompositeParamScheduler(parts, lengths, ["rescaled"] * 3)
+    assert [scheduler(w) for w in (0.0, 0.5, 1.0)] == pytest.approx([0.0, 0.5, 1.0], abs=1e-3)
+
+
+def test_a_last_part_of_length_zero_is_not_used_for_the_rounding_of_the_others() -> None:
+    parts = [*[ConstantParamScheduler(k) for k in range(10)], ConstantParamScheduler(99)]
+    lengths = [0.1] * 10 + [0.0]
+    assert sum(lengths) != 1.0
+    assert CompositeParamScheduler(parts, lengths, ["rescaled"] * 11)(1.0) == 9
+
+
+def test_a_short_part_starts_at_its_start_despite_rounding() -> None:
+    line = LinearParamScheduler(0.0, 1.0)
+    scheduler = CompositeParamScheduler(
+        [ConstantParamScheduler(5.0), line], [0.9999, 0.0001], ["rescaled"] * 2
+    )
+    assert scheduler(0.9999 - 5e-10) == 0.0
+    assert scheduler(1.0) == 1.0
+
+
+def test_composite_leaves_the_lists_of_its_caller_alone() -> None:
+    parts: list[ParamScheduler] = [ConstantParamScheduler(1), ConstantParamScheduler(2)]
+    lengths, scalings = [0.3333, 0.6666], ["fixed", "rescaled"]
+    scheduler = CompositeParamScheduler(parts, lengths, scalings)
+    assert lengths == [0.3333, 0.6666]
+    assert scheduler.lengths == (0.3333, 1 - 0.3333)
+    lengths[0] = 0.9
+    parts.reverse()
+    assert scheduler(0.0) == 1
+
+
+def test_a_fixed_warm_up_covers_the_beginning_of_the_schedule() -> None:
+    line = LinearParamScheduler(1.0, 0.0)
+    scheduler = WarmupParamScheduler(line, warmup_factor=0.1, warmup_length=0.4)
+    # From 0.1 * 1.0 to the value at 0.4, which is 0.6.
+    expected = [0.1, 0.225, 0.35, 0.475, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert values(scheduler, 10) == pytest.approx(expected)
+
+
+def test_a_rescaled_warm_up_comes_before_the_schedule() -> None:
+    line = LinearParamScheduler(1.0, 0.0)
+    scheduler = WarmupParamScheduler(line, 0.2, 0.5, rescale_interval=True)
+    expected = [0.2, 0.36, 0.52, 0.68, 0.84, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert values(scheduler, 10) == pytest.approx(expected)
+
+
+def test_a_constant_warm_up_holds_its_value() -> None:
+    line = LinearParamScheduler(1.0, 0.0)
+    scheduler = WarmupParamScheduler(line, 0.5, 0.2, "constant")
+    assert values(scheduler, 5) == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+def test_a_warm_up_of_no_length_is_no_warm_up(rescale: bool) -> None:
+    cosine = CosineParamScheduler(1.0, 0.0)
+    scheduler = WarmupParamScheduler(cosine, 0.001, 0.0, rescale_interval=rescale)
+    assert values(scheduler, 7) == values(cosine, 7)
+
+
+@pytest.mark.parametrize(("rescale", "end"), [(False, 0.5), (True, 1.0)])
+def test_a_warm_up_may_last_the_whole_run(rescale: bool, end: float) -> None:
+    line = LinearParamScheduler(1.0, 0.5)
+    scheduler = WarmupParamScheduler(line, 0.0, 1.0, rescale_interval=rescale)
+    assert [scheduler(w) for w in (0.0, 0.5, 1.0)] == [0.0, end / 2, end]
+
+
+def test_a_schedule_of_ones_own_needs_one_method_only() -> None:
+    class Triangle(ParamScheduler):
+        def __call__(self, where: float) -> float:
+            return 1 - abs(2 * where - 1)
+
+    scheduler = WarmupParamScheduler(Triangle(), 1.0, 0.25)
+    assert [scheduler(w) for w in (0.25, 0.5, 1.0)] == [0.5, 1.0, 0.0]
+    with pytest.raises(NotImplementedError, match="ParamScheduler must define"):
+        ParamScheduler()(0.5)
+
+
+ONE = ConstantParamScheduler(1.0)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: PolynomialDecayParamScheduler(1.0, -1), "power must not be negative: -1"),
+        (lambda: MultiStepParamScheduler([1, 2]), "one of num_updates and milestones"),
+        (lambda: MultiStepParamScheduler([1, 2], milestones=[3]), r"2 values need 2 milestones"),
+        (lambda: MultiStepParamScheduler([1, 2], 9, [3, 6]), r"2 values need 1 milestones"),
+        (lambda: MultiStepParamScheduler([1, 2, 3], num_updates=2), r"num_updates=2: \[1, 2\]"),
+        (lambda: MultiStepParamScheduler([1, 2], 9, [9]), r"num_updates=9: \[9\]"),
+        (lambda: MultiStepParamScheduler([1, 2], 9, [0]), r"must increase.*\[0\]"),
+        (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"must increase.*\[6, 3\]"),
+        (lambda: MultiStepParamScheduler([], 9), r"values must be at least one.*\[\]"),
+        (lambda: StepParamScheduler(0, [1.0]), "num_updates must be positive: 0"),
+        (lambda: StepParamScheduler(9, []), r"values must be at least one.*\[\]"),
+        (lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9), "must be positive: StepWith"),
+        (lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9), "must be positive: StepWith"),
+        (lambda: StepWithFixedGammaParamScheduler(1, 0, 0.1, 9), "must be positive: StepWith"),
+        (lambda: StepWithFixedGammaParamScheduler(1, 1, 0.1, -9), "must be positive: StepWith"),
+        (lambda: CompositeParamScheduler([], [], []), "at least 1: 0, 0 and 0 entries"),
+        (lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]), "1, 2 and 1 entries"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], ["fixed"] * 2), "1, 1 and 2 entries"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], []), "1, 1 and 0 entries"),
+        (lambda: CompositeParamScheduler([ONE] * 2, [0.5, 0.4], ["fixed"] * 2), r"sum to 1: \[0.5"),
+        (lambda: CompositeParamScheduler([ONE] * 2, [1.5, -0.5], ["fixed"] * 2), "not be negative"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], ["linear"]), "interval_scaling.*'linear'"),
+        (lambda: WarmupParamScheduler(ONE, -0.1, 0.1), "warmup_factor must not be negative: -0.1"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 1000), r"in \[0, 1\].*max_iter.*: 1000"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or 'constant': 'exp'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_construction(
+    build: Callable[[], ParamScheduler], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: CompositeParamScheduler([max], [1.0], ["fixed"]),  # type: ignore[list-item]
+        lambda: WarmupParamScheduler(0.1, 0.1, 0.1),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_made_of_schedules_takes_nothing_else(build: Callable[[], ParamScheduler]) -> None:
+    with pytest.raises(TypeError, match="must be a ParamScheduler"):
+        build()
+
+
+# What multiplies a learning rate
+
+
+LINE = LinearParamScheduler(1.0, 0.0)
+
+
+def run(scheduler: LRMultiplier, steps: int) -> list[float]:
+    """The rate of the first group at each step."""
+    used = []
+    for _ in range(steps):
+        used.append(rates(scheduler.optimizer)[0])
+        scheduler.step()
+    return used
+
+
+def test_each_group_gets_its_base_rate_times_the_schedule() -> None:
+    optimizer = sgd(0.5, 2.0)
+    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
+    assert isinstance(scheduler, LRScheduler)
+    seen = []
+    for _ in range(4):
+        seen.append(rates(optimizer))
+        scheduler.step()
+    assert seen == [[0.5, 2.0], [0.375, 1.5], [0.25, 1.0], [0.125, 0.5]]
+
+
+def test_the_rates_are_those_of_a_lambda_of_torch() -> None:
+    schedule = WarmupParamScheduler(CosineParamScheduler(1.0, 0.01), 0.001, 0.1)
+    ours, theirs = sgd(0.3), sgd(0.3)
+    reference = LambdaLR(theirs, lambda step: schedule(step / 50))
+    expected = []
+    for _ in range(50):
+        expected += rates(theirs)
+        theirs.step()
+        reference.step()
+    assert run(LRMultiplier(ours, schedule, max_iter=50), 50) == expected
+
+
+def test_the_warm_up_applies_to_the_first_step() -> None:
+    optimizer = sgd(1.0)
+    LRMultiplier(optimizer, WarmupParamScheduler(LINE, 0.25, 0.5), max_iter=10)
+    assert rates(optimizer) == [0.25]
+
+
+def test_milestones_in_iterations_change_the_rate_at_these_iterations() -> None:
+    schedule = MultiStepParamScheduler([1, 0.5, 0.25], milestones=[10, 15, 20])
+    used = run(LRMultiplier(sgd(4.0), schedule, max_iter=20), 20)
+    assert used == [4.0] * 10 + [2.0] * 5 + [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "final"),
+    [
+        (ConstantParamScheduler(0.5), 0.5),
+        (StepParamScheduler(5, [1.0, 0.25]), 0.25),
+        (StepWithFixedGammaParamScheduler(1.0, 2, 0.5, 5), 0.25),
+        (LINE, 0.0),
+    ],
+)
+def test_steps_after_the_last_iteration_keep_the_final_rate(
+    schedule: ParamScheduler, final: float
+) -> None:
+    scheduler = LRMultiplier(sgd(1.0), schedule, max_iter=5)
+    assert run(scheduler, 9)[5:] == [final] * 4
+    assert scheduler.last_epoch == 9
+
+
+def test_no_warning_about_the_order_of_steps() -> None:
+    optimizer = sgd(1.0)
+    step = optimizer.step.__func__  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LRMultiplier(optimizer, LINE, max_iter=5).step()
+    assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
+
+
+def test_a_step_can_jump_to_an_iteration() -> None:
+    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
+    scheduler.step(3)
+    assert scheduler.get_last_lr() == [0.25]
+    scheduler.step()
+    assert scheduler.last_epoch == 4
+
+
+def test_a_rate_in_a_tensor_is_filled_in_place_and_read_as_a_float() -> None:
+    lr = torch.tensor(0.5)
+    optimizer = sgd(lr, 0.25)
+    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
+    scheduler.step()
+    scheduler.step()
+    assert rates(optimizer) == [lr, 0.125]
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.25
+    assert [type(value) for value in scheduler.get_last_lr()] == [float, float]
+    assert scheduler.get_last_lr() == [0.25, 0.125]
+    assert scheduler.state_dict()["base_lrs"] == [0.5, 0.25]
+
+
+def test_the_rates_given_out_are_a_copy() -> None:
+    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
+    scheduler.get_last_lr().clear()
+    assert scheduler.get_last_lr() == [1.0]
+    scheduler.state_dict()["base_lrs"].clear()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.75]
+
+
+def test_the_state_holds_base_rates_and_the_step_only() -> None:
+    scheduler = LRMultiplier(sgd(0.5, 2.0), LINE, max_iter=4)
+    scheduler.step()
+    assert scheduler.state_dict() == {"base_lrs": [0.5, 2.0], "last_epoch": 1}
+
+
+def test_loading_a_state_sets_the_rates_at_once() -> None:
+    first = LRMultiplier(sgd(1.0, 2.0), LINE, max_iter=4)
+    first.step()
+    first.step()
+    optimizer = sgd(8.0, 8.0)
+    second = LRMultiplier(optimizer, LINE, max_iter=4)
+    second.load_state_dict(first.state_dict())
+    assert rates(optimizer) == second.get_last_lr() == [0.5, 1.0]
+    second.step()
+    assert rates(optimizer) == [0.25, 0.5]
+
+
+def test_a_loaded_optimizer_is_still_scheduled() -> None:
+    optimizer = sgd(1.0)
+    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces its groups
+    scheduler.step()
+    assert rates(optimizer) == [0.75]
+
+
+def test_a_run_continues_from_its_last_iteration_without_any_saved_state() -> None:
+    whole = run(LRMultiplier(sgd(0.3), LINE, max_iter=10), 10)
+    rest = run(LRMultiplier(sgd(0.3), LINE, max_iter=10, last_iter=5), 4)
+    assert rest == whole[6:]
+
+
+def test_a_run_continues_from_the_base_rate_in_the_optimizer_state() -> None:
+    before = sgd(0.3)
+    whole = run(LRMultiplier(before, LINE, max_iter=10), 6)
+    after = sgd(7.0)
+    after.load_state_dict(before.state_dict())
+    scheduler = LRMultiplier(after, LINE, max_iter=10, last_iter=5)
+    assert scheduler.base_lrs == [0.3]
+    assert scheduler.get_last_lr()[0] == 0.3 * LINE(0.6) != whole[5]
+
+
+def test_a_group_added_later_is_an_error() -> None:
+    optimizer = sgd(1.0)
+    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match=r"now has 2 parameter groups.*made for 1"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"base_lrs": [7.0]}, KeyError, "last_epoch"),
+        ({"last_epoch": 3}, KeyError, "base_lrs"),
+    ],
+)
+def test_a_foreign_state_is_refused_and_changes_nothing(
+    state: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
+    with pytest.raises(error, match=message):
+        scheduler.load_state_dict(state)
+    assert scheduler.state_dict() == {"base_lrs": [1.0], "last_epoch": 0}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"multiplier": lambda where: where}, TypeError, "multiplier must be a ParamScheduler"),
+        ({"multiplier": 0.5}, TypeError, "multiplier must be a ParamScheduler.*: 0.5"),
+        ({"max_iter": 0}, ValueError, "max_iter must be at least 1: 0"),
+        ({"max_iter": -3}, ValueError, "max_iter must be at least 1: -3"),
+    ],
+)
+def test_a_wrong_argument_is_refused(
+    kwargs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"optimizer": sgd(1.0), "multiplier": LINE, "max_iter": 4}
+    with pytest.raises(error, match=message):
+        LRMultiplier(**(arguments | kwargs))

@@ -143,7 +143,7 @@ def test_the_schedulers_of_several_optimizers_come_back(tmp_path: Path) -> None:
     second = prepared(tmp_path, **options)
     second.resume(tmp_path / "a.pth")
     assert second.scheduler_state_dict() == first.scheduler_state_dict()
-    steps = {n: s["global_step"] for n, (s,) in second.scheduler_state_dict().items()}  # type: ignore[union-attr]
+    steps = {n: s["_global_step"] for n, (s,) in second.scheduler_state_dict().items()}  # type: ignore[union-attr]
     assert steps == {"first": 0, "last": 1}
 
 
