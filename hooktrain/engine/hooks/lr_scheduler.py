@@ -128,7 +128,7 @@ class LRScheduler(HookBase):
             storage.put_scalar(name, group[key], smoothing_hint=False)
         for step in self._each_iteration:
             step()
-        if self._each_epoch and (self.trainer.iter + 1) % self._epoch_length == 0:
+        if self._each_epoch and self.is_due(self._epoch_length or 0, at_end=None):
             for step in self._each_epoch:
                 step()
         for i, metric, scheduler in self._watched:
