@@ -22,8 +22,8 @@ from hooktrain.engine import (
 )
 from hooktrain.evaluation import inference_on_dataset, print_csv_format
 from hooktrain.solver import LRMultiplier
+from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
-from hooktrain.utils.device import choose_device
 from hooktrain.utils.events import EventStorage
 
 logger = logging.getLogger("hooktrain.plain_train_net")

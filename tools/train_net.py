@@ -13,7 +13,7 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import DefaultTrainer, default_argument_parser, default_setup, launch
-from hooktrain.utils.launchers import restart_count
+from hooktrain.strategy.environment import restart_count
 
 logger = logging.getLogger("hooktrain.train_net")
 
@@ -26,7 +26,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.eval_only:
         strategy = DefaultTrainer.build_strategy(cfg)
-        model = strategy.prepare_model(lambda: DefaultTrainer.build_model(cfg), init_weights=False)
+        initialised = {"init_weights_for_test_or_val": False}
+        model = strategy.prepare(
+            lambda: DefaultTrainer.build_model(cfg), dispatch_kwargs=initialised
+        )
         checkpointer = Checkpointer(model, cfg.train.output_dir)
         if not cfg.train.init_checkpoint and not (args.resume and checkpointer.has_checkpoint()):
             logger.warning("Evaluating initial weights: no --resume, or nothing to resume from")

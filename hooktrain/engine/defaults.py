@@ -84,10 +84,11 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
         self.strategy = self.build_strategy(cfg)
-        model = self.strategy.prepare_model(
+        model = self.strategy.prepare(
             lambda: self.build_model(cfg),
             compile=cfg.train.get("compile", False),
-            init_weights=False,  # as in detectron2, the constructor of the model has done that
+            # As in detectron2, the constructor of the model has initialised its weights.
+            dispatch_kwargs={"init_weights_for_test_or_val": False},
         )
         loader = self.build_train_loader(cfg)
         _, optim_wrapper = self.strategy.prepare(

@@ -1,39 +1,58 @@
-"""The order in which a model becomes ready to train, and the base of all that do it."""
+"""The order in which a model becomes ready to train, and how that state is saved and loaded."""
 
+import logging
 import os
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from hooktrain import __version__
+from hooktrain.checkpoint import Checkpointer, load_model_state
+from hooktrain.checkpoint.agreement import on_all_ranks
+from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm
 from hooktrain.solver import build_optim_wrapper, build_param_scheduler
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
-from hooktrain.strategy.environment import Environment
-from hooktrain.strategy.model_parts import (
-    ModelSource,
-    broadcast_weights,
-    build_model,
-    compile_model,
+from hooktrain.strategy.environment import (
+    Environment,
+    Launcher,
+    choose_device,
+    infer_launcher,
+    join_processes,
+    leave_processes,
+    set_random_seed,
 )
-from hooktrain.strategy.optim_parts import (
-    check_not_built,
-    initialize_counts,
-    scale_lr,
-    scaling_ratio,
-)
-from hooktrain.strategy.states import PreparedStates
-from hooktrain.utils.registry import unwrap_model
+from hooktrain.utils import comm
+from hooktrain.utils.collect_env import collect_env
+from hooktrain.utils.env import seed_step
+from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.registry import MODELS, unwrap_model
 
-__all__ = ["BaseStrategy"]
+State = dict[str, Any]
+Path = str | os.PathLike[str]
+ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
+"""A model, its configuration, or a function that makes it."""
 
-_RUN_ARGUMENTS = ("epoch_length", "max_epochs", "max_iters")
+# What is there only after a method was called.
+_MADE_BY = {
+    **dict.fromkeys(("launcher", "device", "timestamp", "seed"), "setup()"),
+    **dict.fromkeys(("log_dir", "experiment_name"), "setup()"),
+    "model": "prepare()",
+    "optim_wrapper": "prepare(..., optim_wrapper=...)",
+    "param_schedulers": "prepare(..., param_scheduler=...)",
+}
+# As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
+_BUCKET_BYTES = 250 * 1024 * 1024
 
 
-class BaseStrategy(PreparedStates):
+class BaseStrategy(ABC):
     """Where a model lives, and in which order it and what trains it are built.
 
     :meth:`prepare` does this, in this order:
@@ -44,8 +63,8 @@ class BaseStrategy(PreparedStates):
     4. :meth:`wrap_model`: to the device, the same on all ranks, in its wrapper;
     5. :meth:`compile_model`: so that the compiler sees the wrapper;
     6. :meth:`build_optim_wrapper`: for the parameters as they are from now on;
-    7. scaling of learning rates by the size of the batch;
-    8. :meth:`build_param_scheduler`: they note the learning rates that they find.
+    7. the scaling of learning rates by the size of the batch;
+    8. :meth:`build_param_scheduler`: schedulers note the learning rates that they find.
 
     Afterwards :meth:`load_or_resume` loads into what is there. Example::
 
@@ -55,7 +74,10 @@ class BaseStrategy(PreparedStates):
         )
         strategy.load_or_resume(resume=True)
 
-    A subclass overrides :meth:`wrap_model`, and what else differs.
+    A checkpoint holds ``model``, ``optimizer``, ``param_schedulers`` and ``meta``. A
+    :class:`~hooktrain.checkpoint.Checkpointer` writes and reads it. Those of MMEngine load too.
+
+    A subclass overrides :meth:`wrap_model`, and what else is different.
 
     Args:
         work_dir: the folder of the checkpoints. Nothing is made until there is something to write.
@@ -65,9 +87,9 @@ class BaseStrategy(PreparedStates):
             the logs as they are.
         auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning rates by the
             number of samples that all ranks see in one backward pass, over ``base_batch_size``
-            (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). It takes the number of one rank,
-            ``train_micro_batch_size_per_gpu``, from ``dispatch_kwargs``. Passes that are
-            accumulated do not count, as in MMEngine.
+            (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). The number of one rank is
+            ``train_micro_batch_size_per_gpu`` in ``dispatch_kwargs``. Accumulated passes do not
+            count, as in MMEngine.
         sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches of all
             ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators. None changes
             nothing; one process has all of the batch anyway.
@@ -75,24 +97,36 @@ class BaseStrategy(PreparedStates):
             several ranks, each has its own.
 
     Attributes:
+        work_dir: the folder of the checkpoints, absolute.
         environment: the settings of the process.
-        model: the model as it is to be called, once it is prepared.
-        optim_wrapper: the optimizer or several, once prepared.
-        param_schedulers: the schedulers, once prepared.
-        dispatch_kwargs: what was said about the run.
+        launcher: who started the processes: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or ``"none"``.
+        device: where this process computes.
+        timestamp: when the run was set up, as ``20251231_235959``; the same on all ranks.
+        seed: of the run, without a rank; after a resume that of the checkpoint.
+        model: the model as it is to be called.
+        optim_wrapper: the optimizer, or several.
+        param_schedulers: the schedulers.
+        dispatch_kwargs: what :meth:`prepare` was told about the run.
         saves_shards: whether its checkpoints are folders of shards.
 
     Raises:
-        TypeError: if ``env_kwargs`` is neither.
-        ValueError: for an unknown name in ``env_kwargs``, or another ``sync_bn``.
+        TypeError: for an unknown name in ``env_kwargs``.
+        ValueError: for another ``sync_bn``.
     """
 
+    launcher: Launcher
+    device: torch.device
+    timestamp: str
+    seed: int
+    model: nn.Module
+    optim_wrapper: OptimWrapper | OptimWrapperDict
+    param_schedulers: list[Any] | dict[str, list[Any]]
     saves_shards = False
 
     def __init__(
         self,
         *,
-        work_dir: str | os.PathLike[str] = "work_dirs",
+        work_dir: Path = "work_dirs",
         experiment_name: str | None = None,
         env_kwargs: Environment | Mapping[str, Any] | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
@@ -100,19 +134,59 @@ class BaseStrategy(PreparedStates):
         sync_bn: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        super().__init__(
-            work_dir=work_dir,
-            experiment_name=experiment_name,
-            env_kwargs=env_kwargs,
-            log_kwargs=log_kwargs,
-            device=device,
-        )
         if sync_bn not in (None, "torch"):
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
+        self.work_dir = os.path.abspath(work_dir)
+        self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn
-        self._auto_scale_lr = None if auto_scale_lr is None else dict(auto_scale_lr)
-        self.dispatch_kwargs = {}
-        self._compiled = False
+        self.dispatch_kwargs: dict[str, Any] = {}
+        self.logger = logging.getLogger("hooktrain.strategy")
+        self._experiment_name = experiment_name
+        self._log_kwargs = log_kwargs
+        self._auto_scale_lr = dict(auto_scale_lr or {})
+        self._wanted_device = device
+        self._made_group = False
+
+    if not TYPE_CHECKING:  # so that type checkers know of no other attributes
+
+        def __getattr__(self, name: str) -> Any:
+            where = f"; {_MADE_BY[name]} makes it" if name in _MADE_BY else ""
+            raise AttributeError(f"{type(self).__name__} has no {name!r}{where}")
+
+    def setup(self) -> None:
+        """Join the other processes, choose the device, seed; log to a file if that is asked for.
+
+        A collective, which :meth:`prepare` calls; a second call does nothing. Call it yourself if
+        you build the model, so that its weights depend on the seed.
+        """
+        if hasattr(self, "seed"):
+            return
+        self.launcher = self.environment.launcher or infer_launcher()
+        self._setup_distributed()
+        self.device = choose_device(self._wanted_device)
+        self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
+        self.environment.apply()
+        self.seed = set_random_seed(self.environment.seed, self.environment.diff_rank_seed)
+        if self._log_kwargs is not None:
+            self.build_logger(**self._log_kwargs)
+
+    def _setup_distributed(self) -> None:
+        """Join the other processes, unless that is done already."""
+        if self.launcher == "none" or self.distributed:
+            return
+        env, on_cpu = self.environment, str(self._wanted_device) == "cpu"
+        backend = env.backend or ("gloo" if on_cpu else None)
+        join_processes(self.launcher, backend, env.timeout, env.port)
+        self._made_group = True
+
+    def teardown(self) -> None:
+        """Leave the other processes, if :meth:`setup` has joined them. Not a collective.
+
+        A model in DistributedDataParallel holds the process group too: let go of it first.
+        """
+        if self._made_group:
+            leave_processes()
+        self._made_group = False
 
     def prepare(
         self,
@@ -142,64 +216,27 @@ class BaseStrategy(PreparedStates):
             The model; where there are an optimizer and schedulers, a list of the model and these.
 
         Raises:
-            ValueError: for a scheduler without an optimizer, or another model than before.
+            ValueError: for another model than before.
         """
-        has_optimizer = optim_wrapper is not None or hasattr(self, "optim_wrapper")
-        if param_scheduler is not None and not has_optimizer:
-            raise ValueError("param_scheduler needs an optim_wrapper to schedule")
         self.setup()
-        self.dispatch_kwargs = {**self.dispatch_kwargs, **(dispatch_kwargs or {})}
-        init_weights = self.dispatch_kwargs.get("init_weights_for_test_or_val", True)
-        self.prepare_model(model, compile=compile, init_weights=init_weights)
+        self.dispatch_kwargs |= dispatch_kwargs or {}
+        if not hasattr(self, "model"):
+            built = self.build_model(model)
+            if self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
+                self.init_model_weights(built)
+            self.model = self.wrap_model(built)
+        elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(self.model):
+            raise ValueError("this strategy has prepared another model: make one strategy for each")
+        self.model = self.compile_model(self.model, compile)
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
-            self._prepare_optim_wrapper(optim_wrapper, param_scheduler)
+            self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
+            self._scale_lr()
+            self._count_passes()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self.optim_wrapper)
         names = ("model", "optim_wrapper", "param_schedulers")
         parts = [getattr(self, name) for name in names if hasattr(self, name)]
         return parts if len(parts) > 1 else self.model
-
-    def prepare_model(
-        self,
-        model: ModelSource,
-        *,
-        compile: bool | Mapping[str, Any] = False,
-        init_weights: bool = True,
-    ) -> nn.Module:
-        """The part of :meth:`prepare` that is about the model. A collective.
-
-        Args:
-            model: see :meth:`build_model`.
-            compile: see :meth:`compile_model`.
-            init_weights: whether to call the model's ``init_weights``, if it has it.
-
-        Returns:
-            The model as it is to be called.
-
-        Raises:
-            ValueError: if another model was prepared before.
-        """
-        self.setup()
-        if not hasattr(self, "model"):
-            built = self.build_model(model)
-            if init_weights:
-                self.init_model_weights(built)
-            self.model = self.wrap_model(built)
-        elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(self.model):
-            raise ValueError("this strategy has prepared another model: make one strategy for each")
-        if compile is not False and not self._compiled:
-            self.model = self.compile_model(self.model, compile)
-            self._compiled = True
-        return self.model
-
-    def _prepare_optim_wrapper(self, optim_wrapper: Any, param_scheduler: Any) -> None:
-        batch_size = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
-        ratio = scaling_ratio(self._auto_scale_lr, self.world_size, batch_size)
-        if ratio != 1.0:
-            check_not_built(param_scheduler)
-        self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
-        scale_lr(self.optim_wrapper, ratio)
-        initialize_counts(self.optim_wrapper, self.model, self.dispatch_kwargs.get("max_iters"))
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model, from its configuration if it is one.
@@ -211,7 +248,14 @@ class BaseStrategy(PreparedStates):
         Raises:
             TypeError: for anything else, or if a configuration gives no module.
         """
-        return build_model(model)
+        built: Any = instantiate(model)
+        if isinstance(built, Mapping):
+            built = MODELS.build(built)
+        elif callable(built) and not isinstance(built, nn.Module):
+            built = built()
+        if not isinstance(built, nn.Module):
+            raise TypeError(f"model should be a nn.Module object, dict or function, got {model!r}")
+        return built
 
     def init_model_weights(self, model: nn.Module) -> None:
         """Call the model's ``init_weights``, if it has one. It is still on the CPU, unwrapped."""
@@ -226,7 +270,7 @@ class BaseStrategy(PreparedStates):
         """
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Let batch norms communicate, if that is asked for."""
+        """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
         if self.sync_bn is None:
             return model
         return convert_sync_batchnorm(model, self.sync_bn)
@@ -237,7 +281,7 @@ class BaseStrategy(PreparedStates):
         All parameters and buffers go in one coalesced broadcast.
         """
         model = model.to(self.device)
-        broadcast_weights(model)
+        _broadcast((*model.parameters(), *model.buffers()))
         return model
 
     def compile_model(
@@ -249,14 +293,24 @@ class BaseStrategy(PreparedStates):
             model: also one in a wrapper; the names of its state do not change.
             compile: False, or a dict with ``disable=True``, leaves the model as it is. True
                 compiles the forward. A dict has the arguments of :func:`torch.compile`, and may
-                name another method as ``target``, such as ``"train_step"``. That one is of this
-                model for good: a copy of the model would call it. The dict is not changed.
+                name another method as ``target``, such as ``"train_step"``; a copy of the model
+                then calls the method of this one. The dict is not changed.
 
         Raises:
-            TypeError: if ``compile`` is something else.
-            ValueError: if the model has no method ``target``.
+            AttributeError: if the model has no method ``target``.
         """
-        return compile_model(model, compile)
+        options: dict[str, Any] = dict(compile) if isinstance(compile, Mapping) else {}
+        if compile is False or options.pop("disable", False):
+            return model
+        target = options.pop("target", "forward")
+        if target == "forward":
+            # The method of nn.Module knows of hooks, and copies of the model do without.
+            model.compile(**options)
+        else:
+            setattr(model, target, torch.compile(getattr(model, target), **options))
+        name = f"{type(model).__name__}.{target}"
+        self.logger.info("%s is compiled: the first iterations take long", name)
+        return model
 
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
@@ -268,6 +322,36 @@ class BaseStrategy(PreparedStates):
             model: the model, which a configuration needs.
         """
         return build_optim_wrapper(model, optim_wrapper)
+
+    def _scale_lr(self) -> None:
+        """Multiply learning rates by the batch of all ranks over the one they are meant for."""
+        if not self._auto_scale_lr.get("enable", False):
+            return
+        base = self._auto_scale_lr.get("base_batch_size")
+        of_a_rank = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
+        if not base or not of_a_rank:
+            raise ValueError(
+                f"to scale learning rates, give base_batch_size in auto_scale_lr (it is {base!r}) "
+                f"and train_micro_batch_size_per_gpu in dispatch_kwargs (it is {of_a_rank!r})"
+            )
+        ratio = self.world_size * of_a_rank / base
+        self.logger.info("The batch is %g times as large: so are learning rates", ratio)
+        for wrapper in wrappers_of(self.optim_wrapper):
+            for group in wrapper.param_groups:  # with base_param_settings
+                if "initial_lr" in group:
+                    raise RuntimeError(
+                        "a scheduler has noted the learning rates before they were scaled: give "
+                        "its configuration, or turn auto_scale_lr off"
+                    )
+                group["lr"] = group["lr"] * ratio
+
+    def _count_passes(self, done: int = 0) -> None:
+        """Say how long the run is, so that the last window of accumulation is shorter."""
+        max_iters = self.dispatch_kwargs.get("max_iters")
+        for wrapper in wrappers_of(self.optim_wrapper):
+            if wrapper.accumulative_counts > 1 and max_iters is not None:
+                count = wrapper.inner_count or done
+                wrapper.initialize_count_status(self.model, count, max(count, max_iters))
 
     def build_param_scheduler(
         self,
@@ -284,6 +368,321 @@ class BaseStrategy(PreparedStates):
                 :attr:`dispatch_kwargs`.
         """
         if default_args is None:
-            known = self.dispatch_kwargs
-            default_args = {name: known[name] for name in _RUN_ARGUMENTS if name in known}
+            names = ("epoch_length", "max_epochs", "max_iters")
+            default_args = {k: v for k, v in self.dispatch_kwargs.items() if k in names}
         return build_param_scheduler(scheduler, optim_wrapper, default_args)
+
+    def model_state_dict(self) -> State:
+        """The tensors of the model on the CPU, by the names of the model without its wrapper."""
+        state: State = unwrap_model(self.model).state_dict()
+        for name, value in state.items():
+            # Host-device synchronisation, unless the model is on the CPU.
+            state[name] = value.cpu() if isinstance(value, Tensor) else value
+        return state
+
+    def optim_state_dict(self) -> State:
+        """The state of the optimizer and its wrapper."""
+        state: State = self.optim_wrapper.state_dict()
+        return state
+
+    def scheduler_state_dict(self) -> list[Any] | dict[str, list[Any]]:
+        """The states of the schedulers; by name, where there are several optimizers.
+
+        A pure function of progress has none, which is an empty dict.
+        """
+        by_name: dict[str, list[Any]] = {
+            name: [getattr(scheduler, "state_dict", dict)() for scheduler in each]
+            for name, each in _by_name(self.param_schedulers).items()
+        }
+        return by_name if isinstance(self.param_schedulers, dict) else by_name[""]
+
+    def load_model_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = False,
+        revise_keys: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Load what fits, and report what does not.
+
+        Args:
+            state_dict: of a model, with or without its wrapper.
+            strict: raise a RuntimeError if there is a difference.
+            revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
+        """
+        model = unwrap_model(self.model)
+        load_model_state(model, state_dict, strict=strict, revise_keys=revise_keys)
+
+    def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what :meth:`optim_state_dict` gave."""
+        self.optim_wrapper.load_state_dict(state_dict)
+
+    def load_scheduler_state_dict(self, state_dict: list[Any] | dict[str, list[Any]]) -> None:
+        """Take back what :meth:`scheduler_state_dict` gave.
+
+        Raises:
+            ValueError: if it is of more or fewer schedulers, or of others by name.
+        """
+        schedulers, states = _by_name(self.param_schedulers), _by_name(state_dict)
+        ours, theirs = (Counter({k: len(v) for k, v in x.items()}) for x in (schedulers, states))
+        if ours != theirs:
+            raise ValueError(
+                f"the checkpoint has states of {theirs.total()} schedulers {[*theirs]}, and there "
+                f"are {ours.total()} {[*ours]}. Set up the same, or resume with "
+                "resume_param_scheduler=False to begin with new ones"
+            )
+        for name, each in schedulers.items():
+            for scheduler, state in zip(each, states[name], strict=True):
+                if state:
+                    scheduler.load_state_dict(state)
+
+    def save_checkpoint(
+        self,
+        filename: Path,
+        *,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        extra_ckpt: Mapping[str, Any] | None = None,
+        callback: Callable[[State], Any] | None = None,
+        tag: bool = True,
+    ) -> None:
+        """Write a checkpoint. For all ranks to call; when it returns, all can read it.
+
+        Args:
+            filename: its path. A file there is replaced in one go.
+            save_optimizer: with the optimizer's state, if there is one.
+            save_param_scheduler: with the schedulers' states, if there are any.
+            extra_ckpt: further entries, of tensors and plain types. ``seed``, ``time`` and
+                ``hooktrain`` (the version) are added to its ``meta``.
+            callback: called with the content before it is written; it may change it.
+            tag: make it the one to resume from, in its folder.
+
+        Raises:
+            ValueError: if an extra entry has the name of a part.
+            TypeError: if something could not be loaded back.
+            OSError: if the disk is full or fails; the files are as they were.
+        """
+        extra = dict(extra_ckpt or {})
+        if taken := extra.keys() & {"model", "optimizer", "param_schedulers"}:
+            raise ValueError(f"extra_ckpt must not replace the parts of the same name: {taken}")
+        about = {"seed": self.seed, "time": time.strftime("%Y%m%d_%H%M%S")}
+        meta = {**extra.pop("meta", {}), **about, "hooktrain": __version__}
+        state: State = {"model": self.model_state_dict()}
+        if save_optimizer and hasattr(self, "optim_wrapper"):
+            state["optimizer"] = self.optim_state_dict()
+        if save_param_scheduler and hasattr(self, "param_schedulers"):
+            state["param_schedulers"] = self.scheduler_state_dict()
+        state = {**state, **extra, "meta": meta}
+        if callback is not None:
+            callback(state)
+        folder, name = os.path.split(os.path.abspath(filename))
+        checkpointer = self._checkpointer(folder)
+        on_all_ranks(lambda: checkpointer.write(name.removesuffix(".pth"), state, tag=tag))
+
+    def load_checkpoint(
+        self,
+        filename: Path,
+        *,
+        strict: bool = False,
+        revise_keys: Sequence[tuple[str, str]] = (),
+        callback: Callable[[State], Any] | None = None,
+    ) -> State:
+        """Load the model, and nothing else, from a file or folder. A collective.
+
+        Args:
+            filename: a path, or an address; see :func:`~hooktrain.checkpoint.local_path`.
+            strict: raise a RuntimeError if there is a difference.
+            revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
+            callback: called with the content before anything is loaded; it may change it.
+
+        Returns:
+            What was not loaded, on the CPU.
+
+        Raises:
+            CorruptCheckpointError: if the file is broken or unsafe.
+            FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
+        """
+        state = self._checkpointer(self.work_dir).read(filename)
+        if callback is not None:
+            callback(state)
+        self.logger.info("Loading the model from %s", filename)
+        self.load_model_state_dict(state.pop("model"), strict=strict, revise_keys=revise_keys)
+        return state
+
+    def resume(
+        self,
+        filename: Path,
+        *,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        callback: Callable[[State], Any] | None = None,
+    ) -> State:
+        """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
+
+        The generators are seeded by the checkpoint's seed, the number of iterations in
+        ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`.
+
+        Args:
+            filename: see :meth:`load_checkpoint`.
+            resume_optimizer: False begins with a new optimizer.
+            resume_param_scheduler: False begins with new schedulers.
+            callback: see :meth:`load_checkpoint`.
+
+        Returns:
+            What was not loaded, such as ``meta``.
+
+        Raises:
+            ValueError: if the file lacks a part; nothing was loaded then.
+            CorruptCheckpointError: if the file is broken or unsafe.
+            FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
+        """
+        state = self._checkpointer(self.work_dir).read(filename)
+        if callback is not None:
+            callback(state)
+        return self._resume(state, filename, resume_optimizer, resume_param_scheduler)
+
+    def _resume(
+        self, state: State, path: Path, optimizer: bool = True, schedulers: bool = True
+    ) -> State:
+        optimizer = optimizer and hasattr(self, "optim_wrapper")
+        schedulers = schedulers and hasattr(self, "param_schedulers")
+        for part, wanted in (("optimizer", optimizer), ("param_schedulers", schedulers)):
+            if wanted and part not in state:
+                raise ValueError(
+                    f"{path} cannot be resumed in full: it has no {part!r}, only {sorted(state)}. "
+                    f"Give resume_{part.removesuffix('s')}=False to begin with a new one, or load "
+                    "the weights by load_checkpoint()"
+                )
+        self.logger.info("Resuming from %s", path)
+        self.load_model_state_dict(state.pop("model"))
+        meta = state.get("meta") or {}
+        if optimizer:
+            self.load_optim_state_dict(state.pop("optimizer"))
+            self._count_passes(meta.get("iter", 0))
+        if schedulers:
+            self.load_scheduler_state_dict(state.pop("param_schedulers"))
+        saved = meta.get("seed", self.seed)
+        if saved != self.seed and self.environment.seed is not None:
+            self.logger.warning("The seed is %d, the checkpoint's, not %d", saved, self.seed)
+        self.seed = saved
+        seed_step(self.seed, meta.get("iter", 0), self.rank)
+        return state
+
+    def load_or_resume(
+        self, *, load_from: Path | None = None, resume: bool | Path = False
+    ) -> State | None:
+        """Load weights, go on with a run, or neither. A collective, after :meth:`prepare`.
+
+        ======= ========= ============================================================
+        resume  load_from what happens
+        ======= ========= ============================================================
+        False   None      nothing
+        False   a path    :meth:`load_checkpoint` of it
+        True    None      :meth:`resume` from the newest intact checkpoint in
+                          ``work_dir``, or nothing if there is none
+        True    a path    :meth:`resume` from it
+        a path  any       :meth:`resume` from ``resume``
+        ======= ========= ============================================================
+
+        Returns:
+            What the method that was called returned, or None.
+        """
+        if not isinstance(resume, bool):
+            return self.resume(resume)
+        if load_from is not None:
+            return self.resume(load_from) if resume else self.load_checkpoint(load_from)
+        found = self._checkpointer(self.work_dir).read_newest() if resume else None
+        if found is not None:
+            return self._resume(found[1], found[0])
+        if resume:
+            self.logger.info("No checkpoint in %s to resume from: a new run begins", self.work_dir)
+        return None
+
+    def _checkpointer(self, folder: str) -> Checkpointer:
+        return Checkpointer(self.model, folder, sharded=self.saves_shards)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run's logs, inside ``work_dir``; it need not be there yet."""
+        return os.path.join(self.work_dir, self.timestamp)
+
+    @property
+    def experiment_name(self) -> str:
+        """The name with the timestamp, or the timestamp alone."""
+        return "_".join(filter(None, (self._experiment_name, self.timestamp)))
+
+    @property
+    def randomness(self) -> dict[str, Any]:
+        """``seed`` as configured, ``diff_rank_seed`` and ``deterministic``."""
+        names = ("seed", "diff_rank_seed", "deterministic")
+        return {name: getattr(self.environment, name) for name in names}
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return comm.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return comm.get_world_size()
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group."""
+        return dist.is_available() and dist.is_initialized()
+
+    def build_logger(
+        self, log_level: int | str = "INFO", log_file: Path | None = None
+    ) -> logging.Logger:
+        """Log to the terminal and to a file.
+
+        Args:
+            log_level: the least important messages to show.
+            log_file: see :func:`~hooktrain.utils.logger.setup_logger`; None is
+                ``<log_dir>/<timestamp>.log``.
+        """
+        log_file = log_file or os.path.join(self.log_dir, f"{self.timestamp}.log")
+        root = setup_logger(log_file, self.rank)
+        root.setLevel(log_level)
+        return root
+
+    def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """What is worth knowing about the machine and the software, and about this run."""
+        runtime = {
+            **{name: value for name, value in vars(self.environment).items() if value is not None},
+            "seed": self.seed,
+            "Distributed launcher": self.launcher,
+            "Distributed training": self.distributed,
+            "GPU number": self.world_size,
+            "Device": str(self.device),
+        }
+        return collect_env(), runtime
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Give all ranks the first one's buffers. A collective.
+
+    Ranks that do not exchange them while training have statistics of their own batches in them.
+    """
+    _broadcast(model.buffers())
+
+
+def _broadcast(given: Iterable[Tensor]) -> None:
+    tensors = [tensor.detach() for tensor in given]
+    if tensors and comm.get_world_size() > 1:
+        # What DistributedDataParallel uses for the same purpose; torch has no public name for it.
+        group = dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def wrappers_of(optim_wrapper: OptimWrapper | OptimWrapperDict) -> list[OptimWrapper]:
+    """The wrapper, or each of several."""
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return list(optim_wrapper.values())
+    return [optim_wrapper]
+
+
+def _by_name(items: list[Any] | dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """By the name of the optimizer; what belongs to the only one is under ""."""
+    return items if isinstance(items, dict) else {"": items}

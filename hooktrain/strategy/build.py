@@ -5,14 +5,9 @@ from typing import Any
 
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.ddp import DDPStrategy
+from hooktrain.strategy.environment import count_processes
 from hooktrain.strategy.single_device import SingleDeviceStrategy
-from hooktrain.utils import comm, launchers
 from hooktrain.utils.registry import STRATEGIES
-
-__all__ = ["build_strategy"]
-
-# So that one configuration serves any number of processes.
-_OF_DDP = ("model_wrapper", "fp16_compression")
 
 
 def build_strategy(
@@ -42,18 +37,14 @@ def build_strategy(
     """
     if isinstance(strategy, BaseStrategy):
         return strategy
-    if not isinstance(strategy, str | Mapping):
-        raise TypeError(
-            f"strategy must be 'auto', the name of one, a dict with 'type' or a strategy, but got "
-            f"{strategy!r}"
-        )
     config: dict[str, Any] = {"type": strategy} if isinstance(strategy, str) else dict(strategy)
     config = {"type": "auto", **defaults, **config}
     if config["type"] == "auto":
         config["type"] = DDPStrategy
-        if _number_of_processes() == 1:
-            config = {name: value for name, value in config.items() if name not in _OF_DDP}
+        if count_processes() == 1:  # so that one configuration serves any number of processes
             config["type"] = SingleDeviceStrategy
+            for name in ("model_wrapper", "fp16_compression"):
+                config.pop(name, None)
     chosen = STRATEGIES.find(config["type"])
     if isinstance(chosen, type) and issubclass(chosen, DDPStrategy):
         config = {**(ddp or {}), **config}
@@ -61,11 +52,3 @@ def build_strategy(
     if not isinstance(built, BaseStrategy):
         raise TypeError(f"strategy {strategy!r} gave {built!r}, which is no strategy")
     return built
-
-
-def _number_of_processes() -> int:
-    if comm.get_world_size() > 1:
-        return comm.get_world_size()
-    launcher = launchers.infer_launcher()
-    size: int = 1 if launcher == "none" else launchers.resolve(launcher).world_size
-    return size

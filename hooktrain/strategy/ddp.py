@@ -5,17 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from hooktrain.model import (
-    BaseModel,
-    is_model_wrapper,
-    revert_sync_batchnorm,
-)
+from hooktrain.model import BaseModel, is_model_wrapper, revert_sync_batchnorm
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.utils.registry import MODEL_WRAPPERS, STRATEGIES
-
-__all__ = ["DDPStrategy", "wrap_in_ddp", "wrapper_for"]
 
 
 def wrapper_for(model: nn.Module) -> str:
@@ -57,6 +50,8 @@ def wrap_in_ddp(
         {**options, "type": type or wrapper_for(model), "module": model}
     )
     if fp16_compression:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
         ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
     return ddp
 
@@ -65,8 +60,8 @@ def wrap_in_ddp(
 class DDPStrategy(BaseStrategy):
     """DistributedDataParallel over the processes that a launcher has started, also on the CPU.
 
-    It joins them, unless that is done already, as inside of :func:`hooktrain.engine.launch`. A
-    process without any other and without a launcher leaves its model unwrapped.
+    It joins them, unless that is done already, as inside :func:`hooktrain.engine.launch`. A process
+    that is alone and has no launcher leaves its model unwrapped.
 
     Args:
         model_wrapper: what to wrap the model in: a name in ``MODEL_WRAPPERS``, a class, or a dict
@@ -76,9 +71,6 @@ class DDPStrategy(BaseStrategy):
             :func:`wrapper_for`, and ``broadcast_buffers`` is False.
         fp16_compression: exchange gradients in float16.
         kwargs: see :class:`BaseStrategy`.
-
-    Raises:
-        TypeError: for another kind of ``model_wrapper``.
     """
 
     def __init__(
@@ -89,10 +81,6 @@ class DDPStrategy(BaseStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if not isinstance(model_wrapper, str | type | Mapping | None):
-            raise TypeError(
-                f"model_wrapper must be a name, a class or a dict of options: {model_wrapper!r}"
-            )
         self.model_wrapper = model_wrapper
         self.fp16_compression = fp16_compression
 
@@ -103,9 +91,7 @@ class DDPStrategy(BaseStrategy):
         if not self.distributed:
             return self.place_model(revert_sync_batchnorm(model))
         model = self.place_model(self.convert_model(model))
-        options = {"broadcast_buffers": False, **_options(self.model_wrapper)}
+        given = self.model_wrapper
+        options = dict(given) if isinstance(given, Mapping) else {"type": given}
+        options = {"broadcast_buffers": False, **options}
         return wrap_in_ddp(model, self.device, fp16_compression=self.fp16_compression, **options)
-
-
-def _options(model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None) -> dict[str, Any]:
-    return dict(model_wrapper) if isinstance(model_wrapper, Mapping) else {"type": model_wrapper}

@@ -1,12 +1,11 @@
 """The model, its gradients and the optimizer's state sharded over the processes (FSDP2)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hooktrain.model.base_model import BaseModel
 from hooktrain.model.sharding import (
@@ -18,14 +17,12 @@ from hooktrain.model.sharding import (
 )
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
-from hooktrain.strategy.base import BaseStrategy
-from hooktrain.strategy.checkpoint_files import write_state
-from hooktrain.strategy.model_parts import ModelSource
-from hooktrain.strategy.states import Path, State
+from hooktrain.strategy.base import BaseStrategy, ModelSource, State, wrappers_of
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.registry import STRATEGIES, did_you_mean, unwrap_model
 
-__all__ = ["FSDPStrategy"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # MMEngine calls one file for each rank "local".
 _STATES = {"full": False, "sharded": True, "local": True}
@@ -62,8 +59,9 @@ class FSDPStrategy(BaseStrategy):
         kwargs: see :class:`BaseStrategy`.
 
     Raises:
-        TypeError: for another kind of ``mp_policy`` or ``state_dict_cfg``.
-        ValueError: for an unknown one; or in :meth:`wrap_model`, if the rule does not fit.
+        TypeError: for another kind of ``mp_policy``.
+        ValueError: for an unknown option or ``state_dict_cfg``; or in :meth:`wrap_model`, if the
+            rule does not fit.
         RuntimeError: in :meth:`wrap_model`, without a process group.
     """
 
@@ -71,7 +69,7 @@ class FSDPStrategy(BaseStrategy):
         self,
         *,
         wrap: WrapRule = (),
-        mp_policy: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
+        mp_policy: "MixedPrecisionPolicy | Mapping[str, Any] | None" = None,
         offload: bool = False,
         activation_checkpointing: bool | WrapRule = False,
         reshard_after_forward: bool = True,
@@ -80,8 +78,6 @@ class FSDPStrategy(BaseStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if not isinstance(state_dict_cfg, str):
-            raise TypeError(f"state_dict_cfg must be 'full' or 'sharded', not {state_dict_cfg!r}")
         if state_dict_cfg not in _STATES:
             raise ValueError(
                 f"state_dict_cfg must be 'full' or 'sharded', but got {state_dict_cfg!r}"
@@ -94,7 +90,7 @@ class FSDPStrategy(BaseStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.deferred_init = deferred_init
         self.saves_shards = _STATES[state_dict_cfg]
-        self._names: dict[int, str] = {}
+        self._names = WeakIdKeyDictionary()  # of the parameters as they were before
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -110,6 +106,9 @@ class FSDPStrategy(BaseStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule
+
         if isinstance(model, FSDPModule):
             return model
         if not self.distributed:
@@ -128,7 +127,7 @@ class FSDPStrategy(BaseStrategy):
         deferred = _on_meta(model)
         if not deferred:
             model = self.place_model(model)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names.update((parameter, name) for name, parameter in model.named_parameters())
         shard_model(
             model,
             wrap=self.wrap,
@@ -152,29 +151,21 @@ class FSDPStrategy(BaseStrategy):
 
         Raises:
             RuntimeError: if that one has made steps.
-            ValueError: if it has parameters that are not in the model.
         """
-        for optimizer in _optimizers(optim_wrapper):
-            self._take_over(optimizer)
-        return super().build_optim_wrapper(optim_wrapper, model)
-
-    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        built = super().build_optim_wrapper(optim_wrapper, model)
         sharded = dict(self.model.named_parameters())
-        known = {id(parameter) for parameter in sharded.values()}
-        before = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
-        if not before:
-            return
-        if optimizer.state:
-            raise RuntimeError(
-                "the optimizer has made steps for the model as it was before it was sharded: "
-                "prepare the model first, or load the optimizer's state afterwards"
-            )
-        if strange := [tuple(p.shape) for p in before if id(p) not in self._names]:
-            raise ValueError(f"the optimizer has parameters that are not in the model: {strange}")
-        for group in optimizer.param_groups:
-            group["params"] = [
-                p if id(p) in known else sharded[self._names[id(p)]] for p in group["params"]
-            ]
+        for optimizer in (wrapper.optimizer for wrapper in wrappers_of(built)):
+            for group in optimizer.param_groups:
+                if optimizer.state and any(p in self._names for p in group["params"]):
+                    raise RuntimeError(
+                        "the optimizer has made steps for the model as it was before it was "
+                        "sharded: prepare the model first, or load the optimizer's state afterwards"
+                    )
+                params = group["params"]
+                group["params"] = [
+                    sharded[self._names[p]] if p in self._names else p for p in params
+                ]
+        return built
 
     def model_state_dict(self) -> State:
         """The state by the names of the bare model, on the CPU. A collective.
@@ -184,7 +175,7 @@ class FSDPStrategy(BaseStrategy):
         """
         if self.saves_shards:
             return super().model_state_dict()
-        return full_state_dict(unwrap_model(self._prepared("model")))
+        return full_state_dict(unwrap_model(self.model))
 
     def optim_state_dict(self) -> State:
         """The state of the optimizer and its wrapper. A collective.
@@ -193,24 +184,8 @@ class FSDPStrategy(BaseStrategy):
         rank; see ``state_dict_cfg``.
         """
         state = super().optim_state_dict()
-        whole: State = state if self.saves_shards else full_tensors(state)
-        return whole
-
-    def write_checkpoint(self, state: State, filename: Path, tag: bool) -> None:
-        """Write a file or a folder; with ``tag``, it is the one to resume from. A collective."""
-        write_state(state, filename, tag, sharded=self.saves_shards)
+        return state if self.saves_shards else full_tensors(state)
 
 
 def _on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _optimizers(config: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that are built already in what was given as an ``optim_wrapper``."""
-    if isinstance(config, torch.optim.Optimizer):
-        yield config
-    elif isinstance(config, OptimWrapper):
-        yield config.optimizer
-    elif isinstance(config, Mapping | OptimWrapperDict):
-        for item in config.values():
-            yield from _optimizers(item)

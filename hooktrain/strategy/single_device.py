@@ -4,10 +4,8 @@ from torch import nn
 
 from hooktrain.model import is_model_wrapper, revert_sync_batchnorm
 from hooktrain.strategy.base import BaseStrategy
-from hooktrain.utils import comm, launchers
+from hooktrain.strategy.environment import count_processes
 from hooktrain.utils.registry import STRATEGIES
-
-__all__ = ["SingleDeviceStrategy"]
 
 
 @STRATEGIES.register_module()
@@ -24,20 +22,15 @@ class SingleDeviceStrategy(BaseStrategy):
         RuntimeError: in :meth:`setup`, if there are other processes.
     """
 
-    def _setup_distributed(self) -> tuple[str, bool]:
-        size = comm.get_world_size()
-        launcher = self.environment.launcher or launchers.infer_launcher()
-        if size == 1 and launcher != "none":
-            size = launchers.resolve(launcher).world_size
+    def _setup_distributed(self) -> None:
+        size = count_processes(self.environment.launcher)
         if size > 1:
             raise RuntimeError(
                 f"SingleDeviceStrategy in one of {size} processes: each would train a model of its "
                 "own. Use DDPStrategy or FSDPStrategy, or 'auto'"
             )
-        return "none", False
+        self.launcher = "none"
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to its device; one that is wrapped already stays as it is."""
-        if is_model_wrapper(model):
-            return model
-        return self.place_model(revert_sync_batchnorm(model))
+        return model if is_model_wrapper(model) else self.place_model(revert_sync_batchnorm(model))

@@ -1,17 +1,32 @@
+"""Starting processes, joining a launcher, and what happens when one fails or is asked to end."""
+
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import hooktrain
 from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
 
 LIMIT_SECONDS = 60
+WITH_PACKAGE = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(Path(hooktrain.__file__).parent.parent), *sys.path]),
+}
 
 
 def place() -> tuple[int, int, int, int]:
@@ -21,7 +36,7 @@ def place() -> tuple[int, int, int, int]:
 def place_and_sum(value: int) -> tuple[Any, ...]:
     tensor = torch.tensor(value + comm.get_rank())
     dist.all_reduce(tensor)
-    return place(), tensor, dist.get_backend(), os.getppid()
+    return place(), tensor, dist.get_backend(), os.getppid(), torch.get_num_threads()
 
 
 def test_a_single_process_is_a_plain_call_with_its_result() -> None:
@@ -43,24 +58,20 @@ def test_the_error_of_a_single_process_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_gpus_per_machine": 0}, r"num_gpus_per_machine must be at least 1 .*got 0"),
-        ({"num_machines": -1}, r"num_machines must be at least 1 .*got -1"),
+        ({"num_gpus_per_machine": 0}, r"num_gpus_per_machine must be at least 1, got 0"),
+        ({"num_machines": 0}, r"machine_rank must be in \[0, 0\), got 0"),
         ({"num_machines": 2, "machine_rank": 2}, r"machine_rank must be in \[0, 2\), got 2"),
         ({"num_machines": 2}, r"dist_url=None cannot tell 2 machines .*'tcp://10.0.0.1:29500'"),
         ({"num_machines": 2, "dist_url": "auto"}, r"dist_url='auto' cannot tell 2 machines"),
+        (
+            {"num_machines": 2, "dist_url": "10.0.0.1"},
+            r"must be like 'tcp://10.0.0.1:29500', got '10.0.0.1'",
+        ),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launch(place, **arguments)
-
-
-def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"3 processes need a GPU each, and this machine has 2"):
-        launch(place, 3)
 
 
 def set_torchrun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -79,43 +90,229 @@ TORCHRUN = {
 }
 
 
-def test_numbers_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_contradict_the_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     set_torchrun(monkeypatch, **TORCHRUN)
-    with pytest.raises(ValueError, match="num_gpus_per_machine=3, but torchrun started 2"):
+    with pytest.raises(ValueError, match=r"is 3, but the launcher \('pytorch'\) has started 4"):
         launch(place, 3)
-    with pytest.raises(ValueError, match="num_machines=3, but torchrun started 2"):
-        launch(place, 2, 3)
 
 
-def test_numbers_that_contradict_srun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    srun = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n1"}
-    set_torchrun(monkeypatch, **srun)
-    with pytest.raises(ValueError, match="num_gpus_per_machine=8, but srun started 2"):
-        launch(place, 8)
-
-
-def test_a_single_task_of_srun_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_torchrun(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_NODELIST="n1")
-    assert launch(dist.is_initialized) is False
-
-
-def test_half_of_torchruns_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_torchrun(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    with pytest.raises(ValueError, match="LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT of torchrun"):
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_torchrun(monkeypatch, **TORCHRUN)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
+    with pytest.raises(ValueError, match=r"2 processes need a GPU each, and this machine has 1"):
         launch(place)
 
 
-def test_each_process_knows_its_place_and_its_result_comes_back() -> None:
-    results = launch(place_and_sum, 2, args=(10,), timeout=timedelta(seconds=LIMIT_SECONDS))
-    assert [r[0] for r in results] == [(0, 2, 0, 2), (1, 2, 1, 2)]
-    assert all(torch.equal(r[1], torch.tensor(21)) for r in results)
-    assert all(r[2:] == ("gloo", os.getpid()) for r in results)
+ALONE = {"SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1"}
 
 
-def test_processes_share_the_cores_instead_of_taking_all_of_them_each(
+def test_a_single_task_of_srun_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_torchrun(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="1", **ALONE)
+    assert launch(dist.is_initialized) is False
+
+
+def test_processes_know_their_place_share_the_cores_and_give_back_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    alone = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
-    threads = int(subprocess.run(alone, capture_output=True, check=True).stdout)
-    assert launch(torch.get_num_threads, 2) == [max(1, threads // 2)] * 2
+    results = launch(place_and_sum, 2, args=(10,), timeout=timedelta(seconds=LIMIT_SECONDS))
+    assert [r[0] for r in results] == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    assert all(torch.equal(r[1], torch.tensor(21)) for r in results)
+    assert all(r[2:4] == ("gloo", os.getpid()) for r in results)
+    assert all(r[4] == max(1, len(os.sched_getaffinity(0)) // 2) for r in results)
+
+
+def fail_in_rank_1_alone() -> None:
+    """Rank 0 hangs and does not heed a polite request; rank 2 fails because rank 1 has left."""
+    if comm.get_rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(10 * LIMIT_SECONDS)
+    if comm.get_rank() == 1:
+        raise KeyError("the cause")
+    dist.barrier()
+
+
+def die_in_rank_1_alone() -> None:
+    if comm.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def exit_in_order(folder: str) -> None:
+    """The other rank takes its time to save after this one has ended."""
+    if comm.get_rank() == 0:
+        time.sleep(0.5)
+        Path(folder, "saved").touch()
+    sys.exit(75)
+
+
+def return_a_lambda() -> Any:
+    return lambda: None
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s until {what}"
+        time.sleep(0.02)
+
+
+def test_machines_meet_at_the_address_they_are_given() -> None:
+    results: list[Any] = [None, None]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+    def start_machine(i: int) -> None:
+        results[i] = launch(place, 1, 2, i, url, timeout=timedelta(seconds=LIMIT_SECONDS))
+
+    machines = [threading.Thread(target=start_machine, args=(i,)) for i in range(2)]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join()
+    assert results == [[(0, 2, 0, 1)], [(1, 2, 0, 1)]]
+
+
+def test_the_error_of_the_first_rank_that_fails_comes_back_and_the_others_are_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # hooktrain.engine.launch is the function.
+    monkeypatch.setattr(sys.modules["hooktrain.engine.launch"], "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"rank [12] failed") as caught:
+        launch(fail_in_rank_1_alone, 3)
+    assert "rank 1 failed" in str(caught.value)
+    assert "in fail_in_rank_1_alone" in str(caught.value)
+    assert str(caught.value).endswith("KeyError: 'the cause'")
+    assert list(tmp_path.iterdir()) == []  # nothing is left of the processes
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed: .* terminated with signal SIGKILL"):
+        launch(die_in_rank_1_alone, 2)
+
+
+def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch(exit_in_order, 2, args=(str(tmp_path),))
+    assert caught.value.code == 75
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d failed[\s\S]*pickle"):
+        launch(return_a_lambda, 2)
+
+
+LAUNCHED = """
+import os, signal, sys, time
+from pathlib import Path
+from hooktrain.engine.launch import launch
+from hooktrain.utils import comm
+
+def main(folder, heeds):
+    stopped = []
+    if heeds:
+        signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    partial = Path(folder, f"partial{comm.get_rank()}")
+    partial.write_text(str(os.getpid()))
+    partial.rename(Path(folder, f"pid{comm.get_rank()}"))
+    while not stopped:
+        time.sleep(0.02)
+    Path(folder, f"saved{comm.get_rank()}").touch()
+    sys.exit(75)
+
+if __name__ == "__main__":
+    launch(main, 2, args=(sys.argv[1], sys.argv[2] == "heeds"))
+"""
+
+
+@contextmanager
+def started(tmp_path: Path, heeds: str) -> Iterator[tuple["subprocess.Popen[bytes]", list[int]]]:
+    """The program and the ids of its two ranks, once they run; none of them stays behind."""
+    script = tmp_path / "train_net.py"
+    script.write_text(LAUNCHED)
+    parent = subprocess.Popen([sys.executable, script, tmp_path, heeds], env=WITH_PACKAGE)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    try:
+        wait_until(
+            lambda: all(f.exists() for f in files) or parent.poll() is not None, "both ranks run"
+        )
+        yield parent, [int(f.read_text()) for f in files]
+    finally:
+        parent.kill()
+        parent.wait()
+        for child in [int(f.read_text()) for f in files if f.exists()]:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
+    with started(tmp_path, "heeds") as (parent, children):
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: not any(map(alive, children)), "the children are gone")
+
+
+def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path) -> None:
+    with started(tmp_path, "heeds") as (parent, children):
+        parent.terminate()
+        assert parent.wait(LIMIT_SECONDS) == 75
+        assert (tmp_path / "saved0").exists()
+        assert (tmp_path / "saved1").exists()
+        assert not any(map(alive, children))
+
+
+def test_a_signal_that_ends_the_ranks_ends_the_parent_too(tmp_path: Path) -> None:
+    with started(tmp_path, "does not heed") as (parent, children):
+        parent.terminate()
+        assert parent.wait(LIMIT_SECONDS) == -signal.SIGTERM
+        assert not any(map(alive, children))
+
+
+UNDER_TORCHRUN = """
+import os, sys
+import torch, torch.distributed as dist
+from pathlib import Path
+from hooktrain.engine.launch import launch
+from hooktrain.utils import comm
+
+def main(folder):
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    seen = (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_local_size())
+    Path(folder, f"rank{comm.get_rank()}").write_text(f"{seen} {tensor.item()}")
+    return comm.get_rank()
+
+if __name__ == "__main__":
+    assert launch(main, int(sys.argv[2]), args=(sys.argv[1],)) == int(os.environ["RANK"])
+    assert not dist.is_initialized()
+"""
+
+
+def test_under_torchrun_its_processes_join_and_no_others_start(tmp_path: Path) -> None:
+    script = tmp_path / "train_net.py"
+    script.write_text(UNDER_TORCHRUN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*torchrun, script, tmp_path, "2"],
+        env=WITH_PACKAGE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank0").read_text() == "(0, 2, 0, 2) 2.0"
+    assert (tmp_path / "rank1").read_text() == "(1, 2, 1, 2) 2.0"

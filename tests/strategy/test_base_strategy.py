@@ -62,11 +62,11 @@ def test_the_constructor_only_stores(tmp_path: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert list(tmp_path.iterdir()) == []
     for name in ("seed", "timestamp", "log_dir", "experiment_name", "launcher", "device"):
-        with pytest.raises(RuntimeError, match=r"SingleDeviceStrategy is not set up: call setup"):
+        with pytest.raises(AttributeError, match=r"has no '\w+'; setup\(\) makes it"):
             getattr(made, name)
-    with pytest.raises(RuntimeError, match=r"there is no model yet: call prepare\(\) first"):
+    with pytest.raises(AttributeError, match=r"has no 'model'; prepare\(\) makes it"):
         made.model_state_dict()
-    with pytest.raises(RuntimeError, match=r"call prepare\(\) with optim_wrapper=... first"):
+    with pytest.raises(AttributeError, match=r"has no 'optim_wrapper'; .*optim_wrapper=..."):
         made.optim_state_dict()
 
 
@@ -119,7 +119,7 @@ def test_a_second_model_is_refused() -> None:
 
 
 def test_a_schedule_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="param_scheduler needs an optim_wrapper"):
+    with pytest.raises(AttributeError, match=r"has no 'optim_wrapper'; prepare"):
         strategy().prepare(Regression(), param_scheduler=steps())
 
 
@@ -185,10 +185,8 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has no method 'train_stp'; did you mean 'train_step'"):
+    with pytest.raises(AttributeError, match="has no attribute 'train_stp'"):
         strategy().compile_model(Regression(), {"target": "train_stp"})
-    with pytest.raises(TypeError, match="compile must be a bool or a dict of options, but got 'x'"):
-        strategy().compile_model(Regression(), "x")  # type: ignore[arg-type]
 
 
 SCALING = {"enable": True, "base_batch_size": 4}
@@ -232,7 +230,7 @@ def test_scaling_without_a_size_says_where_it_belongs() -> None:
     with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu in dispatch_kwargs"):
         strategy(auto_scale_lr=SCALING).prepare(Regression(), optim_wrapper=SGD)
     made = strategy(auto_scale_lr={"enable": True})
-    with pytest.raises(ValueError, match="base_batch_size in auto_scale_lr: it is None"):
+    with pytest.raises(ValueError, match=r"base_batch_size in auto_scale_lr \(it is None\)"):
         made.prepare(
             Regression(),
             optim_wrapper=SGD,
@@ -244,9 +242,9 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     model = Regression()
     wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     schedule = StepLR(wrapper, step_size=1)
-    for given in (schedule, [schedule], {"one": [schedule]}):
+    for given in (None, schedule):
         made = strategy(auto_scale_lr=SCALING)
-        with pytest.raises(RuntimeError, match="scaled before schedulers are built"):
+        with pytest.raises(RuntimeError, match="noted the learning rates before they were scaled"):
             made.prepare(
                 model,
                 optim_wrapper=wrapper,

@@ -16,6 +16,7 @@ from hooktrain.model import (
 )
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
+from hooktrain.utils.env import seed_step
 
 HALVES = [slice(0, 4), slice(4, 8)]
 QUARTERS = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
@@ -131,20 +132,19 @@ def save(folder: str) -> dict[str, Any]:
     made = strategy(work_dir=folder)
     options = {"type": "StrategyToy", "dropout": 0.5}
     model, wrapper = made.prepare(options, optim_wrapper={**SGD, "accumulative_counts": 2})
-    torch.manual_seed(made.rank)
-    train(model, wrapper, range(3), HALVES[made.rank])
-    made.save_checkpoint(Path(folder) / "a.pth")
+    train(model, wrapper, range(4), HALVES[made.rank])
+    seed_step(made.seed, 4, made.rank)
+    made.save_checkpoint(Path(folder) / "a.pth", extra_ckpt={"meta": {"iter": 4}})
     there = (Path(folder) / "a.pth").exists()
-    expected = train(model, wrapper, range(3, 6), HALVES[made.rank])
+    expected = train(model, wrapper, range(4, 8), HALVES[made.rank])
     made.load_or_resume(resume=True)
-    again = train(model, wrapper, range(3, 6), HALVES[made.rank])
+    again = train(model, wrapper, range(4, 8), HALVES[made.rank])
     failure = ""
     try:
         made.save_checkpoint(Path(folder) / "a.pth" / "b.pth")
     except OSError as error:
         failure = type(error).__name__
-    difference = (torch.tensor(again) - torch.tensor(expected)).abs().max().item()
-    return {"there": there, "difference": difference, "failure": failure}
+    return {"there": there, "equal": again == expected, "failure": failure}
 
 
 def everything(folder: str) -> dict[str, Any]:
@@ -204,33 +204,27 @@ def test_a_failure_about_unused_parameters_names_them(key: str, ranks: Any) -> N
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"):
         DDPStrategy(sync_bn="mmcv")
-    with pytest.raises(TypeError, match="model_wrapper must be a name, a class or a dict"):
-        DDPStrategy(model_wrapper=3)  # type: ignore[arg-type]
 
 
 def test_all_ranks_see_a_checkpoint_and_go_on_as_they_were(ranks: Any) -> None:
     for rank in ranks:
         assert rank["save"]["there"]
-        # The mean of the gradients of an open window is saved, so that it is equal to rounding.
-        assert rank["save"]["difference"] < 1e-6
+        assert rank["save"]["equal"]
 
 
 def test_all_ranks_raise_what_the_writer_raised(ranks: Any) -> None:
     assert [rank["save"]["failure"] for rank in ranks] == ["FileExistsError"] * 2
 
 
-def test_a_checkpoint_of_two_ranks_resumes_on_one(
-    ranks: Any, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert list(load_file(folder / "a.pth")["state_dict"]) == list(Regression().state_dict())
+def test_a_checkpoint_of_two_ranks_resumes_on_one(ranks: Any, folder: Path) -> None:
+    assert list(load_file(folder / "a.pth")["model"]) == list(Regression().state_dict())
     made = single(work_dir=folder)
     _, wrapper = made.prepare(
         {"type": "StrategyToy"}, optim_wrapper={**SGD, "accumulative_counts": 2}
     )
     made.load_or_resume(resume=True)
     assert isinstance(wrapper, OptimWrapper)
-    assert wrapper.inner_count == 3
-    assert "random states of 2 ranks, and there are 1: seeding with 3" in caplog.text
+    assert wrapper.inner_count == 4
 
 
 def test_one_process_without_a_launcher_needs_no_wrapper() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from hooktrain.engine import DefaultTrainer, HookBase, default_argument_parser, launch
 from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.engine.hooks.watchdog import Watchdog
+from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
-from hooktrain.utils.launchers import restart_count
 
 
 class Disturb(HookBase):
