@@ -13,8 +13,6 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from hooktrain.data.samplers import mix
 
-__all__ = ["DatasetFromList", "MapDataset", "ToIterableDataset"]
-
 # After so many samples in a row that the function filtered out, something is wrong with it.
 MAX_ATTEMPTS = 1000
 
@@ -88,25 +86,21 @@ class DatasetFromList(Dataset[Any]):
         self._serialize = serialize
         self._lst: Sequence[Any] = lst
         if serialize:
-            parts = [np.frombuffer(pickle.dumps(item, protocol=-1), dtype=np.uint8) for item in lst]
-            self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-            self._bytes = torch.from_numpy(
-                np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-            )
+            parts = [pickle.dumps(item, protocol=-1) for item in lst]
+            # With a byte at the end, since torch takes no empty buffer.
+            self._bytes = torch.frombuffer(bytearray(b"".join([*parts, b"\0"])), dtype=torch.uint8)
+            self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
             self._lst = ()
 
     def __len__(self) -> int:
-        return len(self._ends) if self._serialize else len(self._lst)
+        return len(self._ends) - 1 if self._serialize else len(self._lst)
 
     def __getitem__(self, index: int) -> Any:
         if not self._serialize:
             item = self._lst[index]
             return copy.deepcopy(item) if self._copy else item
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index!r} is out of range for {len(self)} samples")
-        index %= len(self)
-        begin = 0 if index == 0 else int(self._ends[index - 1])
-        return pickle.loads(self._bytes[begin : int(self._ends[index])].numpy().data)
+        index = range(len(self))[index]  # also for negative ones, and an IndexError beyond the end
+        return pickle.loads(self._bytes[self._ends[index] : self._ends[index + 1]].numpy().data)
 
 
 class ToIterableDataset(IterableDataset[Any]):
@@ -128,28 +122,18 @@ class ToIterableDataset(IterableDataset[Any]):
         shard_sampler: bool = True,
         shard_chunk_size: int = 1,
     ) -> None:
-        if shard_chunk_size < 1:
-            raise ValueError(f"shard_chunk_size must be at least 1, but got {shard_chunk_size!r}")
         self.dataset = dataset
         self.sampler = sampler
         self.shard_sampler = shard_sampler
         self.shard_chunk_size = shard_chunk_size
 
     def __iter__(self) -> Iterator[Any]:
-        indices = iter(self.sampler)
-        worker = get_worker_info()
-        if self.shard_sampler and worker is not None:
-            indices = _shard(indices, worker.id, worker.num_workers, self.shard_chunk_size)
-        return (self.dataset[index] for index in indices)
+        indices, worker = iter(self.sampler), get_worker_info()
+        if not self.shard_sampler or worker is None:
+            return (self.dataset[index] for index in indices)
+        chunks = iter(lambda: list(islice(indices, self.shard_chunk_size)), [])
+        mine = islice(chunks, worker.id, None, worker.num_workers)
+        return (self.dataset[index] for chunk in mine for index in chunk)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
-
-
-def _shard(indices: Iterator[int], shard: int, shards: int, chunk: int) -> Iterator[int]:
-    """Every ``shards``-th chunk of the indices, from number ``shard`` on."""
-    turn = 0
-    while part := list(islice(indices, chunk)):
-        if turn % shards == shard:
-            yield from part
-        turn += 1

@@ -1,20 +1,19 @@
 """Loaders of batches. The training stream continues exactly where a run stopped."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
 from hooktrain.utils import comm
-
-__all__ = ["TrainLoader", "build_test_loader", "build_train_loader"]
+from hooktrain.utils.env import preserved_rng_state
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
@@ -56,25 +55,43 @@ class TrainLoader:
         self.seed = seed
         self.batches = 0
         self._adopt_seed = adopt_seed
-        self._options = dict(options)
+        self._options = options
 
     def __iter__(self) -> Iterator[Any]:
         loader = DataLoader(
             SeededDataset(self.dataset, self.seed),
-            batch_sampler=StreamBatches(
-                self.sampler, self.total_batch_size, self.batches, self.seed
-            ),
+            batch_sampler=self._keys(),
             # A generator of its own: starting to iterate draws nothing from the trainer's.
             generator=torch.Generator().manual_seed(self.seed),
             **self._options,
         )
         # The workers start now, not at the first batch.
-        return self._count(iter(loader))
+        return self._count(iter(loader), in_process=loader.num_workers == 0)
 
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+    def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
+        while True:
+            # What is read in this process must not change the random numbers of the step.
+            with preserved_rng_state() if in_process else nullcontext():
+                batch = next(batches)
             self.batches += 1
             yield batch
+
+    def _keys(self) -> Iterator[list[Key]]:
+        """The keys of this rank's part of each global batch, from the current one on.
+
+        Global batch ``i`` holds the places ``i * total_batch_size`` and following of the stream;
+        the ranks take turns in it.
+        """
+        rank, world = comm.get_rank(), comm.get_world_size()
+        first = self.batches * self.total_batch_size
+        if isinstance(self.sampler, StreamSampler):
+            indices = islice(self.sampler.stream(first), rank, None, world)
+        else:
+            # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
+            indices = islice(_endless(self.sampler, self.seed), first // world, None)
+        mine = zip(count(first + rank, world), indices, strict=False)
+        while True:
+            yield list(islice(mine, self.total_batch_size // world))
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what it is a position in."""
@@ -89,59 +106,25 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        own = self._identity()
-        missing = [name for name in ("batches", *own) if name not in state_dict]
-        if missing:
-            raise ValueError(
-                f"this is not the position of such a loader: {missing!r} not among "
-                f"{list(state_dict)!r}"
-            )
-        seeds = ("seed", "sampler_seed") if self._adopt_seed else ()
-        for name, value in own.items():
-            if name not in seeds and state_dict[name] != value:
+        drawn = ("seed", "sampler_seed") if self._adopt_seed else ()
+        for name, value in self._identity().items():
+            saved = state_dict.get(name)
+            if saved != value and (saved is None or name not in drawn):
                 raise ValueError(
-                    f"the position in the data is one of a stream with {name}={state_dict[name]!r}"
-                    f", but now {name}={value!r}; use the saved value, or resume without the data"
+                    f"the position in the data is one of a stream with {name}={saved!r}, "
+                    f"but now {name}={value!r}; use the saved value, or resume without the data"
                 )
         if self._adopt_seed:
             self.seed = self.sampler.seed = state_dict["seed"]  # type: ignore[attr-defined]
         self.batches = state_dict["batches"]
 
     def _identity(self) -> dict[str, int]:
-        sampler = self.sampler
         return {
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
             "total_batch_size": self.total_batch_size,
-            **(sampler.identity() if isinstance(sampler, StreamSampler) else {}),
+            **(self.sampler.identity() if isinstance(self.sampler, StreamSampler) else {}),
         }
-
-
-class StreamBatches(Sampler[list[Key]]):
-    """This rank's part of each global batch, from a batch on: lists of keys.
-
-    Global batch ``i`` holds the places ``i * total_batch_size`` and following of the stream; the
-    ranks take turns in it.
-    """
-
-    def __init__(self, sampler: Sampler[int], total_batch_size: int, start: int, seed: int) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        self.total_batch_size = total_batch_size
-        self.start = start
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        rank, world = comm.get_rank(), comm.get_world_size()
-        first = self.start * self.total_batch_size
-        if isinstance(self.sampler, StreamSampler):
-            stream = zip(count(first), self.sampler.stream(first), strict=False)
-            mine: Iterator[Key] = islice(stream, rank, None, world)
-        else:
-            # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
-            indices = islice(_endless(self.sampler, self.seed), first // world, None)
-            mine = zip(count(first + rank, world), indices, strict=False)
-        while True:
-            yield list(islice(mine, self.total_batch_size // world))
 
 
 def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
@@ -153,7 +136,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with _own_generators_kept():
+        with preserved_rng_state():
             _seed_generators(mix(seed, _SAMPLER, epoch))
             indices = iter(sampler)
             first = next(indices, None)
@@ -171,30 +154,9 @@ class SeededDataset(Dataset[Any]):
         self.seed = seed
 
     def __getitem__(self, key: Key) -> Any:
-        return self.__getitems__([key])[0]
-
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
-        if get_worker_info() is not None:
-            return [self._read(key) for key in keys]
-        with _own_generators_kept():
-            return [self._read(key) for key in keys]
-
-    def _read(self, key: Key) -> Any:
         position, index = key
         _seed_generators(mix(self.seed, _SAMPLE, position))
         return self.dataset[index]
-
-
-@contextmanager
-def _own_generators_kept() -> Iterator[None]:
-    """Let the trainer's random numbers go on as if nothing had been drawn meanwhile."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def _seed_generators(seed: int) -> None:
@@ -211,10 +173,7 @@ def build_train_loader(
     mapper: Callable[[Any], Any] | None = None,
     sampler: Sampler[int] | None = None,
     seed: int | None = None,
-    num_workers: int = 0,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
+    **options: Any,
 ) -> TrainLoader:
     """An endless, resumable stream of training batches.
 
@@ -226,10 +185,7 @@ def build_train_loader(
             the data among the ranks by itself.
         seed: of the order and of what is random in a sample. Any non-negative integer; None draws
             one that all ranks share (a collective).
-        num_workers: processes that read ahead; 0 reads in this one.
-        collate_fn: makes a batch of a list of samples; None is torch's default.
-        pin_memory: see :class:`torch.utils.data.DataLoader`.
-        prefetch_factor: see :class:`torch.utils.data.DataLoader`.
+        options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
 
     Raises:
         TypeError: for an ``IterableDataset``: nothing can be skipped in it without reading.
@@ -254,12 +210,6 @@ def build_train_loader(
         dataset = MapDataset(dataset, mapper)
     if sampler is None:
         sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
-    options = {
-        "num_workers": num_workers,
-        "collate_fn": collate_fn,
-        "pin_memory": pin_memory,
-        "prefetch_factor": prefetch_factor,
-    }
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 
 
@@ -267,29 +217,20 @@ def build_test_loader(
     dataset: Dataset[Any],
     *,
     mapper: Callable[[Any], Any] | None = None,
-    batch_size: int = 1,
-    sampler: Iterable[int] | None = None,
-    num_workers: int = 0,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+    **options: Any,
 ) -> DataLoader[Any]:
     """Batches of each sample once, divided among the ranks.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``.
         mapper: applied to each sample.
-        batch_size: samples in a batch of this rank. The last batch may be smaller.
         sampler: gives this rank's indices; None is :class:`~hooktrain.data.InferenceSampler`.
-        num_workers: processes that read ahead; 0 reads in this one.
-        collate_fn: makes a batch of a list of samples; None is torch's default.
+        options: of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
+            ``collate_fn``.
     """
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=InferenceSampler(len(dataset)) if sampler is None else sampler,  # type: ignore[arg-type]
-        num_workers=num_workers,
-        collate_fn=collate_fn,
-        # Evaluating draws nothing from the trainer's random numbers.
-        generator=torch.Generator(),
-    )
+    if sampler is None:
+        sampler = InferenceSampler(len(dataset))  # type: ignore[arg-type]
+    return DataLoader(dataset, sampler=sampler, **options)

@@ -7,7 +7,7 @@ position is arithmetic.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -16,17 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from hooktrain.data.grouped_batch_sampler import GroupedBatchSampler
 from hooktrain.utils import comm
-
-__all__ = [
-    "GroupedBatchSampler",
-    "InferenceSampler",
-    "RandomSubsetTrainingSampler",
-    "RepeatFactorTrainingSampler",
-    "StreamSampler",
-    "TrainingSampler",
-]
 
 
 class StreamSampler(Sampler[int]):
@@ -66,8 +56,6 @@ class StreamSampler(Sampler[int]):
         Args:
             start: how many indices to skip, at least 0. Whole epochs are not generated.
         """
-        if start < 0:
-            raise ValueError(f"start must not be negative, but got {start!r}")
         epoch = 0
         while start >= (length := self.epoch_length(epoch)):
             start -= length
@@ -105,12 +93,12 @@ class TrainingSampler(StreamSampler):
         seed: see :class:`StreamSampler`.
 
     Raises:
-        TypeError: if ``size`` is not an integer.
-        ValueError: if it is below 1.
+        ValueError: for a size below 1.
     """
 
     def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
-        _check_size(size)
+        if size < 1:
+            raise ValueError(f"size must be at least 1, but got {size!r}")
         super().__init__(seed)
         self.size = size
         self.shuffle = shuffle
@@ -151,12 +139,12 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_shuffle: int | None = None,
         seed_subset: int | None = None,
     ) -> None:
-        _check_size(size)
-        if not 0.0 < subset_ratio <= 1.0:
-            raise ValueError(f"subset_ratio must be in (0, 1], but got {subset_ratio!r}")
         chosen = int(size * subset_ratio)
-        if chosen == 0:
-            raise ValueError(f"subset_ratio={subset_ratio!r} leaves nothing of {size} samples")
+        if not 1 <= chosen <= size:
+            raise ValueError(
+                f"subset_ratio must be in (0, 1] and leave something of {size} samples, "
+                f"but got {subset_ratio!r}"
+            )
         super().__init__(chosen, shuffle, seed_shuffle)
         self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
         generator = torch.Generator().manual_seed(self.seed_subset)
@@ -195,12 +183,10 @@ class RepeatFactorTrainingSampler(StreamSampler):
         seed: int | None = None,
     ) -> None:
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
-        if factors.ndim != 1 or not factors.isfinite().all() or (factors < 0).any():
-            raise ValueError("repeat_factors must be a vector of finite numbers, none negative")
-        if factors.sum() < 1.0:
+        if not (1.0 <= factors.sum() < math.inf and (factors >= 0).all()):
             raise ValueError(
-                f"repeat_factors must add up to at least 1, or epochs would have no samples; "
-                f"{len(factors)} factors add up to {float(factors.sum())!r}"
+                "repeat_factors must not be negative, and must add up to at least 1, or epochs "
+                f"would have no samples; but got {repeat_factors!r}"
             )
         super().__init__(seed)
         self.shuffle = shuffle
@@ -224,10 +210,7 @@ class RepeatFactorTrainingSampler(StreamSampler):
             A float32 vector as long as ``dataset_dicts``.
         """
         images = [{a["category_id"] for a in d["annotations"]} for d in dataset_dicts]
-        counts: defaultdict[Any, int] = defaultdict(int)
-        for categories in images:
-            for category in categories:
-                counts[category] += 1
+        counts = Counter(category for categories in images for category in categories)
         ratio = {c: repeat_thresh * len(images) / count for c, count in counts.items()}
         factor = {c: max(1.0, math.sqrt(r) if sqrt else r) for c, r in ratio.items()}
         return torch.tensor([max((factor[c] for c in cs), default=1.0) for cs in images])
@@ -252,8 +235,6 @@ class InferenceSampler(Sampler[int]):
     """
 
     def __init__(self, size: int) -> None:
-        if size < 0:
-            raise ValueError(f"size must not be negative, but got {size!r}")
         self._local = self._get_local_indices(size, comm.get_world_size(), comm.get_rank())
 
     @staticmethod
@@ -269,8 +250,32 @@ class InferenceSampler(Sampler[int]):
         return len(self._local)
 
 
-def _check_size(size: int) -> None:
-    if not isinstance(size, int):
-        raise TypeError(f"size must be an integer, but got {size!r}")
-    if size < 1:
-        raise ValueError(f"size must be at least 1, but got {size!r}")
+class GroupedBatchSampler(Sampler[list[int]]):
+    """Batches whose samples belong to one group each, such as one aspect ratio.
+
+    Batches come in the order in which they fill up. What is left in a group at the end of a finite
+    sampler stays for the next iteration over this object.
+
+    Args:
+        sampler: gives the indices.
+        group_ids: a group for each index.
+        batch_size: samples in a batch, at least 1.
+
+    Raises:
+        ValueError: for a batch size below 1.
+    """
+
+    def __init__(self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int) -> None:
+        if batch_size < 1:  # no batch would ever be full
+            raise ValueError(f"batch_size must be at least 1, but got {batch_size!r}")
+        self.sampler = sampler
+        self.group_ids = [int(group) for group in group_ids]
+        self.batch_size = batch_size
+        self._open: defaultdict[int, list[int]] = defaultdict(list)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in self.sampler:
+            batch = self._open[self.group_ids[index]]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                yield self._open.pop(self.group_ids[index])

@@ -87,5 +87,3 @@ def test_without_sharding_every_worker_reads_all() -> None:
         1,
         1,
     ]
-    with pytest.raises(ValueError, match=r"shard_chunk_size.*0"):
-        ToIterableDataset([0], SequentialSampler(range(1)), shard_chunk_size=0)

