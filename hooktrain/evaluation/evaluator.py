@@ -1,10 +1,10 @@
-"""Runs a model over a data set and hands what it says to evaluators."""
+"""Runs a model over a data set and hands its outputs to evaluators."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from difflib import get_close_matches
+from operator import length_hint
 from time import perf_counter
 from typing import Any
 
@@ -12,18 +12,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.evaluation.in_step import computes_together, in_step
 from hooktrain.utils import comm, heartbeat
+from hooktrain.utils.dtensor import is_sharded
+from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
 _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
 _SECONDS_BETWEEN_LINES = 5.0
 _WARMUP_BATCHES = 5
+_END = object()
 
 
 class DatasetEvaluator:
-    """Gathers what it needs of each batch, and sums it up at the end.
+    """Takes what it needs of each batch, and sums it up at the end.
 
     Subclass it for a metric. :func:`inference_on_dataset` calls :meth:`reset` once,
     :meth:`process` with each batch, and :meth:`evaluate` at the end.
@@ -79,8 +81,7 @@ class DatasetEvaluators(DatasetEvaluator):
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
             results = evaluator.evaluate() or {}
-            twice = sorted(merged.keys() & results.keys())
-            if twice:
+            if twice := sorted(merged.keys() & results.keys()):
                 raise ValueError(f"several evaluators give results under the names {twice!r}")
             merged.update(results)
         return merged
@@ -98,11 +99,11 @@ def inference_on_dataset(
     A model that owns its steps has its ``test_step`` called, any other is called itself.
 
     A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
-    submodules is back in the mode it was in. At most every five seconds a line tells how far it is.
+    submodules is back in the mode it was in. A line shows the progress at most every five seconds.
 
-    With several ranks each one calls this with its own share of the data, which may be empty. Of a
-    sharded model, whose ranks compute together, those with fewer batches call it with stand-ins
-    meanwhile, which the evaluator does not see.
+    With several ranks each one calls this with its own share of the data, which may be empty. The
+    ranks of a sharded model compute together: those with fewer batches call it with stand-ins,
+    which the evaluator does not see.
 
     Times are those of the host. An accelerator is waited for only before a line is logged and after
     the warm-up, so totals are right, and work that was queued counts where the host waited for it.
@@ -120,20 +121,24 @@ def inference_on_dataset(
         What the evaluator returned, or ``{}`` for nothing.
 
     Raises:
-        ValueError: the only rank there is got no batch, or a callback's name is unknown.
+        ValueError: the only rank got no batch, or a callback's name is unknown.
     """
-    callbacks = _checked_callbacks(callbacks)
+    for name in callbacks or {}:
+        if name not in _CALLBACKS:
+            raise ValueError(f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}")
+    callbacks = {**dict.fromkeys(_CALLBACKS, lambda: None), **(callbacks or {})}
     if evaluator is None or isinstance(evaluator, Sequence):
         evaluator = DatasetEvaluators(evaluator or ())
     evaluator.reset()
-    progress = _Progress(_length(data_loader), _accelerator(model))
+    progress = _Progress(length_hint(data_loader, -1), _accelerator(model))
     # DDP's own forward may exchange buffers, and wait in vain for ranks that have fewer batches.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forward = getattr(inner, step, inner)
     mode = inference_context(model) if isinstance(model, nn.Module) else nullcontext()
+    together = computes_together(model)
     with mode, torch.no_grad():
         callbacks["on_start"]()
-        batches = in_step(data_loader) if computes_together(model) else _all_own(data_loader)
+        batches = in_step(data_loader) if together else ((batch, True) for batch in data_loader)
         for inputs, own in progress.over(batches):
             callbacks["before_inference"]()
             outputs = forward(inputs)
@@ -163,15 +168,50 @@ def inference_context(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-class _Progress:
-    """Measures where the time goes, and tells from time to time."""
+def computes_together(model: Any) -> bool:
+    """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
+    if comm.get_world_size() == 1 or not isinstance(model, nn.Module):
+        return False
+    # Right after a forward pass the outermost parameters may still be whole.
+    wrapped = any(hasattr(module, "reshard") for module in model.modules())
+    return wrapped or any(map(is_sharded, model.parameters()))
 
-    def __init__(self, total: int | None, accelerator: torch.device | None) -> None:
+
+def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """The batches of this rank, and then stand-ins for as long as another rank has batches.
+
+    Each batch costs one exchange of one number, so that loaders need no length and may end at
+    different times. A stand-in is the rank's own last batch; a rank that has none gets the first
+    of another rank, which is pickled, so loaders should give tensors on the CPU.
+
+    Yields:
+        A batch, and whether it is one of this rank's, not a stand-in.
+    """
+    batches = iter(data_loader)
+    stand_in = batch = next(batches, _END)
+    owners = comm.all_gather(batch is not _END)
+    if True in owners and False in owners:
+        first = comm.broadcast(batch, src=owners.index(True))
+        stand_in = first if batch is _END else batch
+    while comm.any_rank(batch is not _END):
+        stand_in = stand_in if batch is _END else batch
+        yield stand_in, batch is not _END
+        batch = next(batches, _END)
+
+
+class _Progress:
+    """Measures where the time goes, and logs it from time to time.
+
+    Args:
+        total: the number of batches; -1 if that is unknown.
+        accelerator: where the model computes; None on the CPU.
+    """
+
+    def __init__(self, total: int, accelerator: torch.device | None) -> None:
         self._total = total
         self._accelerator = accelerator
-        self._warmup = 0 if total is None else min(_WARMUP_BATCHES, total - 1)
         self.batches = 0
-        logger.info("Start inference on %s batches", "?" if total is None else total)
+        logger.info("Start inference on %s batches", "?" if total < 0 else total)
         self._restart()
         self._last_line = self._start
 
@@ -181,7 +221,7 @@ class _Progress:
         self._start = self._lap_end = perf_counter()
 
     def over(self, data_loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches; the time between two of them is up to :meth:`lap`."""
+        """The loader's batches. Call :meth:`lap` to say where the time in between went."""
         for batch in data_loader:
             self.lap("Dataloading")
             yield batch
@@ -190,8 +230,8 @@ class _Progress:
             self._measured += 1
             if perf_counter() - self._last_line >= _SECONDS_BETWEEN_LINES:
                 self._log_line()
-            if self.batches == self._warmup:
-                self._synchronize("Inference")
+            if self.batches == min(_WARMUP_BATCHES, self._total - 1):
+                self._synchronize()
                 self._restart()
 
     def lap(self, name: str) -> None:
@@ -201,8 +241,8 @@ class _Progress:
         self._lap_end = now
 
     def log_summary(self) -> None:
-        """Tell the whole time, and that of the model alone, without the first few batches."""
-        self._synchronize("Inference")
+        """Log the whole time, and that of the model alone, without the first few batches."""
+        self._synchronize()
         whole = self._lap_end - self._start
         for name, seconds in (("", whole), ("pure compute ", self._seconds["Inference"])):
             logger.info(
@@ -213,58 +253,26 @@ class _Progress:
                 comm.get_world_size(),
             )
 
-    def _synchronize(self, name: str) -> None:
-        """Wait for the accelerator, and count the wait under a name."""
+    def _synchronize(self) -> None:
+        """Wait for the accelerator."""
         if self._accelerator is not None:
             torch.accelerator.synchronize(self._accelerator)  # a host-device synchronisation
-        self.lap(name)
+        self.lap("Inference")
 
     def _log_line(self) -> None:
-        self._synchronize("Inference")
+        self._synchronize()
         self._last_line = self._lap_end
         seconds = (self._lap_end - self._start) / self._measured
         parts = [f"{n}: {s / self._measured:.4f} s/iter." for n, s in self._seconds.items()]
         line = f"{' '.join(parts)} Total: {seconds:.4f} s/iter."
-        if self._total is None:
-            logger.info("Inference done %d. %s", self.batches, line)
-        else:
-            eta = timedelta(seconds=int(seconds * max(0, self._total - self.batches)))
-            logger.info("Inference done %d/%d. %s ETA=%s", self.batches, self._total, line, eta)
+        done = str(self.batches)
+        if self._total >= 0:
+            done += f"/{self._total}"
+            line += f" ETA={timedelta(seconds=int(seconds * max(0, self._total - self.batches)))}"
+        logger.info("Inference done %s. %s", done, line)
 
 
-def _all_own(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    for batch in data_loader:
-        yield batch, True
-
-
-def _nothing() -> None:
-    pass
-
-
-def _checked_callbacks(
-    callbacks: Mapping[str, Callable[[], None]] | None,
-) -> dict[str, Callable[[], None]]:
-    for name in callbacks or {}:
-        if name not in _CALLBACKS:
-            close = get_close_matches(name, _CALLBACKS, n=1)
-            raise ValueError(
-                f"callbacks must have names among {', '.join(_CALLBACKS)}, but got {name!r}"
-                + (f"; did you mean {close[0]!r}?" if close else "")
-            )
-    return {**dict.fromkeys(_CALLBACKS, _nothing), **(callbacks or {})}
-
-
-def _length(data_loader: Iterable[Any]) -> int | None:
-    try:
-        return len(data_loader)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a DataLoader over an IterableDataset
-        return None
-
-
-def _accelerator(model: Callable[[Any], Any]) -> torch.device | None:
+def _accelerator(model: Any) -> torch.device | None:
     """Where the model computes, unless that is the CPU, which needs no waiting for."""
-    if isinstance(model, nn.Module):
-        for parameter in model.parameters():
-            if parameter.device.type != "cpu":
-                return parameter.device
-    return None
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((p.device for p in parameters if p.device.type != "cpu"), None)

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hooktrain.evaluation.evaluator import DatasetEvaluator
 from hooktrain.utils import comm
+from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class ClassificationEvaluator(DatasetEvaluator):
 
         Raises:
             KeyError: the batch has no labels.
-            ValueError: wrong shapes or types, or labels out of range. Labels that lie on an
-                accelerator are checked in :meth:`evaluate`, to save a synchronisation.
+            ValueError: wrong shapes or types. Labels out of range are an error of
+                :meth:`evaluate`, to save a synchronisation.
         """
         classes = len(self._class_names)
         labels = self._checked_labels(inputs, outputs)
@@ -109,11 +109,7 @@ class ClassificationEvaluator(DatasetEvaluator):
     def _checked_labels(self, inputs: Mapping[str, Any], outputs: Tensor) -> Tensor:
         key, classes = self._label_key, len(self._class_names)
         if key not in inputs:
-            close = get_close_matches(key, map(str, inputs), n=1)
-            raise KeyError(
-                f"label_key {key!r} is not in the batch, which has {list(inputs)}"
-                + (f"; did you mean {close[0]!r}?" if close else "")
-            )
+            raise KeyError(f"label_key {key!r} is not in the batch{did_you_mean(key, inputs)}")
         labels = torch.as_tensor(inputs[key])
         if outputs.dim() != 2 or outputs.shape[1] != classes:
             raise ValueError(
@@ -122,16 +118,9 @@ class ClassificationEvaluator(DatasetEvaluator):
             )
         if labels.shape != outputs.shape[:1] or labels.is_floating_point():
             raise ValueError(
-                f"{key!r} must hold integers of shape ({outputs.shape[0]},), one for each of the "
+                f"{key!r} must hold integers of shape ({len(outputs)},), one for each of the "
                 f"outputs, but got {labels.dtype} of shape {tuple(labels.shape)}"
             )
-        if labels.device.type == "cpu":
-            wrong = labels[(labels < 0) | (labels >= classes)]
-            if len(wrong):
-                raise ValueError(
-                    f"{key!r} must be in [0, {classes}), as there are {classes} class_names, "
-                    f"but got {wrong.tolist()!r}"
-                )
         return labels
 
     def _table(self, images: Tensor, correct: Tensor, accuracies: list[float]) -> str:

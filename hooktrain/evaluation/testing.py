@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
+
+from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +19,6 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
     Args:
         results: what an evaluation returned: tasks with their metrics, or single values.
     """
-    if not isinstance(results, Mapping):
-        raise TypeError(f"results must be a dict, but got {results!r}")
     for task, metrics in results.items():
         if isinstance(metrics, Mapping):
             flat = flatten_results_dict(metrics)
@@ -51,22 +50,12 @@ def verify_results(
 
     Raises:
         ValueError: an expectation is not met, or its metric is missing; lists all such, and shows
-            the results. Also for an entry that is no group of four.
+            the results.
     """
     flat = flatten_results_dict(results)
-    failures = []
-    for entry in expected:
-        if isinstance(entry, str) or len(entry) != 4:
-            raise ValueError(
-                f"expected results must be (task, metric, value, tolerance), but got {entry!r}"
-            )
-        failures += _failure(*entry, flat)
+    failures = [f"- {wrong}\n" for entry in expected for wrong in _failure(*entry, flat)]
     if failures:
-        raise ValueError(
-            "results are not as expected:\n"
-            + "\n".join(f"- {failure}" for failure in failures)
-            + f"\nThe results are {flat}"
-        )
+        raise ValueError(f"results are not as expected:\n{''.join(failures)}The results are {flat}")
     logger.info("Results are as expected.")
     return True
 
@@ -83,12 +72,11 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, value in results.items():
-        below = {"": value} if not isinstance(value, Mapping) else flatten_results_dict(value)
-        for name, leaf in below.items():
-            full = f"{key}/{name}" if isinstance(value, Mapping) else str(key)
-            if full in flat:
-                raise ValueError(f"results hold {full!r} twice, on different levels")
-            flat[full] = leaf
+        nested = flatten_results_dict(value) if isinstance(value, Mapping) else None
+        new = {str(key): value} if nested is None else {f"{key}/{n}": v for n, v in nested.items()}
+        if twice := sorted(flat.keys() & new.keys()):
+            raise ValueError(f"results hold {twice[0]!r} twice, on different levels")
+        flat |= new
     return flat
 
 
@@ -98,8 +86,7 @@ def _failure(
     """What is wrong with one metric; nothing if it is as expected."""
     name = f"{task}/{metric}"
     if name not in flat:
-        close = get_close_matches(name, flat, n=1)
-        return [f"{name} is missing" + (f"; did you mean {close[0]!r}?" if close else "")]
+        return [f"{name} is missing{did_you_mean(name, flat)}"]
     try:
         # Written so that anything not finite, on either side, fails.
         if abs(float(flat[name]) - value) <= tolerance < float("inf"):

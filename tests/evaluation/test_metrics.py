@@ -119,8 +119,8 @@ def test_no_sample_at_all_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("label", [-1, 3])
-def test_a_label_out_of_range_is_named(label: int) -> None:
-    with pytest.raises(ValueError, match=rf"in \[0, 3\).*got \[{label}\]"):
+def test_a_label_out_of_range_is_an_error(label: int) -> None:
+    with pytest.raises(ValueError, match=r"1 labels are out of range: not in \[0, 3\)"):
         evaluate((torch.tensor([0, label]), logits_for([0, 0])))
 
 
@@ -149,14 +149,14 @@ def test_class_names_must_be_a_list_of_names(names: Any) -> None:
 
 def _evaluate_share(shares: list[list[int]], with_bad_label: bool) -> Any:
     labels, logits = random_samples(30)
+    if with_bad_label and dist.get_rank() == 1:
+        labels += 3
     evaluator = ClassificationEvaluator(NAMES)
     tables: list[str] = []
     logger = logging.getLogger("hooktrain.evaluation.metrics")
     logger.info = lambda *args: tables.append(args[0])  # type: ignore[method-assign, assignment]
     for index in shares[dist.get_rank()]:
         evaluator.process({"label": labels[index, None]}, logits[index, None])
-    if with_bad_label and dist.get_rank() == 1:
-        evaluator._counts[-1] += 1  # as labels that lie on an accelerator are counted
     try:
         return evaluator.evaluate(), len(tables)
     except ValueError as error:
