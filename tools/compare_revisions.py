@@ -1,0 +1,102 @@
+"""Compare two revisions: do short runs of the configurations still give the same bits?
+
+    python tools/compare_revisions.py main HEAD
+
+Each revision is checked out into a temporary worktree and trains there, in a process per
+configuration. Losses, weights and rows of metrics.json must be equal, but for times. A hook seeds
+all generators before each step, so that revisions that seed differently can be compared too.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RUNS = {
+    "digits_cnn": ["train.max_iter=60", "train.eval_period=25"],
+    "digits_gan": ["train.max_iter=60", "hooks=[]"],
+    "text_gpt": ["train.max_iter=4", "train.eval_period=0", "dataloader.train.total_batch_size=8"],
+}
+TIMES = ("time", "data_time", "eta_seconds")
+
+
+def train(name: str, folder: str) -> None:
+    """Train in this process, with the package that it finds, and save what is compared."""
+    from hooktrain.config import LazyConfig
+    from hooktrain.engine import DefaultTrainer, HookBase, hooks
+    from hooktrain.utils.env import seed_all_rng
+    from hooktrain.utils.events import load_json_metrics
+
+    class Seed(HookBase):
+        def before_step(self) -> None:
+            seed_all_rng(1 + self.trainer.iter)
+
+    torch.set_num_threads(1)
+    cfg = LazyConfig.load(f"configs/{name}.py")
+    options = [*RUNS[name], f"train.output_dir={folder}", "train.device=cpu", "train.seed=1"]
+    cfg = LazyConfig.apply_overrides(cfg, options)
+    seed_all_rng(1)
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks([Seed()], before=hooks.IterationTimer)
+    trainer.train()
+    histories = trainer.storage.histories().items()
+    found = {
+        "weights": trainer.model.state_dict(),
+        "metrics": {k: h.values() for k, h in histories if k not in TIMES},
+        "rows": [
+            {k: v for k, v in row.items() if k not in TIMES}
+            for row in load_json_metrics(f"{folder}/metrics.json")
+        ],
+    }
+    torch.save(found, f"{folder}/found.pth")
+
+
+def results(revision: str, folder: Path) -> dict[str, Any]:
+    """What each configuration gives in a revision."""
+    tree = folder / f"tree of {revision}"
+    subprocess.run(["git", "worktree", "add", "--detach", tree, revision], check=True)
+    try:
+        found = {}
+        for name in RUNS:
+            output = folder / f"{name} of {revision}"
+            command = [sys.executable, __file__, "--train", name, str(output)]
+            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            subprocess.run(command, cwd=tree, env=environment, check=True)
+            found[name] = torch.load(output / "found.pth", weights_only=True)
+        return found
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
+
+
+def differences(a: Any, b: Any, path: str) -> list[str]:
+    """Where two nested states differ."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [line for key in a for line in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, torch.Tensor):
+        return [] if torch.equal(a, b) else [f"{path}: {a} is not {b}"]
+    return [] if repr(a) == repr(b) else [f"{path}: {a!r:.200} is not {b!r:.200}"]
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--train", action="store_true", help="for the script's own use")
+    parser.add_argument("names", nargs=2, help="two revisions")
+    args = parser.parse_args()
+    if args.train:
+        train(*args.names)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (results(revision, Path(folder)) for revision in args.names)
+    found = differences(first, second, "")
+    print("\n".join(found) or f"equal, bit for bit: {', '.join(RUNS)}")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
