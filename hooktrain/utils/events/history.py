@@ -2,38 +2,41 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import islice, takewhile
-from math import isfinite
+from operator import add
 from typing import Any
 
 import torch
 
-__all__ = ["HistoryBuffer"]
+
+def at_least_1(name: str, value: int) -> int:
+    """The value, if it is legal for a window, a length or a period.
+
+    Raises:
+        ValueError: for a value below 1.
+    """
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, but got {value!r}")
+    return value
 
 
 class HistoryBuffer:
     """Keeps the last values of a metric, and the mean of all that it ever had.
 
-    Adding a value takes constant time, and reading a window touches that window only. A window
+    Adding a value takes constant time, and reading a window touches only that window. A window
     shows a NaN as long as it lies inside. The global average is that of the finite values, so that
     it recovers.
 
     Args:
         max_length: how many values to keep, at least 1; the oldest are dropped.
-
-    Raises:
-        ValueError: for a ``max_length`` below 1.
     """
 
-    __slots__ = ("_count", "_entries", "_finite_sum", "_non_finite_count")
-
     def __init__(self, max_length: int = 10_000) -> None:
-        if max_length < 1:
-            raise ValueError(f"max_length must be at least 1, but got {max_length!r}")
-        self._entries: deque[tuple[float, int]] = deque(maxlen=max_length)
-        self._count = 0
-        self._non_finite_count = 0
+        maxlen = at_least_1("max_length", max_length)
+        self._entries: deque[tuple[float, int]] = deque(maxlen=maxlen)
+        self._count = self._non_finite_count = 0
         self._finite_sum = 0.0
 
     def update(self, value: float, iteration: int | None = None) -> None:
@@ -45,23 +48,23 @@ class HistoryBuffer:
         """
         self.extend([(value, self._count if iteration is None else iteration)])
 
-    def extend(self, entries: Iterable[tuple[float, int]]) -> None:
+    def extend(self, entries: Sequence[tuple[float, int]]) -> None:
         """Add pairs (value, iteration), in order."""
-        append, count, finite_sum = self._entries.append, self._count, self._finite_sum
-        for entry in entries:
-            append(entry)
-            count += 1
-            if isfinite(entry[0]):
-                finite_sum += entry[0]
-            else:
-                self._non_finite_count += 1
-        self._count, self._finite_sum = count, finite_sum
+        self._entries.extend(entries)
+        self._count += len(entries)
+        values = [value for value, _ in entries]
+        total = reduce(add, values, self._finite_sum)
+        if not math.isfinite(total):
+            finite = [value for value in values if math.isfinite(value)]
+            self._non_finite_count += len(values) - len(finite)
+            total = reduce(add, finite, self._finite_sum)
+        self._finite_sum = total
 
     def latest(self) -> float:
         """The value that was added last.
 
         Raises:
-            ValueError: if there is none, as in all that reads values.
+            ValueError: if there is none; so do all methods that compute something from values.
         """
         return self.latest_entry()[0]
 
@@ -72,17 +75,19 @@ class HistoryBuffer:
         return self._entries[-1]
 
     def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values (or of all, if fewer); NaN if one is."""
-        return _median(self._window(window_size))
+        """The median of the last ``window_size`` values, or of all if fewer; NaN if one is."""
+        self.latest_entry()
+        return _median([value for value, _ in self.tail(window_size)])
 
     def avg(self, window_size: int) -> float:
-        """The mean of the last ``window_size`` values, or of all, if there are fewer."""
-        values = self._window(window_size)
+        """The mean of the last ``window_size`` values, or of all if there are fewer."""
+        self.latest_entry()
+        values = [value for value, _ in self.tail(window_size)]
         return sum(values) / len(values)
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added, also those dropped since; NaN without any."""
-        self._window(1)
+        self.latest_entry()
         finite_count = self._count - self._non_finite_count
         return self._finite_sum / finite_count if finite_count else math.nan
 
@@ -91,13 +96,8 @@ class HistoryBuffer:
         return list(self._entries)
 
     def tail(self, window_size: int) -> list[tuple[float, int]]:
-        """The last ``window_size`` pairs (value, iteration), the oldest first.
-
-        Raises:
-            ValueError: for a ``window_size`` below 1.
-        """
-        if window_size < 1:
-            raise ValueError(f"window_size must be at least 1, but got {window_size!r}")
+        """The last ``window_size`` pairs (value, iteration), the oldest first."""
+        window_size = at_least_1("window_size", window_size)
         return list(islice(reversed(self._entries), window_size))[::-1]
 
     def since(self, iteration: int) -> list[tuple[float, int]]:
@@ -111,14 +111,9 @@ class HistoryBuffer:
         """The last values that belong to the ``window_size`` iterations up to the latest.
 
         The newest comes first. Empty if there are no values.
-
-        Raises:
-            ValueError: for a ``window_size`` below 1.
         """
-        if window_size < 1:
-            raise ValueError(f"window_size must be at least 1, but got {window_size!r}")
         last = self._entries[-1][1] if self._entries else 0
-        first = last - window_size
+        first = last - at_least_1("window_size", window_size)
         values = []
         for value, iteration in reversed(self._entries):
             if not first < iteration <= last:
@@ -137,20 +132,20 @@ class HistoryBuffer:
         """The last ``tail`` values, and what the global average needs.
 
         Returns:
-            ``values`` (float64) and ``iterations`` (int64), tensors of one dimension; plain numbers
-            besides.
+            ``values`` (float64) and ``iterations`` (int64), tensors of one dimension, and plain
+            numbers.
         """
-        values, iterations = zip(*self.tail(tail), strict=True) if self._entries else ((), ())
+        entries = self.tail(tail)
         return {
-            "values": torch.tensor(values, dtype=torch.float64),
-            "iterations": torch.tensor(iterations, dtype=torch.int64),
+            "values": torch.tensor([value for value, _ in entries], dtype=torch.float64),
+            "iterations": torch.tensor([i for _, i in entries], dtype=torch.int64),
             "count": self._count,
             "non_finite_count": self._non_finite_count,
             "finite_sum": self._finite_sum,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace everything by what :meth:`state_dict` gave."""
+        """Replace everything by what :meth:`state_dict` returned."""
         values, iterations = state_dict["values"].tolist(), state_dict["iterations"].tolist()
         self._entries.clear()
         self._entries.extend(zip(values, iterations, strict=True))
@@ -158,15 +153,9 @@ class HistoryBuffer:
         self._non_finite_count = state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
 
-    def _window(self, window_size: int) -> list[float]:
-        values = [value for value, _ in self.tail(window_size)]
-        if not values:
-            raise ValueError("this history has no values yet")
-        return values
-
 
 def _median(values: list[float]) -> float:
-    # The sum of values with a NaN is one; that of infinities may be, hence the second look.
+    # The sum of values with a NaN is one; that of infinities may be, so look again.
     if math.isnan(sum(values)) and any(map(math.isnan, values)):
         return math.nan
     values.sort()

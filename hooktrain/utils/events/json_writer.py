@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,14 +15,13 @@ from hooktrain.utils.events.storage import get_event_storage
 from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
 from hooktrain.utils.file_io import atomic_write
 
-__all__ = ["JSONWriter", "load_json_metrics"]
-
 logger = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(sort_keys=True, allow_nan=False)
 
-# JSON has no such numbers.
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# JSON has no such numbers: how they are written, and what that is read as.
+_SPELLED = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_NON_FINITE = {spelled: float(number) for number, spelled in _SPELLED.items()}
 
 
 class JSONWriter(EventWriter):
@@ -65,7 +65,7 @@ class JSONWriter(EventWriter):
             if name == "iteration":
                 raise ValueError("no metric may be named 'iteration': each line has that already")
             line = lines.setdefault(iteration, {"iteration": iteration})
-            line[name] = value if math.isfinite(value) else _spell(value)
+            line[name] = value if math.isfinite(value) else _SPELLED[str(value)]
         if self._file is None:
             self._file = _open_to_append(self._path)
         try:
@@ -94,7 +94,12 @@ class JSONWriter(EventWriter):
         if not self._path.exists() or self._path.stat().st_size == 0:
             return
         if iteration == 0:
-            _move_aside(self._path)
+            numbers = (self._path.with_name(f"{self._path.name}.{n}") for n in count(1))
+            free = next(path for path in numbers if not path.exists())
+            self._path.rename(free)
+            logger.info(
+                "A new run begins: moved the metrics of another from %s to %s", self._path, free
+            )
             return
         kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
         with atomic_write(self._path, "w") as file:
@@ -127,10 +132,6 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _spell(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
 def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The valid lines, each as it stands in the file and as a dict."""
     broken = []
@@ -145,12 +146,8 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             else:
                 broken.append(number)
     if broken:
-        logger.warning(
-            "%s: left out %d lines that are no complete metrics, the first one is line %d",
-            path,
-            len(broken),
-            broken[0],
-        )
+        message = "%s: left out %d lines that are no complete metrics, the first one is line %d"
+        logger.warning(message, path, len(broken), broken[0])
 
 
 def _open_to_append(path: Path) -> IO[str]:
@@ -162,11 +159,3 @@ def _open_to_append(path: Path) -> IO[str]:
             if end.read() != b"\n":
                 file.write("\n")  # the last line is incomplete; do not spoil ours
     return file
-
-
-def _move_aside(path: Path) -> None:
-    number = 1
-    while (target := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(target)
-    logger.info("A new run begins: moved the metrics of the old one from %s to %s", path, target)

@@ -9,11 +9,9 @@ from datetime import timedelta
 import torch
 
 from hooktrain.utils import comm
-from hooktrain.utils.events.history import HistoryBuffer
+from hooktrain.utils.events.history import HistoryBuffer, at_least_1
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
 from hooktrain.utils.events.writer import EventWriter
-
-__all__ = ["CommonMetricPrinter"]
 
 # A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
 # but neither glossy nor lossless_ratio.
@@ -42,10 +40,8 @@ class CommonMetricPrinter(EventWriter):
     logger = logging.getLogger(__name__)
 
     def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
-        if window_size < 1:
-            raise ValueError(f"window_size must be at least 1, but got {window_size!r}")
         self._max_iter = max_iter
-        self._window_size = window_size
+        self._window_size = at_least_1("window_size", window_size)
         # The iteration and the clock at the last write.
         self._last_write: tuple[int, float] | None = None
 
@@ -59,8 +55,8 @@ class CommonMetricPrinter(EventWriter):
         eta = self._eta(storage, histories)
         rates = [name for name in histories if name == "lr" or name.endswith(".lr")]
         lr = "  ".join(f"{n}: {histories[n].latest():.5g}" for n in rates) or "lr: N/A"
-        losses = [name for name in histories if _LOSS.search(name) and "[metric]" not in name]
         others = [name for name in histories if "[metric]" in name]
+        losses = [name for name in histories if name not in others and _LOSS.search(name)]
         self.logger.info(
             f" {eta}iter: {storage.iter}"
             f"  {self._medians(histories, losses)}"
@@ -73,10 +69,8 @@ class CommonMetricPrinter(EventWriter):
         self._last_write = None
 
     def _medians(self, histories: Mapping[str, HistoryBuffer], names: list[str]) -> str:
-        values = [(name, histories[name]) for name in names]
-        return "  ".join(
-            f"{name}: {history.recent_median(self._window_size):.4g}" for name, history in values
-        )
+        window = self._window_size
+        return "  ".join(f"{name}: {histories[name].recent_median(window):.4g}" for name in names)
 
     def _times(self, histories: Mapping[str, HistoryBuffer]) -> str:
         text = ""
@@ -106,7 +100,9 @@ class CommonMetricPrinter(EventWriter):
 
 def _peak_memory() -> str:
     """The most memory that tensors have taken on the current accelerator, if it tells."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module = None if device is None else torch.get_device_module(device)
-    max_memory_allocated = getattr(module, "max_memory_allocated", None)
-    return f"max_mem: {max_memory_allocated() / 2**20:.0f}M" if max_memory_allocated else ""
+    if not torch.accelerator.is_available():
+        return ""
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    if not hasattr(module, "max_memory_allocated"):
+        return ""
+    return f"max_mem: {module.max_memory_allocated() / 2**20:.0f}M"

@@ -1,24 +1,30 @@
 """Where the metrics of a run live, whoever puts them."""
 
+import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hooktrain.utils.events.history import HistoryBuffer
-from hooktrain.utils.events.media import Array, MediaQueues
-from hooktrain.utils.events.pending import Pending, Scalar, fetch, read_scalar
+from hooktrain.utils.events.media import Array, make_histogram, read_image
 from hooktrain.utils.registry import did_you_mean
 
-__all__ = ["EventStorage", "get_event_storage", "has_event_storage"]
+# What a metric's value may be; arrays and tensors must have one element.
+Scalar = float | np.integer[Any] | np.floating[Any] | np.bool_ | NDArray[Any] | Tensor
 
 # A thread or task sees the storages that it has entered itself, the innermost last.
 _entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
 
 _MAX_PENDING = 4096
+
+logger = logging.getLogger(__name__)
 
 
 def get_event_storage() -> "EventStorage":
@@ -68,9 +74,13 @@ class EventStorage:
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
-        # In the order in which they were put: (value, iteration) of each metric.
-        self._pending: dict[str, list[Pending]] = {}
-        self._media = MediaQueues()
+        # (value, iteration) of each metric, in the order in which they were put. A tensor that lies
+        # on a device stays there.
+        self._pending: dict[str, list[tuple[Any, int]]] = {}
+        self._tensors_pending = False
+        self._images: deque[tuple[str, Tensor, int]] = deque(maxlen=64)
+        self._histograms: deque[dict[str, Any]] = deque(maxlen=64)
+        self._warned = False
 
     def put_scalar(
         self,
@@ -96,11 +106,11 @@ class EventStorage:
         """
         name = self._prefix + name
         if type(value) is not float:
-            value = read_scalar(name, value)
+            value = _read_scalar(name, value)
+            self._tensors_pending |= type(value) is not float
         if self._smoothing_hints.get(name) is not smoothing_hint:
             self._settle_smoothing_hint(name, smoothing_hint)
-        # Numbers wait as well, though they need not: taking them in all at once takes less time,
-        # and less from the step, than one by one.
+        # Numbers wait as well: adding them to the history all at once takes less time.
         pending = self._pending[name]
         pending.append((value, self.iter if cur_iter is None else cur_iter))
         if len(pending) >= _MAX_PENDING:
@@ -125,7 +135,8 @@ class EventStorage:
             TypeError: for another type.
             ValueError: for another shape.
         """
-        self._media.add_image(self._prefix + img_name, img_tensor, self.iter)
+        name = self._prefix + img_name
+        self._queue(self._images, (name, read_image(name, img_tensor), self.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: Array, bins: int = 1000) -> None:
         """Queue a histogram for the writers, the oldest of 64 making room. Waits for its device.
@@ -138,7 +149,18 @@ class EventStorage:
         Raises:
             ValueError: if there is no element or one that is not finite, or for ``bins`` below 1.
         """
-        self._media.add_histogram(self._prefix + hist_name, hist_tensor, bins, self.iter)
+        name = self._prefix + hist_name
+        self._queue(self._histograms, make_histogram(name, hist_tensor, bins, self.iter))
+
+    def _queue(self, queue: deque[Any], item: Any) -> None:
+        if len(queue) == queue.maxlen and not self._warned:
+            self._warned = True
+            logger.warning(
+                "More than %d images or histograms wait for a writer: from now on the oldest are "
+                "dropped. A TensorboardXWriter takes them whenever it writes.",
+                queue.maxlen,
+            )
+        queue.append(item)
 
     def history(self, name: str) -> HistoryBuffer:
         """The values of one metric, complete at the time of the call.
@@ -193,19 +215,19 @@ class EventStorage:
 
     def images(self) -> list[tuple[str, Tensor, int]]:
         """The queued images as (name, tensor on the host, iteration), the oldest first."""
-        return list(self._media.images)
+        return list(self._images)
 
     def histograms(self) -> list[dict[str, Any]]:
         """The queued histograms, as arguments of ``SummaryWriter.add_histogram_raw``."""
-        return list(self._media.histograms)
+        return list(self._histograms)
 
     def clear_images(self) -> None:
         """Forget the queued images; the writer that has shown them calls this."""
-        self._media.images.clear()
+        self._images.clear()
 
     def clear_histograms(self) -> None:
         """Forget the queued histograms; the writer that has shown them calls this."""
-        self._media.histograms.clear()
+        self._histograms.clear()
 
     def step(self) -> None:
         """Go on to the next iteration."""
@@ -230,12 +252,7 @@ class EventStorage:
         _entered.set((*_entered.get(), self))
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         entered = _entered.get()
         if not entered or entered[-1] is not self:
             raise RuntimeError(
@@ -282,8 +299,55 @@ class EventStorage:
             self._pending[name] = []
 
     def _fetch_pending(self) -> None:
-        """Sort what is waiting into the histories."""
-        fetch([pending for pending in self._pending.values() if pending])
+        """Move what is waiting into the histories."""
+        if self._tensors_pending:
+            _fetch_tensors(list(self._pending.values()))
+            self._tensors_pending = False
         for name, pending in self._pending.items():
-            self._histories[name].extend(pending)  # type: ignore[arg-type]
-            pending.clear()
+            if pending:
+                self._histories[name].extend(pending)
+                pending.clear()
+
+
+def _read_scalar(name: str, value: Scalar) -> float | Tensor:
+    """The value as a float; of a tensor on a device, a private copy there."""
+    if isinstance(value, int | float | np.integer | np.floating | np.bool_):
+        return float(value)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise TypeError(
+            f"metric {name!r} must be a real number or a tensor with one, but got {value!r}"
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"metric {name!r} must have exactly one element, but its shape is {tuple(value.shape)}"
+        )
+    if _is_on_host(value):
+        return float(value.item())
+    # Double holds all that the other types do; MPS does not have it. The copy is queued on the
+    # device, so the host does not wait, and what is written into the original later has no effect.
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.detach().reshape(()).to(dtype, copy=True)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _fetch_tensors(queues: list[list[tuple[Any, int]]]) -> None:
+    """Replace the tensors in the queues by their values: one transfer for each device."""
+    by_device: dict[torch.device, list[tuple[list[tuple[Any, int]], int]]] = {}
+    for queue in queues:
+        for index, (value, _) in enumerate(queue):
+            if type(value) is not float:
+                by_device.setdefault(value.device, []).append((queue, index))
+    for places in by_device.values():
+        values = _read_at_once([queue[index][0] for queue, index in places])
+        for (queue, index), value in zip(places, values, strict=True):
+            queue[index] = (value, queue[index][1])
+
+
+def _read_at_once(tensors: list[Tensor]) -> list[float]:
+    values: list[float] = torch.stack(tensors).tolist()  # host-device synchronisation
+    return values

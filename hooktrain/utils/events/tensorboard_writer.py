@@ -11,8 +11,6 @@ from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorboardXWriter"]
-
 
 class TensorboardXWriter(EventWriter):
     """Writes everything in the storage to an event file, the main process only.

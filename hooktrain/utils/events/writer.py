@@ -3,15 +3,14 @@
 from collections import deque
 from collections.abc import Iterable
 
+from hooktrain.utils.events.history import at_least_1
 from hooktrain.utils.events.storage import EventStorage
-
-__all__ = ["EventWriter", "UnwrittenScalars"]
 
 
 class EventWriter:
     """Brings metrics from the current storage to a file, a screen or elsewhere.
 
-    Writers exist on every rank; one that shall write once does so on the main process only. A
+    Writers exist on every rank. One that should write once does so on the main process only. A
     subclass has to define :meth:`write` and nothing else.
     """
 
@@ -26,26 +25,21 @@ class EventWriter:
         """
 
     def close(self) -> None:
-        """Release what the writer holds; called at the end of a run."""
+        """Release what the writer holds. Called at the end of a run."""
 
 
 class UnwrittenScalars:
     """Picks the metrics that a writer has not written yet.
 
-    It remembers for each metric the iterations that were written last, 64 of them. So a value that
-    comes with an older iteration than others is neither lost nor written twice.
+    It remembers for each metric the last 64 iterations that were written. So a value that comes
+    with an older iteration than others is neither lost nor written twice.
 
     Args:
         window_size: how many iterations to smooth over, where a metric's hint allows it.
-
-    Raises:
-        ValueError: for a ``window_size`` below 1.
     """
 
     def __init__(self, window_size: int) -> None:
-        if window_size < 1:
-            raise ValueError(f"window_size must be at least 1, but got {window_size!r}")
-        self._window_size = window_size
+        self._window_size = at_least_1("window_size", window_size)
         self._written: dict[str, deque[int]] = {}
 
     def find(self, storage: EventStorage) -> list[tuple[str, float, int]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hooktrain.utils.events import pending
+from hooktrain.utils.events import storage
 
 
 @pytest.fixture
@@ -17,12 +17,12 @@ def path(tmp_path: Path) -> Path:
 def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes every tensor count as one on a device; collects the sizes of the transfers."""
     sizes: list[int] = []
-    fetch = pending._fetch
+    fetch = storage._read_at_once
 
     def counted(tensors: list[Tensor]) -> list[float]:
         sizes.append(len(tensors))
         return fetch(tensors)
 
-    monkeypatch.setattr(pending, "_is_on_host", lambda tensor: False)
-    monkeypatch.setattr(pending, "_fetch", counted)
+    monkeypatch.setattr(storage, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(storage, "_read_at_once", counted)
     return sizes
