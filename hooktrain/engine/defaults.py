@@ -1,56 +1,224 @@
-"""A trainer that builds itself from a configuration."""
+"""What most training scripts share: arguments, set-up, writers, hooks, and DefaultTrainer."""
 
+import argparse
 import inspect
 import logging
 import math
+import os
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from hooktrain import evaluation, solver
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig, instantiate
-from hooktrain.engine.default_parts import (
-    batch_size_of_a_rank,
-    create_ddp_model,
-    default_argument_parser,
-    default_hooks,
-    default_setup,
-    default_strategy,
-    default_writers,
-)
-from hooktrain.engine.hooks import EMA, EvalHook
+from hooktrain.engine import hooks
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
-from hooktrain.evaluation import (
-    DatasetEvaluator,
-    inference_on_dataset,
-    print_csv_format,
-    verify_results,
-)
-from hooktrain.solver import (
-    AmpOptimWrapper,
-    OptimWrapper,
-    OptimWrapperDict,
-    build_optim_wrapper,
-    build_param_scheduler,
-)
-from hooktrain.strategy import BaseStrategy, broadcast_buffers
+from hooktrain.evaluation import DatasetEvaluator
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventWriter
-from hooktrain.utils.registry import unwrap_model
-
-__all__ = [
-    "DefaultTrainer",
-    "create_ddp_model",
-    "default_argument_parser",
-    "default_hooks",
-    "default_setup",
-    "default_writers",
-]
+from hooktrain.utils.collect_env import collect_env_info
+from hooktrain.utils.env import seed_all_rng
+from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from hooktrain.utils.folder_lock import lock_folder
+from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.registry import MODEL_WRAPPERS, unwrap_model
 
 logger = logging.getLogger(__name__)
+
+
+def create_ddp_model(model: nn.Module, *, type: str | None = None, **kwargs: Any) -> nn.Module:
+    """Wrap a model in DistributedDataParallel if there are several ranks.
+
+    Args:
+        model: a model on its device.
+        type: the name of the wrapper in ``MODEL_WRAPPERS``; None is that of
+            :func:`~hooktrain.strategy.wrapper_for`.
+        **kwargs: ``fp16_compression=True`` exchanges gradients in float16. The others are passed
+            to the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        KeyError: if there is no such wrapper.
+    """
+    if comm.get_world_size() == 1:
+        if type is not None:
+            MODEL_WRAPPERS.get(type)  # a typo is found with one process too
+        return model
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return wrap_in_ddp(model, device, type=type, **kwargs)
+
+
+def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
+    """The arguments that training scripts share.
+
+    Args:
+        epilog: the text after the help; None gives examples.
+    """
+    parser = argparse.ArgumentParser(
+        epilog=epilog
+        or f"""
+Examples:
+
+Train on one device:
+    $ {sys.argv[0]} --config-file configs/digits_cnn.py
+
+Change the configuration:
+    $ {sys.argv[0]} --config-file configs/digits_cnn.py optimizer.lr=0.1 train.max_iter=500
+
+Several processes on one machine, by either of:
+    $ {sys.argv[0]} --num-gpus 2 --config-file configs/digits_cnn.py
+    $ torchrun --nproc-per-node=2 {sys.argv[0]} --config-file configs/digits_cnn.py
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--config-file", default="", metavar="FILE", help="path of the configuration")
+    add("--resume", action="store_true", help="go on after the last checkpoint, if there is one")
+    add("--eval-only", action="store_true", help="evaluate only")
+    add("--num-gpus", type=int, default=1, help="processes, each with its GPU, per machine")
+    add("--num-machines", type=int, default=1, help="number of machines")
+    add("--machine-rank", type=int, default=0, help="this machine's number, from 0")
+    add("--dist-url", default="auto", help="where the processes meet, such as tcp://host:port")
+    add(
+        "opts",
+        nargs=argparse.REMAINDER,
+        help="changes of the configuration, each as key.subkey=value, +new.key=value or ~key",
+    )
+    return parser
+
+
+def default_setup(cfg: Any, args: Any) -> None:
+    """Prepare a run: output folder, logs, environment report, configuration file, seed.
+
+    It writes ``log.txt`` (one more for each further rank) and ``config.py`` into the output
+    folder, and locks the folder against a second run until the process ends.
+
+    Args:
+        cfg: a configuration; of it, ``train.output_dir``, ``train.seed`` (None or negative draws
+            one, which is stored back, so that it is in the saved configuration),
+            ``train.cudnn_benchmark`` and ``train.float32_precision`` are looked at. Each rank is
+            seeded with the seed plus its rank.
+        args: the command line's arguments; of them, ``config_file`` and ``eval_only``, if there.
+
+    Raises:
+        RuntimeError: if another run is using the output folder.
+        ValueError: for keys at the places where detectron2's older configurations have them.
+        OSError: if the folder cannot be written to.
+    """
+    if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
+        raise ValueError(f"{yacs} would not be used: write train.output_dir and train.seed instead")
+    train = cfg.get("train", {})
+    output_dir, rank = train.get("output_dir", ""), comm.get_rank()
+    eval_only = getattr(args, "eval_only", False)
+    if output_dir and comm.is_main_process():
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if not eval_only:
+            lock_folder(output_dir)
+    comm.synchronize()
+    setup_logger(output_dir or None, distributed_rank=rank)
+    logger.info("Rank of current process: %d. World size: %d", rank, comm.get_world_size())
+    logger.info("Environment info:\n%s", collect_env_info())
+    logger.info("Command line arguments: %s", args)
+    if config_file := getattr(args, "config_file", ""):
+        text = Path(config_file).read_text(encoding="utf-8")
+        logger.info("Contents of %s:\n%s", config_file, text)
+
+    seed = train.get("seed")
+    if seed is None or seed < 0:
+        seed = comm.shared_random_seed()
+        logger.info("No seed is configured: drew %d", seed)
+        if "seed" in train:
+            train["seed"] = seed
+    seed_all_rng(seed + rank)
+    if output_dir and comm.is_main_process() and not eval_only:
+        path = os.path.join(output_dir, "config.py")
+        LazyConfig.save(cfg, path)
+        logger.info("Full config saved to %s", path)
+    if not eval_only and train.get("cudnn_benchmark") is not None:
+        torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
+    if precision := train.get("float32_precision"):
+        torch.set_float32_matmul_precision(precision)
+
+
+def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
+    """Writers to the console, to ``metrics.json`` and, if it is installed, to TensorBoard.
+
+    Args:
+        output_dir: the folder to write to; it is made if needed.
+        max_iter: the length of the run, for the remaining time.
+    """
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    writers: list[EventWriter] = [
+        CommonMetricPrinter(max_iter),
+        JSONWriter(os.path.join(output_dir, "metrics.json")),
+    ]
+    if find_spec("tensorboard") is not None:
+        writers.append(TensorboardXWriter(output_dir))
+    return writers
+
+
+def default_hooks(
+    *,
+    scheduler: Any,
+    checkpointer: Checkpointer,
+    checkpoint_period: int,
+    max_to_keep: int | None = None,
+    eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
+    eval_period: int = 0,
+    best_metric: str | None = None,
+    best_mode: str = "max",
+    writers: Sequence[EventWriter] = (),
+    log_period: int = 20,
+    epoch_length: int | None = None,
+    watchdog_s: float = 0,
+) -> list[HookBase]:
+    """The usual hooks in the order that makes resuming exact.
+
+    Evaluate, then write, then save: a checkpoint then holds all that happened up to it, and the
+    metric files are complete up to it. Last come those that end a run before its time. Put hooks of
+    your own in with ``trainer.register_hooks(..., before=hooks.EvalHook)`` or the like.
+
+    Args:
+        scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
+        checkpointer: what saves.
+        checkpoint_period: in iterations.
+        max_to_keep: how many periodic checkpoints to keep; None keeps all.
+        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
+        eval_period: in iterations; 0 evaluates at the end only.
+        best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
+        best_mode: ``"max"`` or ``"min"``.
+        writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
+        log_period: in iterations.
+        epoch_length: the iterations of an epoch, for schedules that step by epochs.
+        watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
+            iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
+            ends the process. 0 watches nothing.
+    """
+    found: list[HookBase] = [
+        hooks.IterationTimer(),
+        hooks.LRScheduler(scheduler=scheduler, epoch_length=epoch_length),
+    ]
+    if eval_function is not None:
+        found.append(hooks.EvalHook(eval_period, eval_function))
+        if best_metric is not None:
+            best = hooks.BestCheckpointer(eval_period, checkpointer, best_metric, best_mode)
+            found.append(best)
+    found += [
+        hooks.PeriodicWriter(writers, period=log_period),
+        hooks.PeriodicCheckpointer(checkpointer, checkpoint_period, max_to_keep=max_to_keep),
+        hooks.Preemption(checkpointer),
+    ]
+    if watchdog_s > 0:
+        found.append(hooks.Watchdog(watchdog_s, on_timeout="abort"))
+    return found
 
 
 class DefaultTrainer(StepTrainer, SimpleTrainer):
@@ -91,10 +259,13 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             dispatch_kwargs={"init_weights_for_test_or_val": False},
         )
         loader = self.build_train_loader(cfg)
+        batch_size = getattr(loader, "batch_size", None)  # of a rank, as far as the loader says
+        if total := getattr(loader, "total_batch_size", None):
+            batch_size = total // comm.get_world_size()
         _, optim_wrapper = self.strategy.prepare(
             model,
             optim_wrapper=self.build_optimizer(cfg, unwrap_model(model)),
-            dispatch_kwargs={"train_micro_batch_size_per_gpu": batch_size_of_a_rank(loader)},
+            dispatch_kwargs={"train_micro_batch_size_per_gpu": batch_size},
         )
         owns_step = hasattr(unwrap_model(model), "train_step")
         self._kind = StepTrainer if owns_step else SimpleTrainer
@@ -103,7 +274,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.strategy.seed}
         self.checkpointer = self.build_checkpointer()
         self.max_iter = cfg.train.max_iter
-        self.ema = EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
+        self.ema = hooks.EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
         self.last_results: dict[str, Any] = {}
         self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
@@ -114,8 +285,34 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
 
     @classmethod
     def build_strategy(cls, cfg: Any) -> BaseStrategy:
-        """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``."""
-        return default_strategy(cfg.train)
+        """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``.
+
+        Raises:
+            TypeError: if ``train.strategy`` is an object.
+            KeyError: for an unknown strategy or wrapper.
+        """
+        train = cfg.train
+        ddp = dict(train.ddp)
+        strategy = train.get("strategy", "auto")
+        if isinstance(strategy, Mapping) and "_target_" in strategy:  # it is built with the rest
+            strategy = {("type" if k == "_target_" else k): v for k, v in strategy.items()}
+        if isinstance(strategy, BaseStrategy):
+            raise TypeError(
+                f"train.strategy must be a name, or a dict with type and options, since it gets "
+                f"device, seed and more from train; but it is {strategy!r}"
+            )
+        if isinstance(ddp.get("type"), str):
+            MODEL_WRAPPERS.get(ddp["type"])  # a typo is found with one process too
+        seed = None if train.seed is None or train.seed < 0 else train.seed
+        return build_strategy(
+            instantiate(strategy),
+            ddp={"fp16_compression": ddp.pop("fp16_compression", False), "model_wrapper": ddp},
+            sync_bn=train.get("sync_bn"),
+            work_dir=train.output_dir,
+            device=train.device,
+            auto_scale_lr=train.get("auto_scale_lr"),
+            env_kwargs={"seed": seed, "diff_rank_seed": True},
+        )
 
     @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
@@ -130,19 +327,17 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         if "optim_wrapper" in cfg:
             if "optimizer" in cfg:
                 raise ValueError("the configuration has both optimizer and optim_wrapper")
-            return build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
+            return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
         cfg.optimizer.params.model = model
         try:
             optimizer = instantiate(cfg.optimizer)
         finally:
             # The configuration stays plain data.
             del cfg.optimizer.params["model"]
-        options = {
-            "accumulative_counts": cfg.train.accumulative_counts,
-            "clip_grad": cfg.train.clip_grad,
-        }
-        if cfg.train.amp.enabled:
-            return AmpOptimWrapper(optimizer, cfg.train.amp.dtype, **options)
+        train = cfg.train
+        options = {"accumulative_counts": train.accumulative_counts, "clip_grad": train.clip_grad}
+        if train.amp.enabled:
+            return solver.AmpOptimWrapper(optimizer, train.amp.dtype, **options)
         return OptimWrapper(optimizer, **options)
 
     @classmethod
@@ -156,7 +351,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         if epoch_length := cfg.train.get("epoch_length"):
             run["epoch_length"] = epoch_length
             run["max_epochs"] = math.ceil(cfg.train.max_iter / epoch_length)
-        return build_param_scheduler(instantiate(cfg.param_scheduler), optim_wrapper, run)
+        return solver.build_param_scheduler(instantiate(cfg.param_scheduler), optim_wrapper, run)
 
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
@@ -195,9 +390,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     def build_hooks(self) -> list[HookBase]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
-        # A bound method in a hook of ours would be a cycle, which keeps the model's memory alive.
-        me = weakref.proxy(self)
-        hooks = default_hooks(
+        me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
+        found = default_hooks(
             scheduler=self.build_lr_scheduler(self.cfg, self.optim_wrapper),
             checkpointer=self.checkpointer,
             checkpoint_period=train.checkpointer.period,
@@ -211,11 +405,11 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             epoch_length=train.get("epoch_length"),
             watchdog_s=train.get("watchdog_s", 0),
         )
-        place = next(i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook))
-        hooks[place:place] = instantiate(self.cfg.get("hooks", []))
+        place = next(i for i, hook in enumerate(found) if isinstance(hook, hooks.EvalHook))
+        found[place:place] = instantiate(self.cfg.get("hooks", []))
         if self.ema is not None:
-            hooks.insert(place, self.ema)
-        return hooks
+            found.insert(place, self.ema)
+        return found
 
     def _evaluate(self) -> dict[str, Any]:
         if self._evaluator is None:  # it may take long to build
@@ -224,17 +418,13 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         # Overridden as in detectron2, it may take none or one of these.
         known = inspect.signature(self.test).parameters
         options = {name: value for name, value in options.items() if name in known}
-
-        def test() -> dict[str, Any]:
-            broadcast_buffers(self.model)  # so that all ranks evaluate what a checkpoint holds
-            return self.test(self.cfg, self.model, **options)
-
-        results = test()
+        broadcast_buffers(self.model)  # so that all ranks evaluate what a checkpoint holds
+        results = self.test(self.cfg, self.model, **options)
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
             with self.ema.swap():
-                averaged = test()
-            results = {**results, "ema": averaged}
+                broadcast_buffers(self.model)
+                results = {**results, "ema": self.test(self.cfg, self.model, **options)}
         self.last_results = results
         return results
 
@@ -256,9 +446,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """
         loader = cls.build_test_loader(cfg)
         evaluators = cls.build_evaluator(cfg) if evaluators is None else evaluators
-        results = inference_on_dataset(model, loader, evaluators, step=step)
+        results = evaluation.inference_on_dataset(model, loader, evaluators, step=step)
         if comm.is_main_process():
-            print_csv_format(results)
+            evaluation.print_csv_format(results)
         return results
 
     def resume_or_load(self, resume: bool = True) -> None:
@@ -287,5 +477,5 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """
         super().train(start_iter, self.cfg.train.max_iter if max_iter is None else max_iter)
         if self.cfg.train.expected_results and comm.is_main_process():
-            verify_results(self.cfg.train.expected_results, self.last_results)
+            evaluation.verify_results(self.cfg.train.expected_results, self.last_results)
         return self.last_results

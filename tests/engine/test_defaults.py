@@ -130,7 +130,7 @@ def test_the_default_writers_go_to_console_json_and_tensorboard(tmp_path: Path) 
 def test_without_tensorboard_the_other_writers_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hooktrain.engine.default_parts.find_spec", lambda name: None)
+    monkeypatch.setattr("hooktrain.engine.defaults.find_spec", lambda name: None)
     kinds = [type(writer) for writer in default_writers(str(tmp_path))]
     assert kinds == [CommonMetricPrinter, JSONWriter]
 

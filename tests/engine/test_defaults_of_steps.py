@@ -12,7 +12,7 @@ from torch import nn
 from gloo import run_ranks
 from hooktrain.config import LazyConfig
 from hooktrain.engine import DefaultTrainer, StepTrainer, create_ddp_model, default_setup, hooks
-from hooktrain.engine.default_parts import default_argument_parser
+from hooktrain.engine.defaults import default_argument_parser
 from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.model import BaseModel, SeparateDistributedDataParallel
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
