@@ -110,15 +110,14 @@ class DigitsGAN(nn.Module):
             images: real ones, on the model's device.
             optimizer_wrapper: the discriminator's.
         """
-        with optimizer_wrapper.sync_context(self.discriminator):
-            with optimizer_wrapper.precision_context():
-                with torch.no_grad():
-                    drawn = self.generator(self._random_latents(len(images)))
-                # One forward pass for both: DistributedDataParallel wants one to each backward.
-                logits = self.discriminator(torch.cat([images, drawn.to(images.dtype)])).float()
-                real, fake = logits.chunk(2)
-                loss = F.softplus(-real).mean() + F.softplus(fake).mean()
-            optimizer_wrapper.update_params(loss)
+        with optimizer_wrapper.optim_context(self.discriminator):
+            with torch.no_grad():
+                drawn = self.generator(self._random_latents(len(images)))
+            # One forward pass for both: DistributedDataParallel wants one to each backward.
+            logits = self.discriminator(torch.cat([images, drawn.to(images.dtype)])).float()
+            real, fake = logits.chunk(2)
+            loss = F.softplus(-real).mean() + F.softplus(fake).mean()
+        optimizer_wrapper.update_params(loss)
         return {
             "loss_discriminator": loss.detach(),
             "logit_real": real.detach().mean(),
@@ -132,11 +131,10 @@ class DigitsGAN(nn.Module):
             count: how many to draw.
             optimizer_wrapper: the generator's.
         """
-        with optimizer_wrapper.sync_context(self.generator):
-            with optimizer_wrapper.precision_context(), _frozen(self.discriminator):
-                drawn = self.generator(self._random_latents(count))
-                loss = F.softplus(-self.discriminator(drawn).float()).mean()
-            optimizer_wrapper.update_params(loss)
+        with optimizer_wrapper.optim_context(self.generator), _frozen(self.discriminator):
+            drawn = self.generator(self._random_latents(count))
+            loss = F.softplus(-self.discriminator(drawn).float()).mean()
+        optimizer_wrapper.update_params(loss)
         return {"loss_generator": loss.detach()}
 
     def _random_latents(self, count: int) -> Tensor:

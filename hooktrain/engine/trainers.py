@@ -136,6 +136,7 @@ class ModelTrainer(TrainerBase):
         self.model = model
         self._batches = Batches(data_loader)
         self.optim_wrapper = self.updating = optimizer
+        optimizer.name_parameters(model)
         self.sync_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
@@ -266,13 +267,12 @@ class SimpleTrainer(ModelTrainer):
             data_time += time.perf_counter() - start
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()
-            with wrapper.sync_context(self.model):
-                with wrapper.precision_context():
-                    losses = as_loss_dict(self.model(data))
-                    loss = sum_losses(losses)
-                if batch == 0 and not self.zero_grad_before_forward:
-                    wrapper.zero_grad()
-                wrapper.backward(wrapper.scale_loss(loss))
+            with wrapper.optim_context(self.model):
+                losses = as_loss_dict(self.model(data))
+                loss = sum_losses(losses)
+            if batch == 0 and not self.zero_grad_before_forward:
+                wrapper.zero_grad()
+            wrapper.backward(wrapper.scale_loss(loss))
             if count == 1:
                 return losses, data_time
             for name, value in losses.items():

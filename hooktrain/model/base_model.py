@@ -140,8 +140,8 @@ def train_step(
 ) -> dict[str, Tensor]:
     """One batch: preprocess it, compute the losses, and give their sum to the optimizer.
 
-    Forward and backward are together inside the context that decides if ranks communicate;
-    preprocessing and forward alone are inside the one that decides on the precision.
+    Preprocessing and forward are inside the context that decides on the precision, and if ranks
+    communicate in the backward pass that follows.
 
     Args:
         model: the model. Its ``data_preprocessor(data, True)`` gives the arguments of its
@@ -161,13 +161,12 @@ def train_step(
     """
     forward = model if ddp is None else ddp
     log_vars: dict[str, Tensor]
-    with optim_wrapper.sync_context(forward):
-        with optim_wrapper.precision_context():
-            losses = _call(forward, model.data_preprocessor(data, True), mode="loss")
-        loss, log_vars = model.parse_losses(losses)
-        if check:
-            detect_anomalous_params(loss, model)
-        optim_wrapper.update_params(loss)
+    with optim_wrapper.optim_context(forward):
+        losses = _call(forward, model.data_preprocessor(data, True), mode="loss")
+    loss, log_vars = model.parse_losses(losses)
+    if check:
+        detect_anomalous_params(loss, model)
+    optim_wrapper.update_params(loss)
     return log_vars
 
 

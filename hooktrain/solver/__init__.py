@@ -1,17 +1,17 @@
 """How a loss becomes an update: optimizer wrappers, schedules and parameter groups."""
 
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
-from hooktrain.solver.build import (
+from hooktrain.solver.build import DefaultOptimWrapperConstructor, build_optim_wrapper
+from hooktrain.solver.build_param_scheduler import build_param_scheduler
+from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict
+from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.solver.param_groups import (
     expand_param_groups,
     get_default_optimizer_params,
+    paramwise_param_groups,
     reduce_param_groups,
 )
-from hooktrain.solver.build_optim_wrapper import build_optim_wrapper
-from hooktrain.solver.build_param_scheduler import build_param_scheduler
-from hooktrain.solver.match_state import match_optimizer_state, name_param_groups
-from hooktrain.solver.optim_wrapper import OptimWrapper
-from hooktrain.solver.optim_wrapper_constructor import DefaultOptimWrapperConstructor
-from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.param_scheduler import (
     ConstantLR,
     ConstantMomentum,
@@ -88,7 +88,8 @@ __all__ = [
     "build_param_scheduler",
     "expand_param_groups",
     "get_default_optimizer_params",
-    "match_optimizer_state",
-    "name_param_groups",
+    "load_optimizer_state",
+    "optimizer_state_dict",
+    "paramwise_param_groups",
     "reduce_param_groups",
 ]

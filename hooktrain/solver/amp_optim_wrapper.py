@@ -1,20 +1,13 @@
 """Mixed precision: autocast on the way forward, a gradient scaler on the way back."""
 
-import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooktrain.solver.optim_wrapper import OptimWrapper
-
-__all__ = ["AmpOptimWrapper"]
-
-logger = logging.getLogger(__name__)
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class AmpOptimWrapper(OptimWrapper):
@@ -25,11 +18,11 @@ class AmpOptimWrapper(OptimWrapper):
 
     Args:
         optimizer: the optimizer.
-        dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes what torch computes
-            in on that device by default: float16 on CUDA, bfloat16 on the CPU.
-        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict gives that
-            scaler its arguments (``init_scale``, ``growth_interval``, ...); a number keeps the
-            scale there; a scaler is used as it is.
+        dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes torch's default for
+            the device: float16 on CUDA, bfloat16 on the CPU.
+        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has that
+            scaler's arguments (``init_scale``, ``growth_interval``, ...); a number is a fixed
+            scale; a scaler is used as it is.
         device_type: such as ``"cuda"`` or ``"cpu"``. None takes the parameters' device.
         accumulative_counts: see :class:`OptimWrapper`.
         clip_grad: see :class:`OptimWrapper`; gradients are unscaled before they are clipped.
@@ -38,8 +31,7 @@ class AmpOptimWrapper(OptimWrapper):
         grad_scaler: the scaler; a disabled one if the data type needs none.
 
     Raises:
-        TypeError: for another kind of ``loss_scale``.
-        ValueError: for another dtype, or a scale that is not positive.
+        ValueError: for another dtype or loss scale.
     """
 
     def __init__(
@@ -56,17 +48,19 @@ class AmpOptimWrapper(OptimWrapper):
         self.device_type = device_type or _device_type(optimizer.param_groups[0]["params"][0])
         if dtype is None:
             dtype = torch.get_autocast_dtype(self.device_type)
-        chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if chosen not in DTYPES.values():
+        chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if chosen not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
         self.dtype = chosen
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
         self.grad_scaler = _build_scaler(loss_scale, self.device_type, chosen == torch.float16)
         self._unscaled = False
 
-    def precision_context(self) -> AbstractContextManager[Any]:
-        """Autocast to the lower precision, where the operation allows."""
-        return torch.autocast(self.device_type, self.dtype)
+    @contextlib.contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """That of :class:`OptimWrapper`, and autocast to the lower precision."""
+        with super().optim_context(model), torch.autocast(self.device_type, self.dtype):
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss."""
@@ -83,46 +77,23 @@ class AmpOptimWrapper(OptimWrapper):
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the scale, once in a step."""
-        if not self._unscaled:
+        if self.grad_scaler.is_enabled() and not self._unscaled:
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
 
-    def step(self) -> bool:
-        """Unscale, clip, and update unless gradients overflowed."""
-        self.unscale_gradients()
-        self._prepare_gradients()
-        updated = self._scaler_step()
-        self._unscaled = False
-        if not updated:
-            self.count_skipped_update()
-            logger.info(
-                "%sgradients overflowed: update skipped (%d so far), the scale is now %g",
-                f"{self.name}: " if self.name else "",
-                self.skipped_updates,
-                self.grad_scaler.get_scale(),
-            )
-        return updated
-
-    def _scaler_step(self) -> bool:
+    def _apply(self) -> bool:
         scaler = self.grad_scaler
         if not scaler.is_enabled():
-            self.optimizer.step()
-            return True
-        # Fused optimizers skip inside their kernel; only the scaler knows of the overflow.
-        # Host-device synchronisation: reads the overflow flag, as scaler.step does for others.
-        fused = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        steps: list[object] = []
-        handle = self.optimizer.register_step_post_hook(lambda *_: steps.append(None))
-        try:
-            scaler.step(self.optimizer)  # host-device synchronisation: reads the overflow flag
-        finally:
-            handle.remove()
-        if fused:
-            found = scaler._found_inf_per_device(self.optimizer).values()
-            overflowed = any(flag.item() for flag in found)
-        else:
-            overflowed = not steps
+            return super()._apply()
+        scaler.step(self.optimizer)  # host-device synchronisation: reads the overflow flag
+        # Host-device synchronisation. Fused optimizers skip the update inside their kernel, so
+        # only the scaler knows of it.
+        found_inf = scaler._found_inf_per_device(self.optimizer).values()
+        overflowed = any(flag.item() for flag in found_inf)
         scaler.update(self._fixed_scale)
+        self._unscaled = False
+        if overflowed:
+            self.count_skipped_update()
         return not overflowed
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,25 +115,17 @@ def _device_type(parameter: Tensor) -> str:
     return kind
 
 
-def _build_scaler(
-    loss_scale: str | float | Mapping[str, Any] | torch.amp.GradScaler,
-    device_type: str,
-    enabled: bool,
-) -> torch.amp.GradScaler:
+def _build_scaler(loss_scale: Any, device_type: str, enabled: bool) -> torch.amp.GradScaler:
+    options: dict[str, Any] = {"enabled": enabled}  # disabled, it passes everything through
     if isinstance(loss_scale, torch.amp.GradScaler):
         return loss_scale
     if isinstance(loss_scale, Mapping):
-        options = dict(loss_scale)
-    elif isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool):
-        if not 0 < loss_scale < float("inf"):
-            raise ValueError(f"loss_scale must be a positive number, but got {loss_scale!r}")
-        options = {"init_scale": float(loss_scale)}
-    elif loss_scale == "dynamic":
-        options = {}
-    else:
-        raise TypeError(
-            f"loss_scale must be 'dynamic', a number, a dict of GradScaler's arguments or a "
-            f"GradScaler, but got {loss_scale!r}"
+        options.update(loss_scale)
+    elif isinstance(loss_scale, int | float) and loss_scale > 0:
+        options["init_scale"] = float(loss_scale)
+    elif loss_scale != "dynamic":
+        raise ValueError(
+            "loss_scale must be 'dynamic', a positive number, a dict of GradScaler's arguments or "
+            f"a GradScaler, but got {loss_scale!r}"
         )
-    # Disabled, it passes everything through: no branch in the step.
-    return torch.amp.GradScaler(device_type, **{"enabled": enabled, **options})
+    return torch.amp.GradScaler(device_type, **options)

@@ -1,195 +1,201 @@
-"""Parameter groups: which parameters an optimizer gets, with which options.
+"""Optimizers and their wrappers from configurations, as MMEngine's strategies build them."""
 
-A group is a dictionary as torch optimizers take them: ``params``, a list of parameters, and options
-such as ``lr`` and ``weight_decay``. Groups made here also carry ``param_names``, the list of the
-full names of ``params``, which torch keeps in the state of the optimizer. So a state can be matched
-by name when a model has changed.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-ParamGroup = dict[str, Any]
-
-_NORMS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,  # batch and instance norms, and what is made of them
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
+from hooktrain.config import instantiate
+from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
+from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.solver.param_groups import ParamGroup, paramwise_param_groups, walk_parameters
+from hooktrain.solver.param_groups import (
+    get_default_optimizer_params as get_default_optimizer_params,
 )
-# Parts of a name that tell of a wrapper, not of the model: torch.compile, activation
-# checkpointing and FSDP 1. "module" is one only inside of data parallel wrappers.
-_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+from hooktrain.solver.param_groups import reduce_param_groups as reduce_param_groups
+from hooktrain.utils.registry import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    did_you_mean,
+    unwrap_model,
+)
+
+for _name, _found in vars(torch.optim).items():
+    if isinstance(_found, type) and issubclass(_found, Optimizer) and _found is not Optimizer:
+        OPTIMIZERS.register(_found, name=_name)
+OPTIMIZERS.register(torch.optim.Adafactor, name="TorchAdafactor")  # MMEngine's name
+for _wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
+    OPTIM_WRAPPERS.register(_wrapper)
 
 
-def get_default_optimizer_params(
-    model: nn.Module,
-    base_lr: float | None = None,
-    weight_decay: float | None = None,
-    weight_decay_norm: float | None = None,
-    bias_lr_factor: float | None = 1.0,
-    weight_decay_bias: float | None = None,
-    lr_factor_func: Callable[[str], float] | None = None,
-    overrides: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[ParamGroup]:
-    """Parameter groups of the trainable parameters of a model, each parameter once.
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class DefaultOptimWrapperConstructor:
+    """Called with a model, it gives a wrapper around a new optimizer of the model's parameters.
 
-    Without options this is one group of all of them. As in detectron2, except that an override
-    may also name a place in the model, must match something, and that ``lr_factor_func`` and
-    ``bias_lr_factor`` multiply where both apply.
+    Without rules the optimizer has one group of all parameters. With rules it has those that are
+    trainable, in as few groups as there are different settings. Every group has ``param_names``.
+    A subclass may override :meth:`param_groups`.
 
-    Names are full dotted names in the model, ``"backbone.stem.weight"``, without the parts that
-    wrappers add (DDP, ``torch.compile``). A shared parameter goes by its first name in
-    ``param_names``; overrides match any of its names.
-
-    Options come from, later ones winning: ``base_lr`` and ``weight_decay``; ``weight_decay_norm``;
-    ``lr_factor_func``; the two arguments on biases; ``overrides``, from general to specific:
-
-    1. the last part of a name: ``"bias"``;
-    2. an ``fnmatch`` pattern of full names: ``"backbone.*"``. Of several, the one with more
-       characters that are no wildcard is the more specific;
-    3. a full name: ``"head.weight"``.
-
-    All that match a parameter are merged, option by option; of equals the later one wins.
+    Adam and AdamW on CUDA are built with ``fused=True``, unless ``fused``, ``foreach`` or
+    ``differentiable`` is configured.
 
     Args:
-        model: may be wrapped.
-        base_lr: learning rate. By default that of the optimizer.
-        weight_decay: by default that of the optimizer.
-        weight_decay_norm: for the parameters of normalisation layers.
-        bias_lr_factor: multiplies the learning rate of parameters called ``bias``.
-        weight_decay_bias: for parameters called ``bias``, those of normalisation layers included.
-        lr_factor_func: maps the full name of a parameter to the factor of its learning rate.
-        overrides: maps a rule, as above, to options such as ``{"lr": 0.01, "weight_decay": 0.0}``.
+        optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
+            ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the optimizer.
+            ``type`` is the class of the wrapper, by default :class:`OptimWrapper`, and the other
+            items are its arguments. It is not changed.
+        paramwise_cfg: the rules, see :func:`~hooktrain.solver.paramwise_param_groups`.
 
     Raises:
-        TypeError: ``model`` is not a module, or an override is not a mapping.
-        ValueError: a factor is given without ``base_lr``; an override matches no parameter;
-            ``"bias"`` is overridden in two ways.
+        TypeError: if a subclass has MMEngine's ``add_params``, which is not called here.
+        ValueError: without ``optimizer``, or if that is no dict with ``type``.
 
     Example::
 
-        params = get_default_optimizer_params(model, weight_decay_norm=0.0)
-        optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=1e-4)
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module: {model!r}")
-    bias_lr_factor = 1.0 if bias_lr_factor is None else bias_lr_factor
-    if base_lr is None and (lr_factor_func is not None or bias_lr_factor != 1.0):
-        name = "bias_lr_factor" if lr_factor_func is None else "lr_factor_func"
-        raise ValueError(f"{name} needs base_lr, the learning rate to multiply")
-    overrides = {} if overrides is None else overrides
-    if "bias" in overrides and (bias_lr_factor != 1.0 or weight_decay_bias is not None):
-        raise ValueError(
-            "biases are set twice: by overrides['bias'], and by bias_lr_factor or weight_decay_bias"
+        constructor = DefaultOptimWrapperConstructor(
+            dict(optimizer=dict(type="SGD", lr=0.1, weight_decay=1e-4)),
+            dict(norm_decay_mult=0.0, custom_keys={"backbone": dict(lr_mult=0.1)}),
         )
+        optim_wrapper = constructor(model)
+    """
 
-    parameters = _named_parameters(model)
-    _check_overrides(overrides, [name for names, _, _ in parameters for name in names])
-    groups = []
-    for names, owner, parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        is_bias = names[0].rpartition(".")[2] == "bias"
-        options: ParamGroup = {}
-        if base_lr is not None:
-            factor = 1.0 if lr_factor_func is None else lr_factor_func(names[0])
-            options["lr"] = base_lr * factor * (bias_lr_factor if is_bias else 1.0)
-        if weight_decay is not None:
-            options["weight_decay"] = weight_decay
-        if weight_decay_norm is not None and isinstance(owner, _NORMS):
-            options["weight_decay"] = weight_decay_norm
-        if weight_decay_bias is not None and is_bias:
-            options["weight_decay"] = weight_decay_bias
-        ranks = {rule: rank for rule in overrides if (rank := _rank(rule, names)) is not None}
-        for rule in sorted(ranks, key=lambda rule: ranks[rule]):
-            options.update(overrides[rule])
-        groups.append({"params": [parameter], "param_names": [names[0]], **options})
-    return reduce_param_groups(groups)
+    def __init__(
+        self,
+        optim_wrapper_cfg: Mapping[str, Any],
+        paramwise_cfg: Mapping[str, Any] | None = None,
+    ) -> None:
+        if hasattr(self, "add_params"):
+            raise TypeError(f"{type(self).__name__}: override param_groups in place of add_params")
+        # Plain containers, references resolved: what an optimizer gets, a checkpoint must hold.
+        self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
+        self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
+        if not isinstance(self.optimizer_cfg, Mapping) or "type" not in self.optimizer_cfg:
+            raise ValueError(
+                f"optim_wrapper_cfg needs 'optimizer', a dict with 'type': {optim_wrapper_cfg!r}"
+            )
+        self.paramwise_cfg = instantiate(paramwise_cfg or {})
+        self.base_lr = self.optimizer_cfg.get("lr")
+        self.base_wd = self.optimizer_cfg.get("weight_decay")
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """The wrapper of a new optimizer.
+
+        Raises:
+            KeyError: if there is no optimizer or wrapper of the ``type``.
+            TypeError: if the optimizer or the wrapper does not take its arguments.
+            ValueError: for rules that make no sense; see
+                :func:`~hooktrain.solver.paramwise_param_groups`.
+        """
+        kind = OPTIMIZERS.find(self.optimizer_cfg["type"])
+        groups = self.param_groups(model)
+        first = next(iter(inspect.signature(kind).parameters))  # not all call it "params"
+        options = {"fused": True} if _fused_by_default(kind, self.optimizer_cfg, groups) else {}
+        optimizer = OPTIMIZERS.build(self.optimizer_cfg, **{first: groups, **options})
+        wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
+            self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
+        )
+        return wrapper
+
+    def param_groups(self, model: nn.Module) -> list[ParamGroup]:
+        """The parameter groups of a model, which may be wrapped."""
+        if self.paramwise_cfg:
+            return paramwise_param_groups(model, self.paramwise_cfg, self.base_lr, self.base_wd)
+        walked = walk_parameters(model)
+        names = [names[0] for names, _, _ in walked]
+        return [{"params": [parameter for _, _, parameter in walked], "param_names": names}]
 
 
-def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
-    """One group for each parameter, in order of first appearance.
+def _fused_by_default(optimizer: Any, options: Mapping[str, Any], groups: list[ParamGroup]) -> bool:
+    """Whether to build an optimizer with ``fused=True``, which torch leaves to its users.
 
-    Where a parameter is in several groups, later options replace earlier ones.
+    Not the fused SGD and Adagrad: they refuse sparse gradients, which only a backward pass
+    reveals. Not the CPU: its fused kernels silently give wrong results where a parameter, its
+    gradient and its state differ in their strides (torch 2.13).
+    """
+    choices = ("fused", "foreach", "differentiable")
+    if optimizer not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    return not any(choice in some for some in (options, *groups) for choice in choices) and all(
+        type(p) is nn.Parameter and p.is_floating_point() and p.is_cuda
+        for group in groups
+        for p in group["params"]
+    )
+
+
+def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | OptimWrapperDict:
+    """Build the optimizer wrapper of a model.
+
+    ``cfg`` is one of
+
+    - a wrapper, which is returned, or a torch optimizer, which is wrapped;
+    - a dict whose ``optimizer`` is a torch optimizer; its ``type`` is the class of the wrapper, by
+      default :class:`OptimWrapper`, and the other items are arguments of the wrapper;
+    - the same with a configuration as ``optimizer``: a dict with ``type`` (a name, a class, or its
+      dotted name) and its arguments. ``paramwise_cfg`` has rules for parameters, and
+      ``constructor`` is what does this, by default
+      :class:`~hooktrain.solver.DefaultOptimWrapperConstructor`;
+    - a dict of several of these by name, for a model that owns its step. A configuration is for
+      the parameters of the submodule of that name::
+
+        build_optim_wrapper(gan, dict(
+            generator=dict(optimizer=dict(type="Adam", lr=2e-4)),
+            discriminator=dict(type="AmpOptimWrapper", optimizer=dict(type="Adam", lr=1e-4)),
+        ))
 
     Args:
-        groups: each has ``params``, and may have ``param_names`` of the same length.
+        model: may be wrapped; may be None where only built optimizers are wrapped.
+        cfg: see above. It is not changed.
 
     Raises:
-        ValueError: ``params`` is missing, or ``param_names`` has another length.
+        TypeError: for anything else, or for arguments that an optimizer or a wrapper does not take.
+        KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
+        ValueError: if a configuration needs a model, a submodule or an optimizer that is missing,
+            or has a rule or a value that is not known.
     """
-    expanded: dict[Tensor, ParamGroup] = {}
-    for group in groups:
-        if "params" not in group:
-            raise ValueError(f"a parameter group needs 'params': it has {sorted(group)}")
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        names = group.get("param_names")
-        if names is not None and len(names) != len(params):
-            raise ValueError(f"{len(params)} params have {len(names)} param_names: {names!r}")
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        for k, param in enumerate(params):
-            own = expanded.setdefault(param, {"params": [param]})
-            own.update(options if names is None else {"param_names": [names[k]], **options})
-    return list(expanded.values())
+    cfg = instantiate(cfg)
+    if isinstance(cfg, OptimWrapper | OptimWrapperDict):
+        return cfg
+    if isinstance(cfg, Optimizer):
+        return OptimWrapper(cfg)
+    if not isinstance(cfg, Mapping):
+        raise TypeError(
+            "optimizer wrapper should be an OptimWrapper, a torch optimizer or a dict, "
+            f"but got {cfg!r}"
+        )
+    if isinstance(cfg.get("optimizer"), Optimizer):
+        wrapper = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
+    elif cfg.get("optimizer") is not None or cfg.get("constructor") is not None:
+        if model is None:
+            raise ValueError(f"a model is needed to build an optimizer for, from {dict(cfg)!r}")
+        rest = dict(cfg)
+        kind = rest.pop("constructor", None) or DefaultOptimWrapperConstructor
+        rules = rest.pop("paramwise_cfg", None)
+        construct = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
+        wrapper = construct(optim_wrapper_cfg=rest, paramwise_cfg=rules)(model)
+    else:
+        return _build_each(model, cfg)
+    if not isinstance(wrapper, OptimWrapper | OptimWrapperDict):
+        raise TypeError(f"{dict(cfg)!r} must give an OptimWrapper, but gave {wrapper!r}")
+    return wrapper
 
 
-def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
-    """The same parameters and options in as few groups as possible, by first appearance.
-
-    Optimizers update a group with a few kernels, so few groups make fast steps. Takes and raises
-    what :func:`expand_param_groups` does.
-    """
-    reduced: list[tuple[ParamGroup, ParamGroup]] = []
-    for single in expand_param_groups(groups):
-        lists: ParamGroup = {k: single.pop(k) for k in ("params", "param_names") if k in single}
-        for found, options in reduced:
-            if options == single and found.keys() == lists.keys():
-                for key, values in lists.items():
-                    found[key] += values
-                break
-        else:
-            reduced.append((lists, single))
-    return [lists | options for lists, options in reduced]
-
-
-def _named_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Parameter]]:
-    """Each parameter with all its names and the module that owns it under the first."""
-    found: dict[nn.Parameter, tuple[list[str], nn.Module, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        *path, leaf = name.split(".")
-        owner, clean = model, []
-        for part in path:
-            wrapped = part in _WRAPPER_PARTS or isinstance(owner, _DATA_PARALLEL)
-            clean += [] if wrapped else [part]
-            owner = getattr(owner, part)
-        entry = found.setdefault(parameter, ([], owner, parameter))
-        entry[0].append(".".join([*clean, leaf]))
-    return list(found.values())
-
-
-def _rank(rule: str, names: list[str]) -> tuple[int, int] | None:
-    """How specific a rule is for a parameter of these names; None if it does not match."""
-    if rule in names:
-        return 2, 0
-    if any(fnmatchcase(name, rule) for name in names):
-        return 1, sum(c not in "*?[]" for c in rule)
-    return (0, 0) if any(rule == name.rpartition(".")[2] for name in names) else None
-
-
-def _check_overrides(overrides: Mapping[str, Mapping[str, Any]], names: list[str]) -> None:
-    for rule, options in overrides.items():
-        if not isinstance(options, Mapping):
-            raise TypeError(f"overrides[{rule!r}] must be a mapping of options: {options!r}")
-        if _rank(rule, names) is None:
-            known = [*names, *(name.rpartition(".")[2] for name in names)]
-            near = get_close_matches(rule, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"overrides: {rule!r} matches no parameter of the model{hint}")
+def _build_each(model: nn.Module | None, cfg: Mapping[str, Any]) -> OptimWrapperDict:
+    """Several wrappers by name."""
+    items = dict(cfg)
+    kind = items.pop("type", OptimWrapperDict)
+    if OPTIM_WRAPPERS.find(kind) is not OptimWrapperDict:
+        near = did_you_mean("optimizer", cfg)
+        raise ValueError(f"the configuration of a {kind!r} needs 'optimizer'{near}")
+    wrappers: dict[str, Any] = {}
+    for name, item in items.items():
+        part = None
+        is_built = not isinstance(item, Mapping) or isinstance(item.get("optimizer"), Optimizer)
+        if model is not None and not is_built:
+            part = unwrap_model(model).get_submodule(name)
+        wrappers[name] = build_optim_wrapper(part, item)
+    return OptimWrapperDict(**wrappers)

@@ -2,21 +2,16 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.solver.clipping import build_clipping
-from hooktrain.solver.match_state import match_optimizer_state
-from hooktrain.solver.overruled import overrule_settings
-from hooktrain.solver.sharded import gradients_kept_back, shard_optimizer_state
-from hooktrain.solver.window import Window, load_gradients, mean_gradients
+from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict
+from hooktrain.utils.dtensor import full_tensor
 from hooktrain.utils.events import get_event_storage, has_event_storage
-
-__all__ = ["OptimWrapper"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +26,7 @@ class OptimWrapper:
     The order in a step is fixed: unscale, the trainer's ``after_backward`` hooks, clip, update.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer. Those that need a closure (LBFGS) need a ``run_step`` of yours.
         accumulative_counts: how many backward passes make one update, at least 1.
         clip_grad: None for no clipping, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the
             norm of all gradients together (:func:`torch.nn.utils.clip_grad_norm_`) and logs the
@@ -39,19 +34,19 @@ class OptimWrapper:
             each element (:func:`torch.nn.utils.clip_grad_value_`).
 
     Attributes:
-        accumulative_counts: see above; it is not to be changed.
+        accumulative_counts: see above. Do not change it.
         after_backward: called in each step when the true gradients are there and before they are
             clipped; None does nothing. A trainer whose model owns its step sets it.
         base_param_settings: with several parameter groups, one more without parameters that has
             the optimizer's own settings, so that schedulers drive an unscaled ``base_lr`` too;
             otherwise None.
+        inner_count: how many backward passes were made so far.
         name: put before the names of metrics; :class:`OptimWrapperDict` sets it.
         skipped_updates: how many updates were skipped so far since gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is not an optimizer, or one that needs a closure; or if
-            ``clip_grad`` is not a dict.
-        ValueError: for another count or clipping type, or clipping without its threshold.
+        TypeError: if ``optimizer`` is not an optimizer.
+        ValueError: for a count below 1 or impossible clipping.
     """
 
     def __init__(
@@ -60,71 +55,61 @@ class OptimWrapper:
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
+        if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
+            raise ValueError(
+                f"accumulative_counts must be an integer of at least 1: {accumulative_counts!r}"
+            )
         self.optimizer = optimizer
-        self.skipped_updates = 0
-        self.name = ""
+        self.accumulative_counts = accumulative_counts
         self.after_backward: Callable[[], None] | None = None
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": [], **optimizer.defaults}
-        self._clip = None if clip_grad is None else build_clipping(clip_grad)
-        self._window = Window(accumulative_counts)
-        self.accumulative_counts = accumulative_counts
-        self._saved_gradients: list[Tensor | None] | None = None
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer."""
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(
-                "LBFGS computes the loss several times in a step, by a closure; write a run_step "
-                "of your own that calls optimizer.step(closure)"
-            )
-        self._optimizer = optimizer
-        self._custom_zero_grad = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
-
-    @property
-    def inner_count(self) -> int:
-        """How many backward passes were made so far."""
-        return self._window.count
+        self.inner_count = 0
+        self.name = ""
+        self.skipped_updates = 0
+        self._clip = None if clip_grad is None else _clipping(clip_grad)
+        self._max_counts = -1
+        self._model: nn.Module | None = None
+        self._window = range(0)  # the counts of the passes that make the current update
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, and ``base_param_settings`` where there are any."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
 
     def get_lr(self) -> dict[str, list[float]]:
         """``{"lr": [one rate a group]}``, after ``{"base_lr": [rate]}`` where there is one."""
-        rates = {"lr": [float(group["lr"]) for group in self._optimizer.param_groups]}
+        rates = {"lr": [float(group["lr"]) for group in self.optimizer.param_groups]}
         if self.base_param_settings is None:
             return rates
         return {"base_lr": [float(self.base_param_settings["lr"])], **rates}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """``{"momentum": [one a group]}``: the momentum, else the first beta, else 0."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return {"momentum": [float(g.get("momentum", g.get("betas", [0.0])[0])) for g in groups]}
 
+    def name_parameters(self, model: nn.Module) -> None:
+        """Let saved states have the names of the parameters in a model; trainers call it."""
+        self._model = model
+
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Say where a run stands and where it ends, so that its last window may be shorter.
+        """Say where a run is and where it ends, so that its last window may be shorter.
 
         Args:
             model: warned about if accumulation changes what it computes (batch norm).
-            init_counts: the backward passes made so far. Where that is :attr:`inner_count`, an
-                open window stays open; otherwise one begins here.
+            init_counts: the backward passes made so far. Where that is ``inner_count``, an open
+                window stays open; otherwise one begins here.
             max_counts: the passes made when the run ends.
-
-        Raises:
-            ValueError: unless ``0 <= init_counts <= max_counts``.
         """
-        self._window.initialize(init_counts, max_counts)
+        self._max_counts = max_counts
+        if init_counts != self.inner_count:
+            self.inner_count = init_counts
+            self.start_window()
         if self.accumulative_counts > 1 and any(
             isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
         ):
@@ -134,12 +119,26 @@ class OptimWrapper:
                 self.accumulative_counts,
             )
 
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """For the forward pass: its precision, and whether ranks exchange the gradients.
+
+        They do where the backward pass completes a window. Call :meth:`backward` or
+        :meth:`update_params` after the context, before the next forward pass.
+        """
+        last, parallel = self.should_sync(), cast(Any, model)
+        if self.accumulative_counts > 1 and hasattr(model, "set_requires_gradient_sync"):
+            parallel.set_requires_gradient_sync(last)  # of fully_shard; it holds until the next
+        elif not last and hasattr(model, "no_sync"):  # of DistributedDataParallel
+            context: AbstractContextManager[Any] = parallel.no_sync()
+            return context
+        return NOTHING
+
     def update_params(self, loss: Tensor) -> bool:
         """Take in the loss of one batch; update where a window of accumulation ends.
 
         Returns:
-            Whether the parameters were updated: False inside of a window, and where a scaler
-            skips the update since gradients overflowed.
+            Whether the parameters were updated: False inside a window, and where a scaler skips
+            the update since gradients overflowed.
 
         Raises:
             TypeError: if ``loss`` is not a tensor.
@@ -158,51 +157,70 @@ class OptimWrapper:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss so that the accumulated gradients are those of the mean."""
-        return loss if self.accumulative_counts == 1 else loss / self._window.length()
+        return loss if self.accumulative_counts == 1 else loss / len(self._next_window())
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss."""
         if self.accumulative_counts > 1:
-            self._window.open()
+            self._window = self._next_window()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._window.count += 1
+        self.inner_count += 1
+
+    def _next_window(self) -> range:
+        """The window that the next backward pass belongs to."""
+        if self.inner_count < self._window.stop:
+            return self._window
+        left = self._max_counts - self.inner_count
+        length = min(self.accumulative_counts, left) if left > 0 else self.accumulative_counts
+        return range(self.inner_count, self.inner_count + length)
 
     def start_window(self) -> None:
-        """Begin a new window of accumulation, whatever an error has left of the one before."""
-        if self.accumulative_counts > 1:
-            self._window.close()
+        """Begin a new window of accumulation with the next pass, even if one is open."""
+        self._window = range(0)
 
     def should_update(self) -> bool:
         """Whether the last backward pass completed a window of accumulation."""
-        return self._window.ended()
+        return self.inner_count >= self._window.stop
 
     def should_sync(self) -> bool:
         """Whether the next backward pass completes a window, so that ranks must communicate."""
-        return self._window.ends_next()
+        return self.accumulative_counts == 1 or self._next_window().stop == self.inner_count + 1
+
+    def step(self) -> bool:
+        """Clip the gradients and update the parameters. Return whether they were updated."""
+        self.unscale_gradients()
+        if self.after_backward is not None:
+            self.after_backward()
+        self.clip_gradients()
+        return self._apply()
 
     def unscale_gradients(self) -> None:
         """Undo what a scaler did to the gradients, so that hooks see the true ones."""
 
-    def step(self) -> bool:
-        """Clip the gradients and update the parameters. Return whether they were updated."""
-        self._prepare_gradients()
-        self._optimizer.step()
+    def _apply(self) -> bool:
+        self.optimizer.step()
         return True
-
-    def _prepare_gradients(self) -> None:
-        """What a step does to the true gradients before it uses them."""
-        if self.after_backward is not None:
-            self.after_backward()
-        self.clip_gradients()
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if asked for and there are any, and log their norm."""
         if self._clip is None:
             return
-        grads = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
-        norm = self._clip(grads) if grads else None
+        groups = self.optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        norm = self._clip(parameters) if parameters else None
         if norm is not None:
             self._put_scalar("grad_norm", norm)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.optimizer.zero_grad()
+            return
+        # The same without torch's preparations for its profiler and compiler, which take longer
+        # (7 us a step) than all the rest for a small model.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def count_skipped_update(self) -> None:
         """Note that an update was skipped, and log how many were."""
@@ -214,87 +232,56 @@ class OptimWrapper:
             name = f"{self.name}.{name}" if self.name else name
             get_event_storage().put_scalar(name, value, smooth)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
-        if self._custom_zero_grad:
-            self._optimizer.zero_grad()
-            return
-        # The same without torch's preparations for its profiler and compiler, which take longer
-        # (7 us a step) than all the rest for a small model.
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state by the names of its parameters, with the wrapper's counters.
 
-    def sync_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """For forward and backward together: ranks communicate only where a window ends."""
-        if self.accumulative_counts == 1 or self.should_sync():
-            return NOTHING
-        if hasattr(model, "set_requires_gradient_sync"):  # sharded
-            return gradients_kept_back(model)
-        no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DDP
-        return no_sync()
-
-    def precision_context(self) -> AbstractContextManager[Any]:
-        """For the forward pass: the numbers to compute in. Full precision here."""
-        return NOTHING
-
-    @contextlib.contextmanager
-    def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Both contexts in one, for models that own their training step."""
-        with self.sync_context(model), self.precision_context():
-            yield
-
-    def prepare_state(self) -> None:
-        """Before :meth:`state_dict` with several ranks: bring an open window's gradients together.
-
-        A collective, if a window is open.
+        The gradients of an open window are not in it: a run that resumes there begins a new one.
         """
         if not self.should_update():
-            self._saved_gradients = mean_gradients(self._optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the wrapper's counters beside it.
-
-        Inside of a window of accumulation the gradients are part of it (not copied). Only those
-        that a sharded model keeps back are not: a run that resumes from there opens a new window.
-        """
+            logger.warning(
+                "Saved inside a window of accumulation: its gradients are not in the state"
+            )
         state = {
-            **self._optimizer.state_dict(),
-            **self._window.state_dict(),
+            **optimizer_state_dict(self.optimizer, self._model),
+            "inner_count": self.inner_count,
             "skipped_updates": self.skipped_updates,
         }
         if self.base_param_settings is not None:
             state["base_param_settings"] = {**self.base_param_settings}
-        if not self.should_update():
-            state["gradients"] = self._saved_gradients or mean_gradients(self._optimizer, ranks=1)
-        self._saved_gradients = None
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` gave; a torch optimizer's own state also loads.
 
-        If the parameters are not those of the state, they are matched by name; see
-        :func:`~hooktrain.solver.match_optimizer_state`. The settings of the parameter groups
-        (learning rate, weight decay, ...) come from the state too. Where that overrules what the
-        optimizer was built with, a table says so.
+        Parameters are matched by name; see :func:`~hooktrain.solver.load_optimizer_state`.
         """
-        fitted, match = match_optimizer_state(self._optimizer, state_dict)
-        groups = overrule_settings(self._optimizer.param_groups, fitted["param_groups"])
-        fitted = shard_optimizer_state(self._optimizer, {**fitted, "param_groups": groups})
-        self._optimizer.load_state_dict(fitted)
+        load_optimizer_state(self.optimizer, state_dict, self._model)
         if self.base_param_settings is not None:
             self.base_param_settings.update(state_dict.get("base_param_settings", {}))
-        self._window.load_state_dict(state_dict)
-        if not self.should_update():
-            saved = state_dict.get("gradients", [])
-            gradients = match.reorder(saved) if saved and not match.new else []
-            if not load_gradients(self._optimizer, gradients):
-                logger.warning("The gradients of an open window do not fit: a new window begins")
-                self.start_window()
+        self.inner_count = int(state_dict.get("inner_count", 0))
         self.skipped_updates = int(state_dict.get("skipped_updates", 0))
+        self.start_window()
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(accumulative_counts={self.accumulative_counts}, "
-            f"optimizer={self._optimizer!r})"
+
+def _clipping(config: Mapping[str, Any]) -> Callable[[list[Tensor]], Tensor | None]:
+    """A function that clips the gradients of parameters in place, and returns their norm."""
+    options = dict(config)
+    kind = options.pop("type", "norm")
+    limit = options.pop({"norm": "max_norm", "value": "clip_value"}.get(kind, ""), None)
+    norm_type = float(options.pop("norm_type", 2.0))
+    if options or not isinstance(limit, int | float) or not limit > 0:
+        raise ValueError(
+            "clip_grad must be like {'max_norm': 1.0, 'norm_type': 2} or {'type': 'value', "
+            f"'clip_value': 0.5}}, with a positive threshold, but got {config!r}"
         )
+    if kind == "value":
+        return lambda parameters: nn.utils.clip_grad_value_(parameters, limit)
+    return lambda parameters: _clip_norm(parameters, limit, norm_type)
+
+
+def _clip_norm(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """As :func:`torch.nn.utils.clip_grad_norm_`; ranks that hold shards exchange one number."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

@@ -1,30 +1,16 @@
 """Several optimizers by name, for models that own their step."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.utils.registry import did_you_mean
 
-__all__ = ["OptimWrapperDict"]
-
-
-def _needs_one(method: str) -> Callable[..., NoReturn]:
-    """A method that is refused: which optimizer is meant?"""
-
-    def refuse(self: "OptimWrapperDict", *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"there are several optimizers, {list(self)}: call {method} of one of them, such as "
-            f"optim_wrapper[{next(iter(self))!r}].{method}(...)"
-        )
-
-    return refuse
-
 
 class OptimWrapperDict(Mapping[str, OptimWrapper]):
-    """Optimizer wrappers by name, each with a precision, scaler and accumulation of its own.
+    """Optimizer wrappers by name, each with its own precision, scaler and accumulation.
 
     The model's ``train_step`` takes the one it needs::
 
@@ -37,7 +23,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     Raises:
         TypeError: if a value is not a wrapper.
-        ValueError: if there is none, or one stands under two names.
+        ValueError: if there is none, or two have the same optimizer.
     """
 
     def __init__(self, **wrappers: OptimWrapper) -> None:
@@ -46,10 +32,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for name, wrapper in wrappers.items():
             if not isinstance(wrapper, OptimWrapper):
                 raise TypeError(f"{name!r} must be an OptimWrapper, but got {wrapper!r}")
+            wrapper.name = name
         if len({id(w.optimizer) for w in wrappers.values()}) < len(wrappers):
             raise ValueError(f"two of {list(wrappers)} share an optimizer; each needs its own")
-        for name, wrapper in wrappers.items():
-            wrapper.name = name
         self._wrappers = wrappers
 
     def __getitem__(self, name: str) -> OptimWrapper:
@@ -64,6 +49,14 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def __len__(self) -> int:
         return len(self._wrappers)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say which optimizer's methods to call: for one alone, that is clear."""
+        hint = ""
+        if hasattr(OptimWrapper, name):
+            one = f"optim_wrapper[{next(iter(self))!r}].{name}"
+            hint = f": there are several optimizers, {list(self)}; use that of one, such as {one}"
+        raise AttributeError(f"OptimWrapperDict has no {name}{hint}")
+
     @property
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:
         """The parameter groups of each."""
@@ -77,19 +70,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """``{"<name>.momentum": [one a group]}``."""
         return {f"{n}.{key}": m for n, w in self.items() for key, m in w.get_momentum().items()}
 
-    def initialize_count_status(
-        self, model: nn.Module, init_counts: Mapping[str, int], max_counts: Mapping[str, int]
-    ) -> None:
-        """Say where each stands and ends; see :meth:`OptimWrapper.initialize_count_status`.
-
-        Args:
-            model: the model.
-            init_counts: backward passes made so far, by name: the model decides how many an
-                iteration makes, so that one number cannot serve all.
-            max_counts: the passes made when the run ends, by name.
-        """
-        for name, wrapper in self.items():
-            wrapper.initialize_count_status(model, init_counts[name], max_counts[name])
+    def name_parameters(self, model: nn.Module) -> None:
+        """Let saved states have the names of the parameters in a model; trainers call it."""
+        for wrapper in self.values():
+            wrapper.name_parameters(model)
 
     def zero_grad(self) -> None:
         """Forget the gradients of all."""
@@ -101,19 +85,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.start_window()
 
-    def prepare_state(self) -> None:
-        """Before :meth:`state_dict` with several ranks; see :meth:`OptimWrapper.prepare_state`."""
-        for wrapper in self.values():
-            wrapper.prepare_state()
-
-    update_params = _needs_one("update_params")
-    scale_loss = _needs_one("scale_loss")
-    backward = _needs_one("backward")
-    step = _needs_one("step")
-    optim_context = _needs_one("optim_context")
-    sync_context = _needs_one("sync_context")
-    precision_context = _needs_one("precision_context")
-
     def state_dict(self) -> dict[str, Any]:
         """The state of each, by name."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
@@ -122,7 +93,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """Take back what ``state_dict`` gave.
 
         Raises:
-            ValueError: if the state is of other names; nothing was loaded.
+            ValueError: if the state has other names; nothing was loaded.
         """
         if set(state_dict) != set(self):
             raise ValueError(
@@ -130,6 +101,3 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             )
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
-
-    def __repr__(self) -> str:
-        return "\n".join(f"{name}: {wrapper!r}" for name, wrapper in self.items())

@@ -230,6 +230,7 @@ class BaseStrategy(ABC):
         self.model = self.compile_model(self.model, compile)
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
+            self.optim_wrapper.name_parameters(self.model)
             self._scale_lr()
             self._count_passes()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):

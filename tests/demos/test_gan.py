@@ -174,10 +174,10 @@ def test_ranks_exchange_gradients_of_the_network_in_training_where_its_window_en
     entered: list[tuple[str, bool]] = []
 
     class Watched(OptimWrapper):
-        def sync_context(self, module: nn.Module) -> Any:
+        def optim_context(self, module: nn.Module) -> Any:
             assert module is model.get_submodule(self.name)
             entered.append((self.name, self.should_sync()))
-            return super().sync_context(module)
+            return super().optim_context(module)
 
     optim_wrapper = OptimWrapperDict(
         generator=Watched(torch.optim.SGD(model.generator.parameters())),

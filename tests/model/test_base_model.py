@@ -288,23 +288,20 @@ class Traced:
         yield
         self.events.append(f"end {name}")
 
-    def sync_context(self, model: nn.Module) -> Any:
+    def optim_context(self, model: nn.Module) -> Any:
         self.model = model
-        return self._context("sync")
-
-    def precision_context(self) -> Any:
-        return self._context("precision")
+        return self._context("context")
 
     def update_params(self, loss: Tensor) -> None:
         self.events.append("update")
 
 
-def test_the_backward_pass_is_inside_of_sync_and_outside_of_the_lower_precision() -> None:
+def test_the_backward_pass_is_outside_of_the_context_of_the_forward_pass() -> None:
     wrapper, model = Traced(), ToyModel()
     model.linear.register_forward_hook(lambda *_: wrapper.events.append("forward"))
     train_step(model, batch(1), wrapper)
     assert wrapper.model is model
-    assert wrapper.events == ["sync", "precision", "forward", "end precision", "update", "end sync"]
+    assert wrapper.events == ["context", "forward", "end context", "update"]
 
 
 def test_inside_a_wrapper_that_one_is_called_and_the_models_parts_are_used() -> None:

@@ -1,148 +1,404 @@
+"""Optimizers and their wrappers from configurations."""
+
 import copy
-from collections.abc import Callable
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
-from build_toys import NAMES, Net, options
 from torch import nn
+from wrapper_toys import linear, loss_of, same, sgd
 
-from hooktrain.solver.build import (
-    get_default_optimizer_params,
+from hooktrain.config import ConfigDict, LazyCall, resolve
+from hooktrain.solver import (
+    AmpOptimWrapper,
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_optim_wrapper,
 )
+from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 
-NORMS: list[Callable[[], nn.Module]] = [
-    lambda: nn.BatchNorm1d(2),
-    lambda: nn.BatchNorm2d(2),
-    lambda: nn.BatchNorm3d(2),
-    lambda: nn.SyncBatchNorm(2),
-    lambda: nn.GroupNorm(1, 2),
-    lambda: nn.InstanceNorm1d(2, affine=True),
-    lambda: nn.InstanceNorm2d(2, affine=True),
-    lambda: nn.InstanceNorm3d(2, affine=True),
-    lambda: nn.LayerNorm(2),
-    lambda: nn.RMSNorm(2),
-]
+SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 
 
-def test_without_options_all_parameters_are_one_group() -> None:
-    model = Net()
-    (group,) = get_default_optimizer_params(model)
-    assert group.keys() == {"params", "param_names"}
-    assert group["param_names"] == NAMES
-    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+def construct(model: nn.Module, cfg: Any, paramwise_cfg: Any = None) -> OptimWrapper:
+    return DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
 
 
-def test_names_stand_beside_their_parameters_in_every_group() -> None:
-    model = Net()
-    groups = get_default_optimizer_params(
-        model, base_lr=1.0, weight_decay_norm=0.0, bias_lr_factor=2.0
-    )
-    named = dict(model.named_parameters())
-    pairs = [p for g in groups for p in zip(g["param_names"], g["params"], strict=True)]
-    assert sorted(name for name, _ in pairs) == sorted(NAMES)
-    assert all(named[name] is parameter for name, parameter in pairs)
-    assert len(groups) == 4
+def test_wrappers_and_the_constructor_are_registered() -> None:
+    for wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
+        assert OPTIM_WRAPPERS.get(wrapper.__name__) is wrapper
+    found = OPTIM_WRAPPER_CONSTRUCTORS.get("DefaultOptimWrapperConstructor")
+    assert found is DefaultOptimWrapperConstructor
 
 
-def test_base_values_go_to_every_parameter() -> None:
-    (group,) = get_default_optimizer_params(Net(), base_lr=0.1, weight_decay=0.01)
-    assert (group["lr"], group["weight_decay"]) == (0.1, 0.01)
+def test_every_optimizer_of_torch_is_registered_by_its_name() -> None:
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "LBFGS", "SparseAdam"):
+        assert OPTIMIZERS.get(name) is getattr(torch.optim, name)
+    found = {name: cls for name, cls in OPTIMIZERS if cls.__module__.startswith("torch.optim")}
+    public = {n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type)}
+    assert set(found) == public - {"Optimizer"} | {"TorchAdafactor"}
+    assert found["TorchAdafactor"] is torch.optim.Adafactor
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm()).__name__)
-def test_normalisation_layers_have_their_own_weight_decay(norm: Callable[[], nn.Module]) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), norm())
-    found = options(model, weight_decay=0.1, weight_decay_norm=0.0)
-    expected = {name: {"weight_decay": 0.1 if name[0] == "0" else 0.0} for name in found}
-    assert found == expected
-    assert "1.weight" in found
+# The constructor
 
 
-def test_biases_have_their_own_rate_and_decay_those_of_norms_too() -> None:
-    found = options(
-        Net(),
-        base_lr=0.5,
-        weight_decay=0.1,
-        weight_decay_norm=0.0,
-        bias_lr_factor=2.0,
-        weight_decay_bias=0.3,
-    )
-    assert found["backbone.stem.weight"] == {"lr": 0.5, "weight_decay": 0.1}
-    assert found["backbone.norm.weight"] == {"lr": 0.5, "weight_decay": 0.0}
-    assert found["backbone.norm.bias"] == found["head.bias"] == {"lr": 1.0, "weight_decay": 0.3}
-
-
-def test_the_factor_of_the_rate_depends_on_the_full_name_of_a_parameter() -> None:
-    asked = []
-
-    def factor(name: str) -> float:
-        asked.append(name)
-        return 0.1 if name.startswith("backbone.") else 1.0
-
-    found = options(Net(), base_lr=2.0, lr_factor_func=factor)
-    assert asked == NAMES
-    assert asked[0] == "scale"
-    assert found["backbone.stem.weight"] == {"lr": 0.2}
-    assert found["head.weight"] == found["scale"] == {"lr": 2.0}
-
-
-def test_factors_of_place_and_of_biases_multiply() -> None:
-    found = options(Net(), base_lr=8.0, lr_factor_func=lambda name: 0.5, bias_lr_factor=2.0)
-    assert found["head.bias"] == {"lr": 8.0}
-    assert found["head.weight"] == {"lr": 4.0}
-
-
-def test_an_override_of_a_last_name_concerns_all_parameters_of_that_name() -> None:
-    found = options(Net(), base_lr=1.0, overrides={"weight": {"lr": 0.5, "nesterov": True}})
-    for name in NAMES:
-        expected = {"lr": 0.5, "nesterov": True} if name.endswith(".weight") else {"lr": 1.0}
-        assert found[name] == expected
-
-
-def test_an_override_replaces_what_a_factor_gave() -> None:
-    found = options(
-        Net(), base_lr=1.0, lr_factor_func=lambda name: 0.1, overrides={"head.*": {"lr": 3.0}}
-    )
-    assert found["head.weight"] == {"lr": 3.0}
-    assert found["scale"] == {"lr": 0.1}
-
-
-def test_the_more_specific_override_wins_whatever_the_order() -> None:
-    rules = {
-        "head.weight": {"lr": 5.0},
-        "backbone.stem.*": {"lr": 4.0},
-        "backbone.*": {"lr": 3.0, "weight_decay": 0.5},
-        "*": {"lr": 2.0},
-        "bias": {"lr": 1.0, "momentum": 0.5},
-    }
-    forwards = options(Net(), overrides=rules)
-    assert forwards == options(Net(), overrides=dict(reversed(rules.items())))
-    assert forwards["scale"] == {"lr": 2.0}
-    assert forwards["head.weight"] == {"lr": 5.0}
-    assert forwards["head.bias"] == {"lr": 2.0, "momentum": 0.5}
-    assert forwards["backbone.block.weight"] == {"lr": 3.0, "weight_decay": 0.5}
-    assert forwards["backbone.stem.bias"] == {"lr": 4.0, "weight_decay": 0.5, "momentum": 0.5}
-
-
-def test_the_later_of_two_equally_specific_overrides_wins() -> None:
-    rules = {"head.*": {"lr": 1.0}, "*.bias": {"lr": 2.0}, "*d.bias": {"lr": 3.0}}
-    assert options(Net(), overrides=rules)["head.bias"] == {"lr": 3.0}
-    equal = {"he*": {"lr": 1.0}, "*as": {"lr": 2.0}}
-    assert options(Net(), overrides=equal)["head.bias"] == {"lr": 2.0}
-
-
-def test_a_parameter_of_the_root_does_not_lend_its_rank_to_others_of_that_name() -> None:
+def net() -> nn.Module:
     model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(1))
-    model.head = nn.Linear(1, 1)
-    found = options(model, overrides={"weight": {"lr": 1.0}, "head.*": {"lr": 2.0}})
-    assert found["weight"] == {"lr": 1.0}
-    assert found["head.weight"] == {"lr": 2.0}
+    model.backbone, model.head = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), linear()
+    return model
 
 
-def test_the_overrides_of_the_caller_are_left_alone_and_serve_again() -> None:
-    rules = {"weight": {"lr": 0.5}}
-    before = copy.deepcopy(rules)
-    first = options(Net(), base_lr=1.0, bias_lr_factor=2.0, overrides=rules)
-    assert rules == before
-    assert options(Net(), base_lr=1.0, bias_lr_factor=2.0, overrides=rules) == first
+def test_without_rules_there_is_one_group_of_all_parameters() -> None:
+    model = net()
+    wrapper = construct(model, {"optimizer": SGD})
+    assert type(wrapper) is OptimWrapper
+    (group,) = wrapper.optimizer.param_groups
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+    assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
+    assert (group["lr"], group["momentum"]) == (0.1, 0.9)
+    assert wrapper.base_param_settings is None
+
+
+def test_a_shared_parameter_is_in_the_group_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    (group,) = construct(model, {"optimizer": SGD}).optimizer.param_groups
+    assert group["param_names"] == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_type_and_arguments_of_the_wrapper() -> None:
+    cfg = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "accumulative_counts": 2}
+    wrapper = construct(nn.Linear(1, 1), {**cfg, "optimizer": SGD, "clip_grad": {"max_norm": 1.0}})
+    assert isinstance(wrapper, AmpOptimWrapper)
+    assert wrapper.dtype is torch.bfloat16
+    assert wrapper.accumulative_counts == 2
+
+
+@pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
+def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) -> None:
+    wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": kind, "betas": (0.5, 0.9)}})
+    assert type(wrapper.optimizer) is torch.optim.AdamW
+    assert wrapper.optimizer.defaults["betas"] == (0.5, 0.9)
+
+
+class ModelParamsSGD(torch.optim.SGD):
+    def __init__(self, model_params: Any, lr: float = 0.1) -> None:
+        super().__init__(model_params, lr)
+
+
+def test_an_optimizer_may_call_its_parameters_otherwise() -> None:
+    wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": ModelParamsSGD, "lr": 0.5}})
+    assert wrapper.get_lr() == {"lr": [0.5]}
+
+
+def test_a_registered_optimizer_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OPTIMIZERS, "_objects", dict(OPTIMIZERS))
+    OPTIMIZERS.register_module(module=ModelParamsSGD)
+    wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": "ModelParamsSGD"}})
+    assert type(wrapper.optimizer) is ModelParamsSGD
+
+
+def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
+    cfg = {"optimizer": {**SGD, "weight_decay": 1.0}, "clip_grad": {"type": "norm", "max_norm": 1}}
+    rules = {"custom_keys": {"bias": {"lr_mult": 2.0}}, "norm_decay_mult": 0.0}
+    before = copy.deepcopy((cfg, rules))
+    constructor = DefaultOptimWrapperConstructor(cfg, rules)
+    first, second = constructor(nn.Linear(1, 1)), constructor(nn.Linear(2, 2))
+    assert (cfg, rules) == before
+    assert first.get_lr() == second.get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
+    assert first.optimizer is not second.optimizer
+
+
+def test_what_an_optimizer_gets_of_a_config_dict_can_be_saved_and_loaded(tmp_path: Any) -> None:
+    optimizer = {"type": "Adafactor", "lr": "${lr}", "eps": [1e-30, 1e-3]}
+    cfg = resolve(ConfigDict(lr=0.5, optim_wrapper={"optimizer": optimizer}))
+    rules = ConfigDict(custom_keys={"bias": {"tags": ["a", {"b": 1}]}})
+    model = nn.Linear(1, 1)
+    wrapper = construct(model, cfg.optim_wrapper, rules)
+    assert wrapper.get_lr()["lr"] == [0.5, 0.5]
+    torch.save(wrapper.state_dict(), tmp_path / "state.pth")
+    state = torch.load(tmp_path / "state.pth", weights_only=True)
+    assert state["param_groups"][1]["eps"] == [1e-30, 1e-3]
+    assert state["param_groups"][1]["tags"] == ["a", {"b": 1}]
+
+
+def test_names_are_those_inside_of_wrappers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = nn.DataParallel(torch.compile(model, backend="eager"))
+    groups = construct(model, {"optimizer": SGD}).param_groups
+    assert groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    rules = {"custom_keys": {"1.": {"lr_mult": 0.0}}}
+    groups = construct(model, {"optimizer": SGD}, rules).param_groups
+    assert [g.get("param_names") for g in groups[:2]] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+    ]
+
+
+def test_a_subclass_makes_groups_of_its_own() -> None:
+    class HeadOnly(DefaultOptimWrapperConstructor):
+        def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+            return [{"params": list(model.get_submodule("head").parameters()), "lr": 0.5}]
+
+    assert HeadOnly({"optimizer": SGD})(net()).get_lr() == {"lr": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "message"),
+    [
+        ({"optimiser": SGD}, ValueError, "needs 'optimizer', a dict with 'type': {'optimiser'"),
+        ({"optimizer": "SGD"}, ValueError, "needs 'optimizer', a dict with 'type'"),
+        ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type': .*{'lr': 0.1}"),
+        ({"optimizer": {"type": "SDG"}}, KeyError, "'optimizers'; did you mean 'SGD'"),
+        ({"optimizer": {**SGD, "momentun": 1}}, TypeError, "momentun"),
+        ({"optimizer": {**SGD, "lr": -1.0}}, ValueError, "Invalid learning rate: -1.0"),
+        ({"optimizer": SGD, "type": "AmpOptimWraper"}, KeyError, "mean 'AmpOptimWrapper'"),
+        ({"optimizer": SGD, "clip_grads": {}}, TypeError, "clip_grads"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(cfg: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        construct(nn.Linear(1, 1), cfg)
+
+
+def test_a_subclass_for_mmengine_is_told_what_to_override() -> None:
+    class Own(DefaultOptimWrapperConstructor):
+        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="Own: override param_groups in place of add_params"):
+        Own({"optimizer": SGD})
+
+
+def build(cls: Any, model: nn.Module, paramwise_cfg: Any = None, **options: Any) -> Any:
+    cfg = {"optimizer": {"type": cls, "lr": 0.1, **options}}
+    return DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model).optimizer
+
+
+def test_fused_kernels_are_for_adam_on_cuda_alone() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1, 1)
+    assert build("Adam", nn.Linear(1, 1)).defaults["fused"] is None
+    assert build("AdamW", model).defaults["fused"] is None
+    assert build("AdamW", nn.Linear(1, 1), fused=True).defaults["fused"] is True
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_adam_is_fused_and_agrees_with_the_loop() -> None:
+    results = []
+    for options in ({}, {"foreach": False}):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3).cuda()
+        optimizer = build("AdamW", model, **options)
+        assert optimizer.defaults["fused"] is (None if options else True)
+        for _ in range(3):
+            model(torch.ones(2, 3, device="cuda")).square().sum().backward()
+            optimizer.step()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(*results)
+
+
+# One optimizer
+
+
+class GAN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 2)
+        self.discriminator = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+GAN_CFG: dict[str, Any] = {
+    "generator": {"optimizer": {"type": "Adam", "lr": 2e-4}},
+    "discriminator": {
+        "type": "AmpOptimWrapper",
+        "dtype": "bfloat16",
+        "optimizer": {"type": "SGD", "lr": 0.1, "weight_decay": 1.0},
+        "paramwise_cfg": {"norm_decay_mult": 0.0},
+    },
+}
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def built(model: nn.Module | None, cfg: Any) -> OptimWrapper:
+    wrapper = build_optim_wrapper(model, cfg)
+    assert isinstance(wrapper, OptimWrapper)
+    return wrapper
+
+
+def built_dict(model: nn.Module | None, cfg: Any) -> OptimWrapperDict:
+    wrappers = build_optim_wrapper(model, cfg)
+    assert isinstance(wrappers, OptimWrapperDict)
+    return wrappers
+
+
+def test_a_wrapper_is_returned_as_it_is() -> None:
+    wrapper = OptimWrapper(sgd(linear()))
+    several = OptimWrapperDict(a=wrapper)
+    assert build_optim_wrapper(None, wrapper) is wrapper
+    assert build_optim_wrapper(linear(), several) is several
+
+
+def test_a_torch_optimizer_is_wrapped() -> None:
+    optimizer = sgd(linear())
+    wrapper = built(None, optimizer)
+    assert type(wrapper) is OptimWrapper
+    assert wrapper.optimizer is optimizer
+
+
+def test_a_dict_with_an_optimizer_gives_the_wrapper_of_its_type() -> None:
+    optimizer = sgd(linear())
+    assert type(built(None, {"optimizer": optimizer})) is OptimWrapper
+    cfg = {"type": "AmpOptimWrapper", "optimizer": optimizer, "accumulative_counts": 3}
+    before = dict(cfg)
+    wrapper = built(None, cfg)
+    assert isinstance(wrapper, AmpOptimWrapper)
+    assert wrapper.optimizer is optimizer
+    assert wrapper.accumulative_counts == 3
+    assert cfg == before
+
+
+def test_a_configuration_steps_as_the_optimizer_built_by_hand() -> None:
+    ours, by_hand = linear(), linear()
+    wrapper = built(ours, {"optimizer": SGD})
+    optimizer = sgd(by_hand)
+    for _ in range(3):
+        batch = torch.randn(8, 4)
+        wrapper.update_params(loss_of(ours, batch))
+        optimizer.zero_grad()
+        loss_of(by_hand, batch).backward()
+        optimizer.step()
+    assert same(ours, by_hand)
+
+
+def test_rules_for_parameters_reach_the_constructor() -> None:
+    cfg = {"optimizer": SGD, "paramwise_cfg": {"bias_lr_mult": 2.0}}
+    assert built(linear(), cfg).get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OPTIM_WRAPPER_CONSTRUCTORS, "_objects", dict(OPTIM_WRAPPER_CONSTRUCTORS))
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_constructor_gets_the_rest_of_the_configuration() -> None:
+    @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+    class Own:
+        def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+            self.cfg = (optim_wrapper_cfg.pop("lr"), optim_wrapper_cfg, paramwise_cfg)
+
+        def __call__(self, model: nn.Module) -> OptimWrapperDict:
+            assert self.cfg == (0.5, {"more": [1]}, {"rule": 2})
+            return OptimWrapperDict(a=OptimWrapper(sgd(model, lr=0.5)))
+
+    for constructor in ("Own", Own):
+        cfg = OrderedDict(constructor=constructor, lr=0.5, more=[1], paramwise_cfg={"rule": 2})
+        before = copy.deepcopy(cfg)
+        assert built_dict(linear(), cfg).get_lr() == {"a.lr": [0.5]}
+        assert cfg == before
+
+
+def test_a_constructor_must_give_a_wrapper() -> None:
+    with pytest.raises(TypeError, match="must give an OptimWrapper, but gave 3"):
+        build_optim_wrapper(linear(), {"constructor": lambda **kwargs: lambda model: 3})
+
+
+def test_references_and_lazy_calls_of_a_configuration_are_resolved() -> None:
+    model = linear()
+    lazy = LazyCall(torch.optim.SGD)(params=model.parameters(), lr="${lr}")
+    cfg = ConfigDict(lr=0.5, optim_wrapper={"optimizer": lazy, "clip_grad": {"max_norm": 1.0}})
+    resolve(cfg)
+    assert built(model, cfg.optim_wrapper).get_lr() == {"lr": [0.5]}
+    lazy = LazyCall(OptimWrapper)(LazyCall(torch.optim.SGD)(model.parameters(), lr=0.25))
+    assert built(model, lazy).get_lr() == {"lr": [0.25]}
+
+
+def test_wrappers_and_optimizers_by_name() -> None:
+    gan = GAN()
+    wrapper, optimizer = OptimWrapper(sgd(gan.generator)), sgd(gan.discriminator)
+    wrappers = built_dict(None, {"generator": wrapper, "other": {"optimizer": optimizer}})
+    assert list(wrappers) == ["generator", "other"]
+    assert wrappers["generator"] is wrapper
+    assert wrappers["other"].optimizer is optimizer
+    assert built_dict(gan, {"bare": optimizer})["bare"].optimizer is optimizer
+    assert built_dict(gan, {"x": {"optimizer": optimizer}})["x"].optimizer is optimizer
+
+
+def test_configurations_by_name_are_for_the_submodules_of_these_names() -> None:
+    gan, cfg = GAN(), copy.deepcopy(GAN_CFG)
+    wrappers = built_dict(gan, cfg)
+    assert cfg == GAN_CFG
+    generator, discriminator = wrappers["generator"], wrappers["discriminator"]
+    assert type(generator.optimizer) is torch.optim.Adam
+    assert generator.optimizer.param_groups[0]["params"] == [*gan.generator.parameters()]
+    assert generator.optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    assert isinstance(discriminator, AmpOptimWrapper)
+    names = [g["param_names"] for g in discriminator.optimizer.param_groups]
+    assert names == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    assert wrappers.get_lr()["generator.lr"] == [2e-4]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        compiled,
+        lambda gan: nn.DataParallel(compiled(gan)),
+        lambda gan: compiled(nn.DataParallel(gan)),
+    ],
+)
+def test_submodules_are_found_inside_of_wrappers(wrap: Any) -> None:
+    gan = GAN()
+    wrappers = built_dict(wrap(gan), GAN_CFG)
+    assert wrappers["generator"].optimizer.param_groups[0]["params"][0] is gan.generator.weight
+
+
+def test_the_type_of_several_may_be_written_down() -> None:
+    assert list(built_dict(GAN(), {"type": "OptimWrapperDict", **GAN_CFG})) == [*GAN_CFG]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "message"),
+    [
+        (3, TypeError, "should be an OptimWrapper, a torch optimizer or a dict, but got 3"),
+        ("SGD", TypeError, "should be an OptimWrapper, .*but got 'SGD'"),
+        ({}, ValueError, "at least one wrapper"),
+        ({"a": 3}, TypeError, "should be an OptimWrapper, .*but got 3"),
+        ({"optimizer": None}, TypeError, "should be an OptimWrapper, .*but got None"),
+        (
+            {"type": "OptimWrapper", "optimiser": SGD},
+            ValueError,
+            "the configuration of a 'OptimWrapper' needs 'optimizer'; did you mean 'optimiser'",
+        ),
+        ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
+        ({"genrator": {"optimizer": SGD}}, AttributeError, "GAN has no attribute `genrator`"),
+        (
+            {"constructor": "DefaultConstructor", "optimizer": SGD},
+            KeyError,
+            "mean 'DefaultOptimWrapperCons",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_optim_wrapper(GAN(), cfg)
+
+
+@pytest.mark.parametrize(
+    "cfg", [{"optimizer": SGD}, {"constructor": "x"}, {"generator": {"optimizer": SGD}}]
+)
+def test_a_configuration_of_an_optimizer_needs_a_model(cfg: Any) -> None:
+    with pytest.raises(ValueError, match="a model is needed to build an optimizer for"):
+        build_optim_wrapper(None, cfg)
+
+
+@pytest.mark.parametrize("key", ["constructor", "paramwise_cfg"])
+def test_a_built_optimizer_cannot_be_given_rules_any_more(key: str) -> None:
+    with pytest.raises((TypeError, AttributeError), match=key):
+        build_optim_wrapper(None, {"optimizer": sgd(linear()), key: {"bias_lr_mult": 2.0}})

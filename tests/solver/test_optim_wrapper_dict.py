@@ -62,14 +62,11 @@ def test_metrics_of_a_member_carry_its_name() -> None:
     assert list(storage.latest()) == ["a.grad_norm"]
 
 
-def test_an_update_that_a_scaler_skips_is_counted_and_logged_by_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_update_that_a_scaler_skips_is_counted_by_name() -> None:
     _, b, wrappers = two()
-    with caplog.at_level("INFO"), EventStorage() as storage:
+    with EventStorage() as storage:
         assert not wrappers["b"].update_params(loss_of(b, batches(1)[0]) * torch.inf)
     assert storage.latest() == {"b.skipped_updates": (1.0, 0)}
-    assert "b: gradients overflowed: update skipped (1 so far)" in caplog.text
 
 
 def test_the_state_goes_by_name() -> None:
@@ -79,7 +76,6 @@ def test_the_state_goes_by_name() -> None:
     _, _, others = two(accumulative_counts=2)
     others.load_state_dict(wrappers.state_dict())
     assert others["a"].inner_count == 1
-    assert not others["a"].should_update()
     assert others["b"].skipped_updates == 1
     with pytest.raises(ValueError, match=r"\['a'\], and there are \['a', 'b'\]"):
         others.load_state_dict({"a": wrappers["a"].state_dict()})
@@ -93,22 +89,11 @@ def test_the_gradients_of_all_are_forgotten_together() -> None:
     assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "update_params",
-        "scale_loss",
-        "backward",
-        "step",
-        "optim_context",
-        "sync_context",
-        "precision_context",
-    ],
-)
+@pytest.mark.parametrize("method", ["update_params", "scale_loss", "backward", "optim_context"])
 def test_what_needs_one_optimizer_says_how_to_choose_it(method: str) -> None:
     _, _, wrappers = two()
-    with pytest.raises(NotImplementedError, match=rf"optim_wrapper\['a'\]\.{method}\(\.\.\.\)"):
-        getattr(wrappers, method)(torch.ones(()))
+    with pytest.raises(AttributeError, match=rf"such as optim_wrapper\['a'\]\.{method}"):
+        getattr(wrappers, method)
 
 
 def test_wrong_members_are_refused() -> None:
@@ -119,10 +104,3 @@ def test_wrong_members_are_refused() -> None:
         OptimWrapperDict()
     with pytest.raises(ValueError, match=r"\['a', 'b'\] share an optimizer"):
         OptimWrapperDict(a=OptimWrapper(optimizer), b=OptimWrapper(optimizer))
-
-
-def test_counts_are_given_by_name() -> None:
-    a, _, wrappers = two(accumulative_counts=2)
-    wrappers.initialize_count_status(a, {"a": 0, "b": 0}, {"a": 3, "b": 9})
-    updated = [wrappers["a"].update_params(loss_of(a, batch)) for batch in batches(3)]
-    assert updated == [False, True, True]

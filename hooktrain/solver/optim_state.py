@@ -1,0 +1,215 @@
+"""The state of an optimizer by the names of its parameters, and how it gets into another one.
+
+torch saves and loads by position. Where layers were added, removed, frozen or given another
+group, positions mean other parameters; names do not.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from hooktrain.solver.param_groups import bare_name, settings_of, walk_parameters
+from hooktrain.utils.dtensor import shard_like
+
+logger = logging.getLogger(__name__)
+
+ParamGroups = Sequence[Mapping[str, Any]]
+# By name: the number of a parameter's group, and the parameter or what stands for it when saved.
+Places = dict[str, tuple[int, Any]]
+
+# They choose a kernel, not what it computes: a matter of the device, so they stay as built.
+_KERNELS = ("foreach", "fused", "capturable")
+
+
+def optimizer_state_dict(
+    optimizer: torch.optim.Optimizer, model: nn.Module | None = None
+) -> dict[str, Any]:
+    """The state that torch gives, with names where torch has the positions of parameters.
+
+    ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. torch's own
+    ``load_state_dict`` takes it too.
+
+    Args:
+        optimizer: its tensors are not copied.
+        model: has the names. A parameter that is not in it has its name in ``param_names`` of its
+            group. Where some have no name, or two have the same, the state has positions.
+    """
+    state = optimizer.state_dict()
+    names = _names_here(optimizer, model)
+    if names is None:
+        return state
+    ids = [k for group in state["param_groups"] for k in group["params"]]
+    name_of = dict(zip(ids, names, strict=True))
+    return {
+        **state,
+        "state": {name_of.get(k, k): item for k, item in state["state"].items()},
+        "param_groups": [
+            {**settings_of(group), "params": [name_of[k] for k in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    model: nn.Module | None = None,
+) -> None:
+    """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
+
+    The state of a parameter (momentum, Adam's moments and step) goes to the parameter of the same
+    name and shape, in whichever group it is now. The settings of a group (``lr``, ``initial_lr``,
+    ``betas``, ...) come from the saved group that most of its parameters were in. Warnings tell in
+    tables which parameters are new, missing, moved or reshaped, and which settings are not as
+    configured. Where one side has no names, groups of the same sizes match by position.
+
+    For sharded parameters full tensors are split, which is collective.
+
+    Args:
+        optimizer: changed in place.
+        state_dict: of an optimizer of the same kind. It is not changed.
+        model: see :func:`optimizer_state_dict`.
+
+    Raises:
+        KeyError: if ``state`` or ``param_groups`` is missing.
+        ValueError: if groups of other sizes have no names, or no name is on both sides.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise KeyError(f"the state of an optimizer needs {key!r}: it has {sorted(state_dict)}")
+    here, saved = _places(optimizer, state_dict["param_groups"], model)
+    both = [(here[name][0], saved[name][0]) for name in here if name in saved]
+    origins = _most_frequent(both)
+    # Of the groups that a saved one was split into, only one is the same as before.
+    heirs = _most_frequent((b, a) for a, b in both)
+
+    ids = {k for _, k in saved.values()}
+    state = {k: item for k, item in state_dict["state"].items() if k not in ids}
+    rows = [(name, "missing", "dropped", "-") for name in saved if name not in here]
+    for position, (name, (group, parameter)) in enumerate(here.items()):
+        if name not in saved:
+            rows.append((name, "new", "-", "no state"))
+            continue
+        before, k = saved[name]
+        item = state_dict["state"].get(k, {})
+        if shape := _other_shape(optimizer, item, parameter):
+            rows.append((name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}"))
+            continue
+        if origins[group] != before or heirs[before] != group:
+            rows.append((name, "moved", f"group {before}", f"group {group}"))
+        if item:
+            state[position] = {
+                key: shard_like(value, parameter) if isinstance(value, Tensor) else value
+                for key, value in item.items()
+            }
+    _warn(
+        "The optimizer's parameters are not those of the checkpoint. What is kept for each of "
+        "them was matched by name",
+        ["parameter", "change", "in the checkpoint", "here"],
+        rows,
+    )
+    sources = {g: state_dict["param_groups"][source] for g, source in origins.items()}
+    groups = _fit_groups(optimizer.param_groups, sources)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _names_here(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> list[str] | None:
+    """The names of all parameters in order; None unless each has one for itself."""
+    known = {} if model is None else {p: names[0] for names, _, p in walk_parameters(model)}
+    names = []
+    for group in optimizer.param_groups:
+        own = group.get("param_names", [""] * len(group["params"]))
+        names += [known.get(p, bare_name(n)) for p, n in zip(group["params"], own, strict=True)]
+    return names if all(names) and len(set(names)) == len(names) else None
+
+
+def _names_saved(groups: ParamGroups) -> list[str] | None:
+    """The same for saved groups, torch's with ``param_names`` too."""
+    names = [n for group in groups for n in group.get("param_names", group["params"])]
+    if not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
+        return None
+    return [bare_name(name) for name in names]
+
+
+def _places(
+    optimizer: torch.optim.Optimizer, saved: ParamGroups, model: nn.Module | None
+) -> tuple[Places, Places]:
+    """The parameters here and the saved ones, by names that both sides share."""
+    groups = optimizer.param_groups
+    names, saved_names = _names_here(optimizer, model), _names_saved(saved)
+    if names is None or saved_names is None:
+        sizes, saved_sizes = ([len(g["params"]) for g in some] for some in (groups, saved))
+        if sizes != saved_sizes:
+            side = "this optimizer has" if names is None else "the saved state has"
+            raise ValueError(
+                f"the state has parameter groups of the sizes {saved_sizes}, this optimizer has "
+                f"{sizes}, and they cannot be matched by name, since {side} no names (param_names)"
+                ". Go on without the optimizer's state (train.resume_parts)"
+            )
+        names = saved_names = names or saved_names or [f"#{i}" for i in range(sum(sizes))]
+    if names and not set(names) & set(saved_names):
+        raise ValueError(
+            f"none of the optimizer's parameters ({', '.join(names[:3])}, ...) is in the saved "
+            f"state ({', '.join(saved_names[:3])}, ...): it is of another model. To start from its "
+            "weights alone, go on without the optimizer's state (train.resume_parts)"
+        )
+    both = []
+    for found, some in ((names, groups), (saved_names, saved)):
+        places = [(g, item) for g, group in enumerate(some) for item in group["params"]]
+        both.append(dict(zip(found, places, strict=True)))
+    return both[0], both[1]
+
+
+def _most_frequent(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """For each first number the second one it comes with most often; the lowest of several."""
+    counts = Counter(pairs)
+    return dict(sorted(counts, key=lambda pair: (counts[pair], -pair[1])))
+
+
+def _other_shape(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameter: Tensor
+) -> tuple[int, ...] | None:
+    """The shape that a parameter had when its state was saved, if it was another."""
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    if not any(base.__module__.startswith("torch.optim") for base in bases):
+        return None  # other optimizers may keep what they like
+    # torch's keep tensors of the parameter's shape. Adafactor's means of rows and of columns have
+    # size 1 in the other dimension.
+    shapes = [v.shape for v in state.values() if isinstance(v, Tensor) and v.ndim]
+    shape = tuple(max(sizes) for sizes in zip(*shapes, strict=False))
+    return shape if shapes and shape != tuple(parameter.shape) else None
+
+
+def _fit_groups(groups: ParamGroups, sources: Mapping[int, Mapping[str, Any]]) -> list[Any]:
+    """The groups with the settings of saved ones, as torch loads them."""
+    fitted, rows, count = [], [], 0
+    for g, group in enumerate(groups):
+        ours, theirs = settings_of(group), settings_of(sources.get(g, {}))
+        kernels = {key: ours[key] for key in _KERNELS if key in ours}
+        ids = list(range(count, count + len(group["params"])))
+        fitted.append({**ours, **theirs, **kernels, "params": ids})
+        count += len(ids)
+        # A schedule moves lr all the time; initial_lr is what the configuration said.
+        if "initial_lr" in theirs and "lr" in ours:
+            ours = {"initial_lr": ours.pop("lr"), **ours}
+        changed = [k for k in ours if k not in kernels and theirs.get(k, ours[k]) != ours[k]]
+        rows += [(g, key, ours[key], theirs[key]) for key in changed]
+        if g not in sources and ids:
+            logger.warning("Parameter group %d is new: its settings are as configured", g)
+    _warn(
+        "The checkpoint overrules settings of the optimizer",
+        ["group", "setting", "configured", "checkpoint (used)"],
+        rows,
+    )
+    return fitted
+
+
+def _warn(text: str, headers: list[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    if rows:
+        table = tabulate(rows, headers, "pipe", disable_numparse=True)
+        logger.warning("%s:\n%s", text, table)

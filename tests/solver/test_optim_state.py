@@ -1,0 +1,471 @@
+"""The state of an optimizer finds the parameters of the same names."""
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from wrapper_toys import linear
+
+import sharding_toys as sharded
+from gloo import run_ranks
+from hooktrain.solver import (
+    OptimWrapper,
+    get_default_optimizer_params,
+    load_optimizer_state,
+    optimizer_state_dict,
+)
+from hooktrain.utils.dtensor import full_tensors, is_sharded
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=0.1),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, foreach=True),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+sgd = OPTIMIZERS["SGD"]
+
+
+def net(*names: str) -> nn.Sequential:
+    return nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in names))
+
+
+def groups_of(model: nn.Module, *prefixes: str) -> list[dict[str, Any]]:
+    """One group of the parameters under each prefix."""
+    found = []
+    for prefix in prefixes or ("",):
+        named = [(n, p) for n, p in model.named_parameters() if n.startswith(prefix)]
+        found.append({"params": [p for _, p in named], "param_names": [n for n, _ in named]})
+    return found
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: state for parameter, state in optimizer.state.items()}
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+@pytest.fixture
+def changes(caplog: pytest.LogCaptureFixture) -> Callable[[], list[list[str]]]:
+    """The rows of all tables that were logged, without their borders."""
+
+    def rows() -> list[list[str]]:
+        lines = [line for line in caplog.text.splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        return [row for row in cells if row[1] not in ("change", "setting") and ":-" not in row[0]]
+
+    return rows
+
+
+Changes = Callable[[], list[list[str]]]
+
+
+def check_that_training_goes_on(
+    make: Make,
+    old: tuple[nn.Module, list[dict[str, Any]]],
+    new: tuple[nn.Module, list[dict[str, Any]]],
+    without: tuple[str, ...] = (),
+) -> None:
+    """Compare training after loading with that of an optimizer whose state was put in by hand."""
+    old_model, model = old[0], new[0]
+    old_optimizer = make(old[1])
+    train(old_model, old_optimizer)
+    weights = {n: v for n, v in old_model.state_dict().items() if n not in without}
+    model.load_state_dict(weights, strict=False)
+    # What was built is the same for both; the reference gets copies of the same parameters.
+    expected_model, expected_groups = copy.deepcopy((model, new[1]))
+    expected = make(expected_groups)
+    saved = state_of(old_model, old_optimizer)
+    optimized = {parameter for group in expected.param_groups for parameter in group["params"]}
+    for name, parameter in expected_model.named_parameters():
+        if name in saved and name not in without and parameter in optimized:
+            expected.state[parameter] = copy.deepcopy(saved[name])
+    optimizer = make(new[1])
+    load_optimizer_state(optimizer, through_a_file(optimizer_state_dict(old_optimizer)))
+    assert same(state_of(model, optimizer), state_of(expected_model, expected))
+    train(model, optimizer, 2)
+    train(expected_model, expected, 2)
+    for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# Names
+
+
+def test_a_state_has_names_and_torch_takes_it_too() -> None:
+    model = net("a", "b")
+    optimizer = sgd(groups_of(model, "a", "b"))
+    train(model, optimizer)
+    state = optimizer_state_dict(optimizer)
+    assert list(state["state"]) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert state["param_groups"][1]["params"] == ["b.weight", "b.bias"]
+    assert "param_names" not in state["param_groups"][1]
+    other = sgd(groups_of(model, "a", "b"))
+    other.load_state_dict(through_a_file(state))
+    assert same(state_of(model, other), state_of(model, optimizer))
+
+
+def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> None:
+    model = net("a", "b")
+    nameless = torch.optim.SGD(model.b.parameters())
+    assert optimizer_state_dict(nameless)["param_groups"][0]["params"] == [0, 1]
+    for optimizer in (nameless, sgd(groups_of(model.b))):
+        state = optimizer_state_dict(optimizer, nn.DataParallel(model))
+        assert state["param_groups"][0]["params"] == ["b.weight", "b.bias"]
+    assert "param_names" not in nameless.param_groups[0]
+    nameless.add_param_group({"params": [*model.a.parameters()]})  # torch would refuse with names
+    foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
+    state = optimizer_state_dict(foreign, model)
+    assert state["param_groups"][0]["params"] == [0, 1, 2, 3, 4]
+
+
+def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
+    old, new = net("a", "b"), net("b", "c")
+    wrapper = OptimWrapper(torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9))
+    wrapper.name_parameters(old)
+    train(old, wrapper.optimizer)
+    loaded = OptimWrapper(torch.optim.SGD(new.parameters(), lr=0.1, momentum=0.9))
+    loaded.name_parameters(new)
+    loaded.load_state_dict(through_a_file(wrapper.state_dict()))
+    assert list(state_of(new, loaded.optimizer)) == ["b.weight", "b.bias"]
+    saved = wrapper.optimizer.state[old.b.weight]["momentum_buffer"]
+    assert torch.equal(loaded.optimizer.state[new.b.weight]["momentum_buffer"], saved)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+    ],
+    ids=["DataParallel", "compile", "both"],
+)
+def test_what_wrappers_add_to_names_does_not_count(
+    wrap: Callable[[nn.Module], Any], changes: Changes
+) -> None:
+    model = net("a", "b")
+    inside = torch.optim.SGD(model.parameters(), momentum=0.9)
+    outside = torch.optim.SGD(list(model.parameters())[:2], momentum=0.9)
+    load_optimizer_state(inside, optimizer_state_dict(outside, wrap(model)), model)
+    assert changes() == [[f"b.{k}", "new", "-", "no state"] for k in ("weight", "bias")]
+
+
+def test_states_by_position_load_where_the_groups_have_the_same_sizes() -> None:
+    old, new = linear(), linear()
+    optimizer = torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9)
+    old(torch.ones(4)).sum().backward()
+    optimizer.step()
+    for saved in (optimizer.state_dict(), optimizer_state_dict(optimizer, old)):
+        for model in (None, new):
+            ours = torch.optim.SGD(new.parameters(), lr=0.1, momentum=0.9)
+            load_optimizer_state(ours, through_a_file(saved), model)
+            assert same(state_of(new, ours), state_of(old, optimizer))
+
+
+def test_torchs_own_state_with_names_is_matched_by_them() -> None:
+    old, new = net("a", "b"), net("b")
+    optimizer, ours = sgd(groups_of(old)), sgd(groups_of(new))
+    train(old, optimizer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["params"] = [11, 12, 13, 14]
+    saved["state"] = {11 + i: state for i, state in saved["state"].items()}
+    load_optimizer_state(ours, saved)
+    momentum = optimizer.state[old.b.weight]["momentum_buffer"]
+    assert torch.equal(ours.state[new.b.weight]["momentum_buffer"], momentum)
+
+
+def test_without_names_other_groups_are_refused_with_a_way_out() -> None:
+    old, new = net("a"), net("a", "b")
+    nameless = torch.optim.SGD(old.parameters())
+    with pytest.raises(ValueError, match=r"sizes \[2\].*\[4\].*saved state has no names.*Go on"):
+        load_optimizer_state(sgd(groups_of(new)), nameless.state_dict())
+    with pytest.raises(ValueError, match=r"this optimizer has no names.*train\.resume_parts"):
+        load_optimizer_state(nameless, sgd(groups_of(new)).state_dict())
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none of .*\(a.weight, a.bias, ...\).*\(b.weight"):
+        load_optimizer_state(sgd(groups_of(net("a"))), sgd(groups_of(net("b"))).state_dict())
+
+
+def test_names_that_are_not_unique_leave_the_positions() -> None:
+    one, two = net("a"), net("a")
+    both = sgd([*groups_of(one), *groups_of(two)])
+    state = optimizer_state_dict(both)
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2, 3]]
+    load_optimizer_state(both, state)
+
+
+@pytest.mark.parametrize("key", ["state", "param_groups"])
+def test_an_incomplete_state_is_refused(key: str) -> None:
+    optimizer = sgd(groups_of(net("a")))
+    state = optimizer.state_dict()
+    del state[key]
+    with pytest.raises(KeyError, match=f"needs '{key}'"):
+        load_optimizer_state(optimizer, state)
+
+
+# Changed models
+
+
+@every_optimizer
+def test_the_same_parameters_go_on_without_a_word(make: Make, changes: Changes) -> None:
+    old, new = net("a", "b"), net("a", "b")
+    check_that_training_goes_on(make, (old, groups_of(old, "a", "b")), (new, groups_of(new, *"ab")))
+    assert changes() == []
+
+
+@every_optimizer
+def test_a_layer_that_was_added_starts_without_state(make: Make, changes: Changes) -> None:
+    old, new = net("a", "c"), net("a", "b", "c")
+    check_that_training_goes_on(make, (old, groups_of(old)), (new, groups_of(new)))
+    assert changes() == [[f"b.{k}", "new", "-", "no state"] for k in ("weight", "bias")]
+
+
+@every_optimizer
+def test_the_state_of_a_layer_that_was_removed_is_dropped(make: Make, changes: Changes) -> None:
+    old, new = net("a", "b", "c"), net("a", "c")
+    check_that_training_goes_on(make, (old, groups_of(old)), (new, groups_of(new)))
+    assert changes() == [[f"b.{k}", "missing", "dropped", "-"] for k in ("weight", "bias")]
+
+
+@every_optimizer
+def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> None:
+    old, new = net("a", "b", "c"), net("a", "b", "c")
+    new.a.requires_grad_(False)
+    for before, after in ((old, new), (new, old)):
+        groups = [get_default_optimizer_params(model) for model in (before, after)]
+        check_that_training_goes_on(make, (before, groups[0]), (after, groups[1]))
+    assert [row[:2] for row in changes()] == [
+        ["a.weight", "missing"],
+        ["a.bias", "missing"],
+        ["a.weight", "new"],
+        ["a.bias", "new"],
+    ]
+
+
+@every_optimizer
+@pytest.mark.parametrize("order", ["abc", "bac"])
+def test_a_group_may_be_split(order: str, make: Make, changes: Changes) -> None:
+    old, new = net("a", "b", "c"), net("a", "b", "c")
+    check_that_training_goes_on(make, (old, groups_of(old)), (new, groups_of(new, *order)))
+    assert changes() == [
+        [f"{n}.{kind}", "moved", "group 0", f"group {i}"]
+        for i, n in enumerate(order)
+        if i
+        for kind in ("weight", "bias")
+    ]
+
+
+@every_optimizer
+@pytest.mark.parametrize(("order", "moved"), [("ab", "b"), ("ba", "a")])
+def test_groups_may_be_merged(order: str, moved: str, make: Make, changes: Changes) -> None:
+    old, new = net("a", "b"), net("a", "b")
+    check_that_training_goes_on(make, (old, groups_of(old, *order)), (new, groups_of(new)))
+    assert changes() == [
+        [f"{moved}.{kind}", "moved", "group 1", "group 0"] for kind in ("weight", "bias")
+    ]
+
+
+@every_optimizer
+def test_the_state_of_a_parameter_of_another_shape_is_dropped(make: Make, changes: Changes) -> None:
+    old, new = net("a", "b"), net("a", "b")
+    old.b, new.b = nn.Linear(3, 1), nn.Linear(3, 5)
+    without = ("b.weight", "b.bias")
+    check_that_training_goes_on(make, (old, groups_of(old)), (new, groups_of(new)), without)
+    assert changes() == [
+        ["b.weight", "reshaped", "(1, 3), dropped", "(5, 3)"],
+        ["b.bias", "reshaped", "(1,), dropped", "(5,)"],
+    ]
+
+
+def test_another_shape_is_seen_without_names_too(changes: Changes) -> None:
+    old, new = nn.Linear(3, 4), nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(old.parameters(), momentum=0.9)
+    train(old, optimizer)
+    load_optimizer_state(torch.optim.SGD(new.parameters(), momentum=0.9), optimizer.state_dict())
+    assert changes() == [
+        ["#0", "reshaped", "(4, 3), dropped", "(5, 3)"],
+        ["#1", "reshaped", "(4,), dropped", "(5,)"],
+    ]
+
+
+@every_optimizer
+def test_parameters_in_another_order_keep_their_state(make: Make, changes: Changes) -> None:
+    old, new = net("a", "b"), net("a", "b")
+    (turned,) = groups_of(new)
+    turned = {key: values[::-1] for key, values in turned.items()}
+    check_that_training_goes_on(make, (old, groups_of(old)), (new, [turned]))
+    assert changes() == []
+
+
+def test_a_group_that_is_another_number_now_has_not_moved(changes: Changes) -> None:
+    old, new = net("a", "b"), net("a", "b")
+    load_optimizer_state(
+        sgd(groups_of(new, "b")), optimizer_state_dict(sgd(groups_of(old, "a", "b")))
+    )
+    assert [row[:2] for row in changes()] == [["a.weight", "missing"], ["a.bias", "missing"]]
+
+
+def test_what_an_optimizer_of_others_keeps_is_not_judged_by_its_shape(changes: Changes) -> None:
+    class Projected(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1.0})
+
+    optimizer = Projected(groups_of(net("a")))
+    weight = optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight]["projection"] = torch.ones(12)
+    load_optimizer_state(optimizer, optimizer_state_dict(optimizer))
+    assert changes() == []
+    assert torch.equal(optimizer.state[weight]["projection"], torch.ones(12))
+
+
+def test_state_that_belongs_to_no_parameter_stays() -> None:
+    old, new = net("a", "b"), net("a")
+    optimizer, ours = sgd(groups_of(old)), sgd(groups_of(new))
+    optimizer.state["shared"] = {"steps": 5}  # type: ignore[index]
+    load_optimizer_state(ours, optimizer_state_dict(optimizer))
+    assert ours.state["shared"] == {"steps": 5}  # type: ignore[index]
+
+
+def test_the_saved_state_is_not_changed() -> None:
+    old, new = net("a", "b"), net("b", "c")
+    optimizer = sgd(groups_of(old))
+    train(old, optimizer)
+    saved = optimizer_state_dict(optimizer)
+    before = copy.deepcopy(saved)
+    load_optimizer_state(sgd(groups_of(new, "c", "b")), saved)
+    assert same(saved["state"], before["state"])
+    assert saved["param_groups"] == before["param_groups"]
+
+
+# Settings
+
+
+def test_the_settings_of_a_group_come_from_where_most_of_it_was(changes: Changes) -> None:
+    old, new = net("a", "b", "c"), net("a", "b", "c", "d")
+    optimizer = sgd(groups_of(old, "a", "b", "c"))
+    for group, lr in zip(optimizer.param_groups, (1.0, 2.0, 3.0), strict=True):
+        group.update(lr=lr, initial_lr=10 * lr, momentum=lr / 10)
+    ours = groups_of(new, "d", "c", "")
+    ours[2]["params"] = [*new.a.parameters(), *new.b.parameters()][:3]
+    ours[2]["param_names"] = ["a.weight", "a.bias", "b.weight"]
+    ours[2]["note"] = "mine"
+    built = sgd(ours)
+    load_optimizer_state(built, optimizer_state_dict(optimizer))
+    settings = ("lr", "initial_lr", "momentum", "note")
+    assert [[g.get(key) for key in settings] for g in built.param_groups] == [
+        [0.01, None, 0.9, None],
+        [3.0, 30.0, 0.3, None],
+        [1.0, 10.0, 0.1, "mine"],
+    ]
+    assert [row[:2] for row in changes()[:4]] == [
+        ["b.bias", "missing"],
+        ["d.weight", "new"],
+        ["d.bias", "new"],
+        ["b.weight", "moved"],
+    ]
+    assert built.param_groups[2]["param_names"] == ["a.weight", "a.bias", "b.weight"]
+    assert built.param_groups[2]["params"][2] is new.b.weight
+
+
+def test_a_new_group_keeps_its_settings_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    old, new = net("a"), net("a", "head")
+    ours = sgd([*groups_of(new, "a"), {**groups_of(new, "head")[0], "lr": 5.0}])
+    load_optimizer_state(ours, optimizer_state_dict(sgd(groups_of(old))))
+    assert ours.param_groups[1]["lr"] == 5.0
+    assert "Parameter group 1 is new: its settings are as configured" in caplog.text
+
+
+def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> None:
+    saved = torch.optim.SGD(linear().parameters(), lr=0.1, weight_decay=0.01)
+    loaded = torch.optim.SGD(linear().parameters(), lr=0.5, weight_decay=0.01)
+    load_optimizer_state(loaded, saved.state_dict())
+    assert changes() == [["0", "lr", "0.5", "0.1"]]
+    assert loaded.param_groups[0]["lr"] == 0.1
+
+
+def test_a_rate_that_a_schedule_moves_is_compared_by_where_it_began(changes: Changes) -> None:
+    saved = torch.optim.SGD(linear().parameters(), lr=0.1)
+    saved.param_groups[0].update(initial_lr=0.1, lr=0.003)
+    load_optimizer_state(torch.optim.SGD(linear().parameters(), lr=0.1), saved.state_dict())
+    assert changes() == []
+    load_optimizer_state(torch.optim.SGD(linear().parameters(), lr=0.2), saved.state_dict())
+    assert changes() == [["0", "initial_lr", "0.2", "0.1"]]
+
+
+def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state(changes: Changes) -> None:
+    saved = torch.optim.SGD(linear().parameters(), lr=0.1, foreach=True, weight_decay=0.5)
+    loaded = torch.optim.SGD(linear().parameters(), lr=0.1, fused=True)
+    load_optimizer_state(loaded, saved.state_dict())
+    group = loaded.param_groups[0]
+    assert (group["foreach"], group["fused"], group["weight_decay"]) == (None, True, 0.5)
+    assert [row[1] for row in changes()] == ["weight_decay"]
+
+
+# Shards
+
+
+def _full_and_sharded() -> dict[str, Any]:
+    """A state of full tensors goes into a sharded optimizer, and back."""
+    data = sharded.batches(4)
+    model = sharded.make_sharded()
+    wrapper = sharded.make_wrapper(model)
+    sharded.train(model, wrapper, data[:2])
+    state = wrapper.state_dict()
+    whole = full_tensors(state)
+    shared = [whole]
+    torch.distributed.broadcast_object_list(shared)
+    other = sharded.make_wrapper(model)
+    other.load_state_dict(shared[0])
+    again = sharded.make_wrapper(model)
+    again.load_state_dict(state)
+    pairs = [
+        (first[key], some.optimizer.state[parameter][key])
+        for some in (other, again)
+        for parameter, first in wrapper.optimizer.state.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    equal = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    return {"sharded": all(is_sharded(b) for _, b in pairs), "equal": equal, "whole": shared[0]}
+
+
+def test_full_tensors_load_into_a_sharded_optimizer_and_the_other_way_round() -> None:
+    results = run_ranks(_full_and_sharded, 2)
+    assert [(r["sharded"], r["equal"]) for r in results] == [(True, True)] * 2
+    model = sharded.make_model()
+    wrapper = sharded.make_wrapper(model)
+    wrapper.load_state_dict(results[0]["whole"])
+    for name, parameter in model.named_parameters():
+        saved = results[0]["whole"]["state"][name]["exp_avg"]
+        assert torch.equal(wrapper.optimizer.state[parameter]["exp_avg"], saved)

@@ -1,0 +1,668 @@
+"""Which parameters an optimizer gets, with which settings: detectron2's and MMEngine's rules."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from torch import nn
+
+from hooktrain.solver import (
+    DefaultOptimWrapperConstructor,
+    expand_param_groups,
+    get_default_optimizer_params,
+    reduce_param_groups,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import mmengine.optim.optimizer.default_constructor as mmengine
+
+
+# detectron2's get_default_optimizer_params
+
+
+class Net(nn.Module):
+    """Parameters: scale, backbone.{stem,norm,block}.{weight,bias}, head.{weight,bias}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.backbone = nn.Sequential()
+        self.backbone.add_module("stem", nn.Linear(2, 2))
+        self.backbone.add_module("norm", nn.BatchNorm1d(2))
+        self.backbone.add_module("block", nn.Linear(2, 2))
+        self.head = nn.Linear(2, 2)
+
+
+NAMES = [name for name, _ in Net().named_parameters()]
+
+
+def by_name(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The options of each parameter."""
+    rest = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    return {n: o for g, o in zip(groups, rest, strict=True) for n in g["param_names"]}
+
+
+def options(model: nn.Module, **kwargs: Any) -> dict[str, dict[str, Any]]:
+    return by_name(get_default_optimizer_params(model, **kwargs))
+
+
+NORMS: list[Callable[[], nn.Module]] = [
+    lambda: nn.BatchNorm1d(2),
+    lambda: nn.BatchNorm2d(2),
+    lambda: nn.BatchNorm3d(2),
+    lambda: nn.SyncBatchNorm(2),
+    lambda: nn.GroupNorm(1, 2),
+    lambda: nn.InstanceNorm1d(2, affine=True),
+    lambda: nn.InstanceNorm2d(2, affine=True),
+    lambda: nn.InstanceNorm3d(2, affine=True),
+    lambda: nn.LayerNorm(2),
+    lambda: nn.RMSNorm(2),
+]
+
+
+def test_without_options_all_parameters_are_one_group() -> None:
+    model = Net()
+    (group,) = get_default_optimizer_params(model)
+    assert group.keys() == {"params", "param_names"}
+    assert group["param_names"] == NAMES
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+
+
+def test_names_stand_beside_their_parameters_in_every_group() -> None:
+    model = Net()
+    groups = get_default_optimizer_params(
+        model, base_lr=1.0, weight_decay_norm=0.0, bias_lr_factor=2.0
+    )
+    named = dict(model.named_parameters())
+    pairs = [p for g in groups for p in zip(g["param_names"], g["params"], strict=True)]
+    assert sorted(name for name, _ in pairs) == sorted(NAMES)
+    assert all(named[name] is parameter for name, parameter in pairs)
+    assert len(groups) == 4
+
+
+def test_base_values_go_to_every_parameter() -> None:
+    (group,) = get_default_optimizer_params(Net(), base_lr=0.1, weight_decay=0.01)
+    assert (group["lr"], group["weight_decay"]) == (0.1, 0.01)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm()).__name__)
+def test_normalisation_layers_have_their_own_weight_decay(norm: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), norm())
+    found = options(model, weight_decay=0.1, weight_decay_norm=0.0)
+    expected = {name: {"weight_decay": 0.1 if name[0] == "0" else 0.0} for name in found}
+    assert found == expected
+    assert "1.weight" in found
+
+
+def test_biases_have_their_own_rate_and_decay_those_of_norms_too() -> None:
+    found = options(
+        Net(),
+        base_lr=0.5,
+        weight_decay=0.1,
+        weight_decay_norm=0.0,
+        bias_lr_factor=2.0,
+        weight_decay_bias=0.3,
+    )
+    assert found["backbone.stem.weight"] == {"lr": 0.5, "weight_decay": 0.1}
+    assert found["backbone.norm.weight"] == {"lr": 0.5, "weight_decay": 0.0}
+    assert found["backbone.norm.bias"] == found["head.bias"] == {"lr": 1.0, "weight_decay": 0.3}
+
+
+def test_the_factor_of_the_rate_depends_on_the_full_name_of_a_parameter() -> None:
+    asked = []
+
+    def factor(name: str) -> float:
+        asked.append(name)
+        return 0.1 if name.startswith("backbone.") else 1.0
+
+    found = options(Net(), base_lr=2.0, lr_factor_func=factor)
+    assert asked == NAMES
+    assert asked[0] == "scale"
+    assert found["backbone.stem.weight"] == {"lr": 0.2}
+    assert found["head.weight"] == found["scale"] == {"lr": 2.0}
+
+
+def test_factors_of_place_and_of_biases_multiply() -> None:
+    found = options(Net(), base_lr=8.0, lr_factor_func=lambda name: 0.5, bias_lr_factor=2.0)
+    assert found["head.bias"] == {"lr": 8.0}
+    assert found["head.weight"] == {"lr": 4.0}
+
+
+def test_an_override_of_a_last_name_concerns_all_parameters_of_that_name() -> None:
+    found = options(Net(), base_lr=1.0, overrides={"weight": {"lr": 0.5, "nesterov": True}})
+    for name in NAMES:
+        expected = {"lr": 0.5, "nesterov": True} if name.endswith(".weight") else {"lr": 1.0}
+        assert found[name] == expected
+
+
+def test_an_override_replaces_what_a_factor_gave() -> None:
+    found = options(
+        Net(), base_lr=1.0, lr_factor_func=lambda name: 0.1, overrides={"head.*": {"lr": 3.0}}
+    )
+    assert found["head.weight"] == {"lr": 3.0}
+    assert found["scale"] == {"lr": 0.1}
+
+
+def test_the_more_specific_override_wins_whatever_the_order() -> None:
+    rules = {
+        "head.weight": {"lr": 5.0},
+        "backbone.stem.*": {"lr": 4.0},
+        "backbone.*": {"lr": 3.0, "weight_decay": 0.5},
+        "*": {"lr": 2.0},
+        "bias": {"lr": 1.0, "momentum": 0.5},
+    }
+    forwards = options(Net(), overrides=rules)
+    assert forwards == options(Net(), overrides=dict(reversed(rules.items())))
+    assert forwards["scale"] == {"lr": 2.0}
+    assert forwards["head.weight"] == {"lr": 5.0}
+    assert forwards["head.bias"] == {"lr": 2.0, "momentum": 0.5}
+    assert forwards["backbone.block.weight"] == {"lr": 3.0, "weight_decay": 0.5}
+    assert forwards["backbone.stem.bias"] == {"lr": 4.0, "weight_decay": 0.5, "momentum": 0.5}
+
+
+def test_the_later_of_two_equally_specific_overrides_wins() -> None:
+    rules = {"head.*": {"lr": 1.0}, "*.bias": {"lr": 2.0}, "*d.bias": {"lr": 3.0}}
+    assert options(Net(), overrides=rules)["head.bias"] == {"lr": 3.0}
+    equal = {"he*": {"lr": 1.0}, "*as": {"lr": 2.0}}
+    assert options(Net(), overrides=equal)["head.bias"] == {"lr": 2.0}
+
+
+def test_a_parameter_of_the_root_does_not_lend_its_rank_to_others_of_that_name() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1))
+    model.head = nn.Linear(1, 1)
+    found = options(model, overrides={"weight": {"lr": 1.0}, "head.*": {"lr": 2.0}})
+    assert found["weight"] == {"lr": 1.0}
+    assert found["head.weight"] == {"lr": 2.0}
+
+
+def test_the_overrides_of_the_caller_are_left_alone_and_serve_again() -> None:
+    rules = {"weight": {"lr": 0.5}}
+    before = copy.deepcopy(rules)
+    first = options(Net(), base_lr=1.0, bias_lr_factor=2.0, overrides=rules)
+    assert rules == before
+    assert options(Net(), base_lr=1.0, bias_lr_factor=2.0, overrides=rules) == first
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("head.wieght", "'head.wieght' matches no parameter.*did you mean 'head.weight'"),
+        ("scales", "did you mean 'scale'"),
+        ("bakbone.*", r"'bakbone.\*' matches no parameter"),
+        ("head", "'head' matches no parameter"),
+    ],
+)
+def test_an_override_that_matches_nothing_is_an_error(rule: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_default_optimizer_params(Net(), overrides={rule: {"lr": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"bias_lr_factor": 2.0}, "bias_lr_factor needs base_lr"),
+        ({"lr_factor_func": len}, "lr_factor_func needs base_lr"),
+        ({"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}}, "biases are set twice"),
+    ],
+)
+def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_default_optimizer_params(Net(), **kwargs)
+
+
+def test_frozen_parameters_are_left_out_and_may_still_be_named_in_overrides() -> None:
+    model = Net()
+    model.backbone.requires_grad_(False)
+    found = options(model, base_lr=1.0, overrides={"backbone.*": {"lr": 0.1}})
+    assert list(found) == ["scale", "head.weight", "head.bias"]
+
+
+def test_a_shared_parameter_comes_once_and_answers_to_each_of_its_names() -> None:
+    model = Net()
+    model.head.weight = model.backbone.stem.weight
+    (group,) = get_default_optimizer_params(model)
+    assert group["param_names"] == [name for name in NAMES if name != "head.weight"]
+    found = options(model, overrides={"head.weight": {"lr": 1.0}})
+    assert found["backbone.stem.weight"] == {"lr": 1.0}
+    assert found["backbone.block.weight"] == {}
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.DataParallel(nn.Linear(1, 1))
+            self.right = nn.Linear(1, 1)
+            self.module = nn.BatchNorm1d(1)
+
+    names = ["left.weight", "left.bias", "right.weight", "right.bias"]
+    names += ["module.weight", "module.bias"]
+    for model in (Pair(), nn.DataParallel(Pair()), torch.compile(Pair(), backend="eager")):
+        found = options(model, weight_decay_norm=0.0, overrides={"left.weight": {"lr": 1.0}})
+        assert sorted(found) == sorted(names)
+        assert found["left.weight"] == {"lr": 1.0}
+        assert found["module.bias"] == {"weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_torch_keeps_the_names_in_the_state_of_its_optimizers(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    def build() -> torch.optim.Optimizer:
+        return optimizer(get_default_optimizer_params(Net(), weight_decay_norm=0.0), lr=0.1)  # type: ignore[call-arg]
+
+    saved = build().state_dict()
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    assert sorted(names) == sorted(NAMES)
+    for group in saved["param_groups"]:
+        del group["param_names"]  # as in the files of detectron2
+    loaded = build()
+    loaded.load_state_dict(saved)
+    assert [n for g in loaded.param_groups for n in g["param_names"]] == names
+
+
+def test_training_with_groups_equals_training_with_all_parameters() -> None:
+    x = torch.randn(8, 2)
+    first, results = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1)), []
+    for grouped in (False, True):
+        model = copy.deepcopy(first)
+        params = get_default_optimizer_params(model, base_lr=0.1, overrides={"2.*": {"lr": 0.1}})
+        optimizer = torch.optim.SGD(params if grouped else model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        results.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# Expanding and reducing
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((1,), float(k))) for k in range(count)]
+
+
+def test_expanding_gives_each_parameter_its_latest_options() -> None:
+    a, b = parameters(2)
+    groups = [
+        {"params": [a, b], "param_names": ["a", "b"], "lr": 1.0, "weight_decay": 4.0},
+        {"params": a, "lr": 2.0},
+        {"params": iter([a]), "momentum": 3.0},
+    ]
+    assert expand_param_groups(groups) == [
+        {"params": [a], "param_names": ["a"], "lr": 2.0, "weight_decay": 4.0, "momentum": 3.0},
+        {"params": [b], "param_names": ["b"], "lr": 1.0, "weight_decay": 4.0},
+    ]
+    assert groups[0].keys() == {"params", "param_names", "lr", "weight_decay"}
+
+
+def test_reducing_joins_groups_of_equal_options_by_first_appearance() -> None:
+    a, b, c, d = parameters(4)
+    groups = [
+        {"params": [a], "param_names": ["a"], "lr": 1.0, "betas": [0.9, 0.99]},
+        {"params": [b], "param_names": ["b"], "lr": 2.0},
+        {"betas": [0.9, 0.99], "params": [c, d], "param_names": ["c", "d"], "lr": 1.0},
+    ]
+    assert reduce_param_groups(groups) == [
+        {"params": [a, c, d], "param_names": ["a", "c", "d"], "lr": 1.0, "betas": [0.9, 0.99]},
+        {"params": [b], "param_names": ["b"], "lr": 2.0},
+    ]
+    assert groups[0]["params"] == [a]
+
+
+def test_groups_work_without_names() -> None:
+    a, b = parameters(2)
+    groups = [{"params": [a], "lr": 1.0}, {"params": [b], "lr": 1.0}]
+    assert reduce_param_groups(groups) == [{"params": [a, b], "lr": 1.0}]
+    named = {"params": [a], "param_names": ["a"], "lr": 1.0}
+    assert reduce_param_groups([named, groups[1]]) == [named, groups[1]]
+
+
+# MMEngine's paramwise_cfg
+
+
+Settings = dict[str, tuple[float, float]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(4, 8, 3, groups=4)
+        self.pointwise = nn.Conv2d(8, 4, 1, bias=False)
+        self.group_norm = nn.GroupNorm(2, 4)
+        self.instance_norm = nn.InstanceNorm2d(4, affine=True)
+
+
+class Layers(nn.Module):
+    """The parameters are, in this order,
+
+    bias, scale,
+    backbone.stem.{weight,bias}, backbone.norm.{weight,bias},
+    backbone.block.depthwise.{weight,bias}, backbone.block.pointwise.weight,
+    backbone.block.group_norm.{weight,bias}, backbone.block.instance_norm.{weight,bias},
+    head.0.{weight,bias}, head.1.{weight,bias}, frozen.{weight,bias}.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(2, 2))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.backbone = nn.Module()
+        self.backbone.stem = nn.Conv2d(1, 4, 3)  # one channel: it is depthwise too
+        self.backbone.norm = nn.BatchNorm2d(4)
+        self.backbone.block = Block()
+        self.head = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+
+
+class Tied(nn.Module):
+    """``embed.weight`` is also ``head.weight``, and the module ``norm`` is also ``branch.norm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.branch = nn.Module()
+        self.branch.norm = self.norm
+        self.branch.conv = nn.Conv2d(3, 3, 1, groups=3)
+        self.head = nn.Linear(3, 4)
+        self.head.weight = self.embed.weight
+
+
+def settings(model: nn.Module, groups: list[dict[str, Any]]) -> Settings:
+    """``(lr, weight_decay)`` of each parameter that is in the groups, by its first name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+
+
+def ours(model: nn.Module, paramwise_cfg: Any, **options: Any) -> Settings:
+    """The settings with SGD's learning rate 1 and weight decay 10, unless told otherwise."""
+    cfg = {"optimizer": {"type": "SGD", "lr": 1.0, "weight_decay": 10.0, **options}}
+    wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
+    return settings(model, wrapper.optimizer.param_groups)
+
+
+BASE = (1.0, 10.0)
+
+
+def paramwise(model: nn.Module, paramwise_cfg: Any, **options: Any) -> list[dict[str, Any]]:
+    cfg = {"optimizer": {"type": "SGD", "lr": 1.0, **options}}
+    wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
+    return wrapper.optimizer.param_groups
+
+
+def changed(paramwise_cfg: Any) -> dict[str, tuple[float, float]]:
+    """The parameters of Net whose settings are not the optimizer's."""
+    return {name: s for name, s in ours(Layers(), paramwise_cfg).items() if s != BASE}
+
+
+DECAYS = [f"{part}_decay_mult" for part in ("bias", "norm", "dwconv", "flat")]
+
+
+def test_every_kind_of_norm_has_the_weight_decay_of_norms() -> None:
+    class OwnNorm(nn.modules.batchnorm._BatchNorm):
+        pass
+
+    norms = [nn.BatchNorm1d(2), nn.InstanceNorm3d(2, affine=True), nn.GroupNorm(1, 2)]
+    model = nn.Sequential(*norms, nn.LayerNorm(2), nn.RMSNorm(2), OwnNorm(2), nn.Linear(2, 2))
+    found = ours(model, {"norm_decay_mult": 0.5})
+    assert [name for name, s in found.items() if s == BASE] == ["6.weight", "6.bias"]
+    assert {s for name, s in found.items() if name[0] != "6"} == {(1.0, 5.0)}
+
+
+def test_depthwise_convolutions_have_their_own_weight_decay() -> None:
+    assert changed({"dwconv_decay_mult": 0.5}) == {
+        "backbone.stem.weight": (1.0, 5.0),
+        "backbone.stem.bias": (1.0, 5.0),
+        "backbone.block.depthwise.weight": (1.0, 5.0),
+        "backbone.block.depthwise.bias": (1.0, 5.0),
+    }
+
+
+def test_the_order_of_the_weight_decays_is_norm_bias_dwconv_flat() -> None:
+    rules = {"norm": 0.1, "bias": 0.2, "dwconv": 0.3, "flat": 0.4}
+    found = ours(Layers(), {f"{rule}_decay_mult": mult for rule, mult in rules.items()})
+    decays = {name: decay for name, (_, decay) in found.items()}
+    assert decays["backbone.norm.bias"] == 1.0
+    assert decays["backbone.stem.bias"] == 2.0
+    assert decays["backbone.stem.weight"] == 3.0
+    assert decays["scale"] == 4.0
+    assert decays["bias"] == 2.0  # two-dimensional, but a bias by its name
+    assert decays["head.1.weight"] == 10.0
+
+
+def test_the_longest_custom_key_counts_and_other_rules_do_not() -> None:
+    keys = {"head": {"lr_mult": 2.0}, "head.1": {"decay_mult": 3.0}}
+    found = ours(Layers(), {"custom_keys": keys, "bias_decay_mult": 0.0, "norm_decay_mult": 0.0})
+    assert found["head.0.weight"] == (2.0, 10.0)
+    assert found["head.1.bias"] == (1.0, 30.0)
+    assert found["backbone.norm.weight"] == (1.0, 0.0)
+
+
+def test_of_custom_keys_of_one_length_the_alphabetically_first_counts() -> None:
+    keys = {"stem": {"lr_mult": 2.0}, "bone": {"lr_mult": 3.0}}
+    assert ours(Layers(), {"custom_keys": keys})["backbone.stem.bias"] == (3.0, 10.0)
+
+
+def test_a_dot_before_a_name_also_finds_the_parameters_of_the_model_itself() -> None:
+    found = changed({"custom_keys": {".bias": {"lr_mult": 0.0}}})
+    assert {"bias", "head.1.bias"} <= set(found)
+    assert all(name.endswith("bias") for name in found)
+
+
+def test_other_settings_of_a_custom_key_are_options_of_the_group() -> None:
+    keys = {"head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}}
+    last = paramwise(Layers(), {"custom_keys": keys})[-1]
+    assert last["param_names"] == ["head.0.weight", "head.0.bias", "head.1.weight", "head.1.bias"]
+    assert (last["lr"], last["momentum"], last["anything"]) == (2.0, 0.5, "x")
+    assert "lr_mult" not in last
+
+
+def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() -> None:
+    found = paramwise(Layers(), {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}, weight_decay=1.0)
+    assert [g["weight_decay"] for g in found] == [0.0, 1.0]
+    assert found[1]["param_names"][:3] == ["scale", "backbone.stem.weight", "backbone.norm.weight"]
+    model = Layers()
+    keys = {"head": {"lr_mult": 1, "decay_mult": 1}}
+    assert len(paramwise(model, {"custom_keys": keys}, weight_decay=1.0)) == 1
+
+
+def test_frozen_parameters_are_left_out_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = ours(Layers(), {"bias_lr_mult": 1.0})
+    assert not {"frozen.weight", "frozen.bias"} & set(found)
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert record.message == (
+        "2 parameters are frozen and not optimized: frozen.weight, frozen.bias"
+    )
+
+
+def test_a_parameter_with_two_names_is_optimized_once() -> None:
+    (group,) = paramwise(Tied(), {"bias_lr_mult": 1.0})
+    assert group["param_names"] == [n for n, _ in Tied().named_parameters()]
+
+
+def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
+    cfg: dict[str, Any] = {"custom_keys": {"head": {"lr_mult": 0.5}}}
+    message = (
+        r"'embed.weight' and 'head.weight' are one parameter, and the rules differ: "
+        r"{'lr': 1.0} and {'lr': 0.5}; with bypass_duplicate=True the first counts"
+    )
+    with pytest.raises(ValueError, match=message):
+        paramwise(Tied(), cfg)
+
+
+def test_a_custom_key_that_matches_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ours(Layers(), {"custom_keys": {"backbone.blok": {"lr_mult": 0.5}, "frozen": {}}})
+    warnings = [r.message for r in caplog.records if "custom_keys" in r.message]
+    assert warnings == [
+        "custom_keys: 'backbone.blok' is in no parameter's name; did you mean 'backbone'?"
+    ]
+
+
+def test_the_groups_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        ours(nn.Linear(1, 1), {"bias_lr_mult": 2.0})
+    assert [r.message for r in caplog.records] == [
+        "parameters with {'lr': 1.0, 'weight_decay': 10.0}: weight",
+        "parameters with {'lr': 2.0, 'weight_decay': 10.0}: bias",
+    ]
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    found = paramwise(nn.Linear(1, 1), {"bias_lr_mult": 2.0}, lr=torch.tensor(0.25))
+    assert [float(g["lr"]) for g in found] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({"norm_decay_mul": 0.0}, "no rule 'norm_decay_mul'; did you mean 'norm_dec"),
+        ({"dcn_offset_lr_mult": 0.1}, "no rule 'dcn_offset_lr_mult'"),
+        ({"bias_lr_mult": -1.0}, "bias_lr_mult must be finite and not negative, but got -1.0"),
+        ({"custom_keys": {"a": {"decay_mult": float("nan")}}}, r"keys\['a'\].decay_mult .* nan"),
+        ({"custom_keys": {"a": {"lr_mul": 0.1}}}, "has no 'lr_mul'; did you mean 'lr_mult'"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(cfg: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ours(nn.Linear(1, 1), cfg)
+
+
+@pytest.mark.parametrize(
+    "rule", [{d: 0.0} for d in DECAYS] + [{"custom_keys": {"a": {"decay_mult": 1}}}]
+)
+def test_a_weight_decay_to_multiply_must_be_configured(rule: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"_mult multiplies weight_decay: the optimizer's must be"):
+        paramwise(nn.Linear(1, 1), rule)
+
+
+def test_a_learning_rate_to_multiply_must_be_configured() -> None:
+    def build(rules: Any) -> Any:
+        return DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)(
+            nn.Linear(1, 1)
+        )
+
+    with pytest.raises(ValueError, match="bias_lr_mult multiplies lr: the optimizer's must be"):
+        build({"bias_lr_mult": 2.0})
+    wrapper = build({"custom_keys": {"bias": {"betas": (0.5, 0.9)}}})
+    assert wrapper.get_lr()["lr"] == [1e-3, 1e-3]
+
+
+def test_biases_of_norms_keep_their_learning_rate() -> None:
+    names = ["bias", "backbone.stem.bias", "backbone.block.depthwise.bias", "head.1.bias"]
+    assert changed({"bias_lr_mult": 2.0}) == dict.fromkeys(names, (2.0, 10.0))
+
+
+def test_every_bias_has_the_weight_decay_of_biases() -> None:
+    biases = {n for n, _ in Layers().named_parameters() if n.endswith("bias")} - {"frozen.bias"}
+    assert changed({"bias_decay_mult": 0.0}) == dict.fromkeys(biases, (1.0, 0.0))
+
+
+def test_bypass_duplicate_takes_the_first_name() -> None:
+    cfg = {"custom_keys": {"head": {"lr_mult": 0.5}}, "bypass_duplicate": True}
+    found = ours(Tied(), cfg)
+    assert found["embed.weight"] == BASE
+    assert found["head.bias"] == (0.5, 10.0)
+
+
+# The same as MMEngine, for random rules
+
+
+KEYS = [
+    "backbone",
+    "backbone.block",
+    "block",
+    "norm",
+    ".norm",
+    "norm.weight",
+    "head",
+    "head.0",
+    "bias",
+    ".bias",
+    ".scale",
+]
+KEYS += ["weight", "conv", "embed", "branch", "a", "", "frozen", "no such part"]
+
+
+MULT = st.sampled_from([0, 0.0, 0.1, 1, 1.0, 0.3, 2.5])
+
+
+SETTINGS = st.fixed_dictionaries(
+    {}, optional={"lr_mult": MULT, "decay_mult": MULT, "momentum": st.just(0.5), "lr": MULT}
+)
+
+
+RULES = {
+    "custom_keys": st.dictionaries(st.sampled_from(KEYS), SETTINGS, max_size=4),
+    "bias_lr_mult": MULT,
+}
+
+
+CONFIGS = st.fixed_dictionaries({}, optional=RULES | dict.fromkeys(DECAYS, MULT))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MMEngine logs each parameter."""
+    monkeypatch.setattr(mmengine, "print_log", lambda *args, **kwargs: None)
+
+
+def theirs(model: nn.Module, paramwise_cfg: Any) -> Settings:
+    optimizer = {"type": "SGD", "lr": 1.0, "weight_decay": 10.0}
+    constructor = mmengine.DefaultOptimWrapperConstructor(
+        {"type": "OptimWrapper", "optimizer": optimizer}, copy.deepcopy(paramwise_cfg)
+    )
+    return settings(model, constructor(model).optimizer.param_groups)
+
+
+random_rules = examples(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@random_rules
+@given(CONFIGS)
+def test_settings_are_those_of_mmengine(cfg: dict[str, Any]) -> None:
+    model = Layers()
+    expected = theirs(model, cfg)
+    assert ours(model, cfg) == expected
+    assert ("frozen.weight" in expected) == (not cfg)  # it is left out where there are rules
+
+
+@random_rules
+@given(CONFIGS)
+def test_of_parameters_with_several_names_the_first_counts_as_in_mmengine(
+    cfg: dict[str, Any],
+) -> None:
+    model, bypassing = Tied(), {**cfg, "bypass_duplicate": True}
+    expected = theirs(model, bypassing)
+    assert ours(model, bypassing) == expected
+    found, refusal = expected, ""
+    try:
+        found = ours(model, {**cfg, "bypass_duplicate": False})
+    except ValueError as error:
+        refusal = str(error)
+    assert found == expected
+    assert not refusal or "one parameter, and the rules differ" in refusal
+    assert not refusal or cfg["custom_keys"]  # the other rules look at the layer, not at the name
+
+
+def test_the_rules_make_a_difference_to_every_kind_of_parameter() -> None:
+    rules = {rule: 0.1 * k for k, rule in enumerate([*DECAYS, "bias_lr_mult"], start=1)}
+    assert len({*theirs(Layers(), rules).values()}) == 5
