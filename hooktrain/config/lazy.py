@@ -110,7 +110,7 @@ class LazyConfig:
             KeyError: If there is no global of that name.
         """
         path = _python_file(filename)
-        names = vars(_run(path, ()))
+        names = vars(_run(path))
         public = [
             n for n, v in names.items() if not n.startswith("_") and isinstance(v, dict | list)
         ]
@@ -168,24 +168,18 @@ def _pick(names: Mapping[str, Any], name: str, path: Path) -> Any:
     return names[name]
 
 
-def _run(path: Path, above: tuple[Path, ...]) -> ModuleType:
-    """Run a config file as a module that nobody else sees; ``above`` are those importing it."""
-    if path in above:
-        files = " -> ".join(map(str, (*above, path)))
-        raise ImportError(f"config files import each other in a circle: {files}")
+def _run(path: Path) -> ModuleType:
+    """Run a config file as a module that nobody else sees."""
 
-    def import_(
-        name: str,
-        globals: Any = None,
-        locals: Any = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> Any:
-        if level == 0:
-            return builtins.__import__(name, globals, locals, fromlist or (), 0)
-        return _import_relative(path, name, fromlist or (), level, (*above, path))
+    def import_(name: str, *args: Any, **kwargs: Any) -> Any:
+        # An import statement gives globals, locals, the list of names and the level.
+        if len(args) == 4 and args[3] > 0:
+            return _import_relative(path, name, args[2] or (), args[3])
+        return builtins.__import__(name, *args, **kwargs)
 
     module = ModuleType(f"config:{path}")
+    if module.__name__ in sys.modules:
+        raise ImportError(f"config files import each other in a circle, {path} among them")
     names = vars(module)
     # The file's own copy of the builtins: only this file sees the other __import__.
     names.update(__file__=str(path), __builtins__={**vars(builtins), "__import__": import_})
@@ -201,23 +195,21 @@ def _run(path: Path, above: tuple[Path, ...]) -> ModuleType:
     return module
 
 
-def _import_relative(
-    importer: Path, name: str, fromlist: Sequence[str], level: int, above: tuple[Path, ...]
-) -> ModuleType:
+def _import_relative(importer: Path, name: str, fromlist: Sequence[str], level: int) -> ModuleType:
     """What ``from <dots><name> import <fromlist>`` gives in the config file ``importer``."""
-    statement = f"from {'.' * level}{name} import {', '.join(fromlist)}"
-    folder = Path(*importer.parts[:-level])
-    target = folder.joinpath(*name.split("."))
+    target = Path(*importer.parts[:-level]).joinpath(*name.split("."))
     file = target.with_name(f"{target.name}.py")
-    if name and file.is_file():
-        return _run(file, above)
-    if not target.is_dir():
-        raise ImportError(f"relative import {statement!r} in {importer}: {file} does not exist")
-    # A folder: what is imported from it are its files.
+    # From a folder, its files are imported.
+    from_folder = not name or (target.is_dir() and not file.is_file())
+    files = [target / f"{item}.py" for item in fromlist] if from_folder else [file]
+    for needed in files:
+        if not needed.is_file():
+            statement = f"from {'.' * level}{name} import {', '.join(fromlist)}"
+            raise ImportError(
+                f"relative import {statement!r} in {importer}: {needed} does not exist"
+            )
+    if not from_folder:
+        return _run(file)
     module = ModuleType(f"config:{target}")
-    for item in fromlist:
-        file = target / f"{item}.py"
-        if not file.is_file():
-            raise ImportError(f"relative import {statement!r} in {importer}: {file} does not exist")
-        setattr(module, item, _run(file, above))
+    vars(module).update(zip(fromlist, map(_run, files), strict=True))
     return module

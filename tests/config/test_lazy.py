@@ -325,7 +325,7 @@ def test_a_name_that_an_imported_file_lacks_is_an_import_error(tmp_path: Path) -
 
 def test_files_that_import_each_other_are_an_error(tmp_path: Path) -> None:
     write(tmp_path, a="from .b import x\n", b="from .a import x\n")
-    with pytest.raises(ImportError, match=r"in a circle: .*a\.py -> .*b\.py -> .*a\.py"):
+    with pytest.raises(ImportError, match=r"in a circle, .*a\.py among them"):
         LazyConfig.load(tmp_path / "a.py")
 
 
