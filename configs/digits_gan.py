@@ -36,7 +36,7 @@ dataloader = dict(
     ),
 )
 
-# A network each, with an optimizer, a precision and a schedule of its own.
+# Each network has its own optimizer, precision and schedule.
 optim_wrapper = dict(
     generator=dict(
         type="OptimWrapper",

@@ -1,7 +1,7 @@
 r"""`ConfigDict`, a dict whose items are attributes too, and `resolve`, which follows references.
 
-A reference is a string such as ``"${train.max_iter}"``. If it is the whole string, it stands for
-the value that it names, whatever its type; inside a longer string, for the value's text.
+A reference is a string such as ``"${train.max_iter}"``. The whole string is replaced by the value
+that it names, whatever its type. Inside a longer string it is replaced by the value's text.
 
 - ``"${a.b}"`` starts at the root of the config.
 - ``"${.b}"`` starts at the dict, list or tuple that holds the string, ``"${..b}"`` one level above.

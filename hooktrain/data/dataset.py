@@ -22,11 +22,10 @@ logger = logging.getLogger(__name__)
 class MapDataset(Dataset[Any]):
     """Applies a function to each sample of a data set.
 
-    Where the function returns None, another sample takes the place; which one follows from the
-    index alone.
+    If the function returns None, another sample is taken; which one depends only on the index.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``. Its ``IterableDataset`` kin give a
+        dataset: with ``__len__`` and ``__getitem__``. For an ``IterableDataset`` the result is a
             :class:`MapIterableDataset`, which leaves such samples out.
         map_func: takes a sample; returns what to use, or None.
     """

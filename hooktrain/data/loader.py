@@ -61,7 +61,7 @@ class TrainLoader:
         loader = DataLoader(
             SeededDataset(self.dataset, self.seed),
             batch_sampler=self._keys(),
-            # A generator of its own: starting to iterate draws nothing from the trainer's.
+            # A separate generator: to start iterating draws nothing from the trainer's.
             generator=torch.Generator().manual_seed(self.seed),
             **self._options,
         )
@@ -194,7 +194,7 @@ def build_train_loader(
     if isinstance(dataset, IterableDataset):
         raise TypeError(
             f"an IterableDataset has no positions to continue at: {dataset!r}. Give the trainer a "
-            f"torch DataLoader of it, or one with a state_dict of its own"
+            f"torch DataLoader of it, or a loader with its own state_dict"
         )
     world = comm.get_world_size()
     if total_batch_size < 1 or total_batch_size % world:

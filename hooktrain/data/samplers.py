@@ -1,9 +1,8 @@
 """Which sample comes when: streams of indices that depend on a seed and a position alone.
 
-A training stream is endless: one epoch after the other, each in an order of its own that follows
-from the seed and the epoch's number. All ranks see the same stream and take turns in it, so that
-neither the number of ranks nor of workers changes what is in a global batch, and skipping to a
-position is arithmetic.
+A training stream is endless: one epoch after the other, each in an order that depends on the seed
+and the epoch's number. All ranks see the same stream and take turns in it. So neither the number of
+ranks nor of workers changes what is in a global batch, and skipping to a position is arithmetic.
 """
 
 import math

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class DigitsGAN(nn.Module):
-    """Learns to draw digits: a generator against a discriminator that tells drawn from real ones.
+    """Learns to draw digits, with a discriminator that tries to distinguish them from real ones.
 
     Both are perceptrons with two hidden layers and without normalisation, so there are no buffers.
-    Trained with the non-saturating loss (Goodfellow et al., arXiv:1406.2661). Each is a child with
-    an optimizer of its own, and may be wrapped in DistributedDataParallel on its own.
+    Trained with the non-saturating loss (Goodfellow et al., arXiv:1406.2661). Each has its own
+    optimizer, and may be wrapped in DistributedDataParallel separately.
 
     Args:
         latent_size: random numbers to make an image of, at least 1.
@@ -88,8 +88,7 @@ class DigitsGAN(nn.Module):
         """Update the discriminator ``discriminator_steps`` times, then the generator once.
 
         Args:
-            data: a batch with the real ``"image"``, shape (N, 1, 8, 8) in [0, 1]; what else is in
-                it is not looked at.
+            data: a batch with the real ``"image"``, shape (N, 1, 8, 8) in [0, 1].
             optim_wrapper: the optimizer wrappers named ``"discriminator"`` and ``"generator"``,
                 such as an ``OptimWrapperDict``.
 
@@ -145,7 +144,7 @@ class DigitsGAN(nn.Module):
 
 
 def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
-    """Latents to look at again and again, of a random generator of their own.
+    """Latents that are always the same, from a separate random generator.
 
     Args:
         count: how many.
@@ -215,7 +214,7 @@ class SampleQualityEvaluator(DatasetEvaluator):
         """Take in one batch.
 
         Args:
-            inputs: not looked at.
+            inputs: not used.
             outputs: samples, as the classifier takes them, first dimension N.
 
         Raises:
@@ -236,7 +235,7 @@ class SampleQualityEvaluator(DatasetEvaluator):
             and with ``real`` the ``classifier_accuracy`` on it, from 0 to 1.
 
         Raises:
-            ValueError: on every rank, if there was no sample at all, or no real image.
+            ValueError: on every rank, if there was no sample, or no real image.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
         ranks = comm.all_gather((self._counts.tolist(), self._confidence.item(), self._judge()))

@@ -16,7 +16,6 @@ from hooktrain.demos.text import CharVocabulary
 from hooktrain.engine import HookBase
 from hooktrain.evaluation import inference_context
 from hooktrain.utils import comm
-from hooktrain.utils.env import preserved_rng_state
 from hooktrain.utils.file_io import atomic_write, is_disk_full
 from hooktrain.utils.registry import unwrap_model
 
@@ -44,14 +43,13 @@ class PeriodicSampler(HookBase):
     def sampling(self) -> Iterator[Any]:
         """The model, without its wrapper, ready to sample from.
 
-        Where the trainer has an averaged model (``trainer.ema``), it has those weights meanwhile.
-        It is in evaluation mode and no gradients are computed. The run's random numbers go on
-        afterwards as if nothing had been drawn. For all ranks: those of a sharded model compute
-        together.
+        If the trainer has an averaged model (``trainer.ema``), it has those weights meanwhile. It
+        is in evaluation mode and no gradients are computed. All ranks call this, since those of a
+        sharded model compute together.
         """
         model, ema = unwrap_model(self.trainer.model), getattr(self.trainer, "ema", None)
         averaged = nullcontext() if ema is None else ema.swap()
-        with averaged, preserved_rng_state(), inference_context(model), torch.no_grad():
+        with averaged, inference_context(model), torch.no_grad():
             yield model
 
     def write(self, suffix: str, write: Callable[[Path], object]) -> None:
@@ -66,12 +64,11 @@ class PeriodicSampler(HookBase):
 
 
 class SampleWriter(PeriodicSampler):
-    """Calls the model with the same inputs every so often, and writes the images it gives.
+    """Calls the model with the same inputs every so often, and writes the images that it returns.
 
-    They come as one grid into ``<output_dir>/<name>/<iteration>.png``, with the number that a
+    They are put as one grid into ``<output_dir>/<name>/<iteration>.png``, with the number that a
     checkpoint of the same weights has, and into the storage, whose writers show it in TensorBoard.
-    Where the trainer has an averaged model (``trainer.ema``), that one draws. The run's random
-    numbers go on as if nothing had been drawn.
+    If the trainer has an averaged model (``trainer.ema``), that one draws.
 
     Register it before :class:`~hooktrain.engine.hooks.PeriodicWriter` and on every rank: each one
     draws, since parts of a model may communicate; the main rank writes. For a model that is not
@@ -127,10 +124,10 @@ class SampleWriter(PeriodicSampler):
 class TextSampler(PeriodicSampler):
     """Lets the model continue a text every so often.
 
-    What it writes is logged, and comes into ``<output_dir>/samples/<iteration>.txt``, with the
-    number that a checkpoint of the same weights has. Where the trainer has an averaged model
-    (``trainer.ema``), that one writes. The random numbers are the same each time, so that texts
-    differ by the weights alone; those of the run go on as if nothing had been drawn.
+    The text is logged, and written into ``<output_dir>/samples/<iteration>.txt``, with the number
+    that a checkpoint of the same weights has. If the trainer has an averaged model
+    (``trainer.ema``), that one writes. The random numbers are the same each time, so texts differ
+    by the weights alone.
 
     Register it on every rank: each one samples, since parts of a model may communicate; the main
     rank writes. A full disk is logged and does not end the run.
@@ -143,7 +140,7 @@ class TextSampler(PeriodicSampler):
         prompt: what the text begins with, not empty.
         length: how many tokens to add, at least 1.
         temperature: see :meth:`hooktrain.demos.TextGPT.generate`; models of another class
-            need a method like it.
+            need such a method.
         seed: of the random numbers.
 
     Raises:

@@ -67,7 +67,7 @@ def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
 class CharVocabulary:
     """The characters of a text, numbered from 1 on in the order of their code points.
 
-    Token 0 stands for every other character, and for what is before a text.
+    Token 0 means every other character, and what is before a text.
 
     Args:
         text: where the characters come from.
@@ -240,7 +240,7 @@ class TextGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew, for example after the model left the meta device."""
+        """Draw all weights again, for example after the model left the meta device."""
         residual = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, weight in self.named_parameters():
             if weight.dim() == 1:  # of a norm
@@ -422,7 +422,7 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
     the outputs until the end, so a batch costs no host-device synchronisation.
 
     Args:
-        target_key: where the targets stand in a batch. Negative ones are not predicted.
+        target_key: the key of the targets in a batch. Negative ones are not predicted.
     """
 
     def __init__(self, target_key: str = "targets") -> None:
@@ -473,7 +473,7 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
             the last bit. ``val_loss`` is the mean cross entropy, in nats.
 
         Raises:
-            ValueError: on every rank, if there was nothing to predict at all.
+            ValueError: on every rank, if there was nothing to predict.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
         ranks = comm.all_gather((self._nats.item(), int(self._characters)))

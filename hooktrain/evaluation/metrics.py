@@ -26,7 +26,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Args:
         class_names: one for each class, in the order of the logits.
-        label_key: where the labels stand in a batch.
+        label_key: the key of the labels in a batch.
     """
 
     def __init__(self, class_names: Sequence[str], label_key: str = "label") -> None:
@@ -79,7 +79,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             ``val_loss`` is the mean cross entropy.
 
         Raises:
-            ValueError: on every rank, if there was no sample at all, or a label out of range.
+            ValueError: on every rank, if there was no sample, or a label out of range.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
         ranks = comm.all_gather((self._counts.tolist(), self._loss_sum.item()))
