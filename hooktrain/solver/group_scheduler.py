@@ -1,7 +1,6 @@
 """What all of MMEngine's schedulers have in common: a parameter, a range of steps, a state."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
@@ -9,25 +8,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
-from hooktrain.utils.registry import did_you_mean
-
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="GroupParamScheduler")
 
 INF = 10**9  # The end of a range without one.
 
-# The least and the greatest value of arguments, or of the numbers in them.
-LIMITS = {
-    **dict.fromkeys(("factor", "start_factor", "end_factor", "pct_start"), (0, 1)),
-    **dict.fromkeys(("begin", "gamma", "milestones", "power", "threshold"), (0, math.inf)),
-    **dict.fromkeys(("step_size", "T_max", "periods", "total_steps"), (1, math.inf)),
-}
-CHOICES = {
-    "anneal_strategy": ("cos", "linear"),
-    "rule": ("less", "greater"),
-    "threshold_rule": ("rel", "abs"),
-}
 # The arguments that count steps.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
 
@@ -41,16 +27,8 @@ class HasParamGroups(Protocol):
 
 
 def read(group: dict[str, Any], name: str) -> Any:
-    """The value of a group, a number or a tensor; ``"momentum"`` may be the first of ``betas``.
-
-    Raises:
-        ValueError: if the group does not have the parameter.
-    """
-    if name == "momentum" and "betas" in group:
-        return group["betas"][0]
-    if name not in group:
-        raise ValueError(f"the parameter groups have no {name!r}{did_you_mean(name, group)}")
-    return group[name]
+    """The value of a group, a number or a tensor; ``"momentum"`` may be the first of ``betas``."""
+    return group["betas"][0] if name == "momentum" and "betas" in group else group[name]
 
 
 def write(group: dict[str, Any], name: str, value: Any) -> None:
@@ -94,13 +72,14 @@ class GroupParamScheduler:
 
     Raises:
         TypeError: if ``optimizer`` has no list of parameter groups.
-        ValueError: for an argument out of range, an empty range, or a parameter that a group does
-            not have. Nothing is written then.
-        KeyError: with ``last_step``, if a group has no initial value.
+        ValueError: for an argument out of range, or an empty range. Nothing is written then.
+        KeyError: if a group does not have the parameter; or, with ``last_step``, its initial value.
     """
 
     # One of these arguments must be given for the scheduler to know where it ends.
     NEEDS: ClassVar[tuple[str, ...]] = ()
+    # The arguments that lie in [0, 1].
+    SHARES: ClassVar[tuple[str, ...]] = ()
     # The attributes that change from step to step and are part of the state.
     PROGRESS: ClassVar[tuple[str, ...]] = ("start_values", "written_values")
 
@@ -125,17 +104,12 @@ class GroupParamScheduler:
         """Refuse impossible arguments, before anything is written."""
         if not isinstance(getattr(self.optimizer, "param_groups", None), list):
             raise TypeError(f"optimizer must be one optimizer or OptimWrapper: {self.optimizer!r}")
-        if self.begin >= self.end:
-            raise ValueError(f"the range is empty: begin={self.begin!r}, end={self.end!r}")
+        if not 0 <= self.begin < self.end:
+            raise ValueError(f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}")
+        for name in self.SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1]: {getattr(self, name)!r}")
         self._floor(1.0)  # refuses one that is given twice
-        for name in self.__dataclass_fields__:
-            value, choices = getattr(self, name), CHOICES.get(name)
-            if choices and value not in choices:
-                raise ValueError(f"{name} must be one of {choices}: {value!r}")
-            low, high = LIMITS.get(name, (None, None))
-            for number in value if isinstance(value, Sequence) else [value]:
-                if low is not None and number is not None and not low <= number <= high:
-                    raise ValueError(f"{name} must lie in [{low}, {high}]: {value!r}")
 
     def _for_each_group(self, value: float | Sequence[float]) -> Sequence[float]:
         """A number for each group; the settings that a wrapper has beside them take the last."""
@@ -192,16 +166,13 @@ class GroupParamScheduler:
         Raises:
             ValueError: if parameter groups were added or removed, or a cycle is at its end.
         """
-        self._go_to(self.global_step + 1)
+        self.global_step += 1
         if self.begin <= self.global_step < self.end:
+            self.last_step = self.global_step - self.begin
             groups, values = self._groups(), self._get_value()
             for group, value in zip(groups, values, strict=True):
                 self._write(group, value)
             self.written_values = [None if isinstance(v, Tensor) else v for v in values]
-
-    def _go_to(self, step: int) -> None:
-        self.global_step = step
-        self.last_step = max(min(step, self.end - 1) - self.begin, -1)
 
     def _get_value(self) -> list[Any]:
         """The value of each group at step ``last_step`` of the range."""
@@ -290,6 +261,7 @@ class GroupParamScheduler:
             )
         vars(self).update({key: copy(state[key]) for key in self.PROGRESS})
         self.base_values = list(bases)
-        self._go_to(step)
+        self.global_step = step
+        self.last_step = max(min(step, self.end - 1) - self.begin, -1)
         for group, value in zip(groups, values, strict=True):
             write(group, self.param_name, value)

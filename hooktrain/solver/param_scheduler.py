@@ -33,6 +33,8 @@ _ParamScheduler = GroupParamScheduler  # MMEngine's name
 class ConstantParamScheduler(GroupParamScheduler):
     """``base * factor``, with ``factor`` in [0, 1], and the base at the last step."""
 
+    SHARES = ("factor",)
+
     factor: float = 1.0 / 3
 
     def _share(self, k: int) -> float:
@@ -44,6 +46,7 @@ class LinearParamScheduler(GroupParamScheduler):
     """A line from ``base * start_factor`` to ``base * end_factor``; both factors in [0, 1]."""
 
     NEEDS = ("end",)
+    SHARES = ("start_factor", "end_factor")
 
     start_factor: float = 1.0 / 3
     end_factor: float = 1.0
@@ -196,6 +199,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
     """
 
     NEEDS = ("end", "total_steps")
+    SHARES = ("pct_start",)
 
     eta_max: float | Sequence[float]
     total_steps: int | None = None
@@ -209,6 +213,8 @@ class OneCycleParamScheduler(GroupParamScheduler):
         super()._check_arguments()
         self._for_each_group(self.eta_max)
         self._share(0)  # refuses divisions by 0
+        if self.anneal_strategy not in ("cos", "linear"):
+            raise ValueError(f"anneal_strategy must be 'cos' or 'linear': {self.anneal_strategy!r}")
 
     def _share(self, k: int) -> float:
         total = self.total_steps or self.end - self.begin
@@ -242,7 +248,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         rule: ``"less"`` if less is better, ``"greater"`` if more is.
         factor: what to multiply by, in [0, 1).
         patience: how many values in a row may be no improvement.
-        threshold: by how much a value must be better than the best one, not negative.
+        threshold: by how much a value must be better than the best one.
         threshold_rule: ``"rel"``, a share of the best value, or ``"abs"``.
         cooldown: how many values after a reduction do not count as bad.
         min_value: the least value to reduce to; or one for each parameter group.
@@ -254,6 +260,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
+    SHARES = ("factor",)
     PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
@@ -275,8 +282,12 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         self._for_each_group(self.min_value)
+        if self.rule not in ("less", "greater"):
+            raise ValueError(f"rule must be 'less' or 'greater': {self.rule!r}")
+        if self.threshold_rule not in ("rel", "abs"):
+            raise ValueError(f"threshold_rule must be 'rel' or 'abs': {self.threshold_rule!r}")
         if self.factor == 1:
-            raise ValueError(f"factor must be less than 1: {self.factor!r}")
+            raise ValueError("factor must be less than 1, or nothing is reduced")
         if not self.by_epoch:
             raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
 
@@ -287,7 +298,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
             KeyError: if the metric is not among them.
         """
         if metrics is None:
-            self._go_to(self.global_step + 1)
+            self.global_step += 1
         elif self.begin <= self.global_step < self.end and self._is_due(metrics[self.monitor]):
             for group, value in zip(self._groups(), self._get_value(), strict=True):
                 # Synchronises with the device, if the value is a tensor there.

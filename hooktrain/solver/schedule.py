@@ -421,19 +421,20 @@ class LRMultiplier(LRScheduler):
             ValueError: a group was added to the optimizer, for which there is no base rate.
         """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        groups = self.optimizer.param_groups
-        rates = self.get_lr()
-        if len(groups) != len(rates):
+        groups, bases = self.optimizer.param_groups, self.base_lrs
+        if len(groups) != len(bases):
             raise ValueError(
                 f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
-                f"for {len(rates)}: make a new one after adding groups"
+                f"for {len(bases)}: make a new one after adding groups"
             )
-        for group, rate in zip(groups, rates, strict=True):
+        where = self.last_epoch / self._max_iter
+        factor = self._multiplier(where if where < 1.0 else 1.0)
+        for i, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
                 # In place, for captured graphs; no synchronisation.
-                group["lr"].fill_(rate)
+                group["lr"].fill_(bases[i] * factor)
             else:
-                group["lr"] = rate
+                group["lr"] = bases[i] * factor
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""

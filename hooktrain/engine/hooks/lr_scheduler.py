@@ -71,6 +71,7 @@ class LRScheduler(HookBase):
     def before_train(self) -> None:
         """Find what was not given, and decide who steps when, so that a step need not."""
         trainer = self.trainer
+        self._storage = trainer.storage
         if self.scheduler is None:
             self.scheduler = trainer.scheduler
         named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
@@ -123,7 +124,7 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
-        storage = self.trainer.storage
+        storage = self._storage
         for name, group, key in self._recorded:
             storage.put_scalar(name, group[key], smoothing_hint=False)
         for step in self._each_iteration:
