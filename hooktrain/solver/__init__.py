@@ -1,8 +1,11 @@
 """How a loss becomes an update: optimizer wrappers, schedules and parameter groups."""
 
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
-from hooktrain.solver.build import DefaultOptimWrapperConstructor, build_optim_wrapper
-from hooktrain.solver.build_param_scheduler import build_param_scheduler
+from hooktrain.solver.build import (
+    DefaultOptimWrapperConstructor,
+    build_optim_wrapper,
+    build_param_scheduler,
+)
 from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict

@@ -5,8 +5,12 @@ import pytest
 from scheduler_toys import sgd
 from torch.optim.lr_scheduler import StepLR as TorchStepLR
 
-from hooktrain.solver import ConstantParamScheduler, OptimWrapper, OptimWrapperDict
-from hooktrain.solver.build_param_scheduler import build_param_scheduler
+from hooktrain.solver import (
+    ConstantParamScheduler,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_param_scheduler,
+)
 from hooktrain.solver.param_scheduler import (
     CosineAnnealingLR,
     LinearLR,
