@@ -157,10 +157,8 @@ class BaseAveragedModel(nn.Module):
         wrong = averages.keys() ^ weights.keys()
         wrong |= {k for k in averages.keys() - wrong if averages[k].shape != weights[k].shape}
         if wrong:
-            raise ValueError(
-                "the parameters or buffers of the model are not those of its average, in name or "
-                f"shape: {', '.join(sorted(name for _, name in wrong)[:5])}"
-            )
+            names = sorted(name for _, name in wrong)[:5]
+            raise ValueError(f"the model and its average differ in name or shape: {names}")
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for key, average in averages.items():
             averaged = key[0] == "parameter" or self.update_buffers

@@ -55,10 +55,7 @@ class BaseModel(nn.Module, ABC):
         elif isinstance(data_preprocessor, Mapping):
             data_preprocessor = MODELS.build(data_preprocessor)
         if not isinstance(data_preprocessor, nn.Module):
-            raise TypeError(
-                f"data_preprocessor must be a module, a dict to build one from, or None, but got "
-                f"{data_preprocessor!r}"
-            )
+            raise TypeError(f"data_preprocessor must be a module or a dict: {data_preprocessor!r}")
         self.data_preprocessor = data_preprocessor
 
     @abstractmethod
@@ -115,21 +112,14 @@ class BaseModel(nn.Module, ABC):
             ValueError: if no name has "loss" in it, or there is no name left for the sum.
         """
         if not isinstance(losses, Mapping):
-            raise TypeError(
-                f"forward with mode='loss' must return a dict of losses, but returned {losses!r}"
-            )
+            raise TypeError(f"forward with mode='loss' must return a dict of losses: {losses!r}")
         values = {name: _mean(name, value) for name, value in losses.items()}
         terms = [value for name, value in values.items() if "loss" in name]
         if not terms:
-            raise ValueError(
-                f"none of the losses has 'loss' in its name, such as 'loss_cls': {list(losses)}"
-            )
+            raise ValueError(f"no loss has 'loss' in its name, such as 'loss_cls': {list(losses)}")
         total_name = "total_loss" if "loss" in values and len(terms) > 1 else "loss"
         if total_name in values and len(terms) > 1:
-            raise ValueError(
-                f"the losses {list(losses)} are added up: leave out 'total_loss', which is the "
-                "name of the sum"
-            )
+            raise ValueError(f"'total_loss' is the name of the sum, leave it out: {list(losses)}")
         total = sum(terms[1:], start=terms[0])
         detached = {name: value.detach() for name, value in values.items()}
         return total, {total_name: total.detach(), **detached}
@@ -197,14 +187,11 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
         parents = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= parents
         pending += parents
-    missed = [
-        (name, parameter.size())
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in reached
-    ]
-    for name, size in missed:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missed = {name: p.size() for name, p in trained.items() if id(p) not in reached}
+    for name, size in missed.items():
         logger.error("%s with shape %s is not in the computational graph", name, size)
-    return [name for name, _ in missed]
+    return list(missed)
 
 
 def _call(forward: Callable[..., Any], data: Any, mode: str) -> Any:
@@ -213,17 +200,14 @@ def _call(forward: Callable[..., Any], data: Any, mode: str) -> Any:
     if isinstance(data, list | tuple):
         return forward(*data, mode=mode)
     raise TypeError(
-        "data_preprocessor must return the arguments of forward, a dict of those by name or a "
-        f"list or tuple, but returned an object of type {type(data).__name__}"
+        f"data_preprocessor must return a dict, list or tuple of arguments, not {type(data)}"
     )
 
 
 def _mean(name: str, value: Any) -> Tensor:
     parts = value if isinstance(value, list | tuple) else [value]
     if not parts or not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(
-            f"the loss {name!r} must be a tensor or a list or tuple of tensors, but got {value!r}"
-        )
+        raise TypeError(f"the loss {name!r} must be a tensor or a list of tensors: {value!r}")
     # What is only counted, such as correct answers, may be whole numbers or booleans.
     means = [(part if part.is_floating_point() else part.float()).mean() for part in parts]
     total: Tensor = sum(means[1:], start=means[0])

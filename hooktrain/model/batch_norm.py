@@ -125,8 +125,7 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
     # On every rank alike; it waits for the device.
     if int(total) < num_iters * comm.get_world_size():
         raise ValueError(
-            f"data_loader gave {seen} of the num_iters={num_iters} batches asked for on this rank, "
-            f"{int(total)} on all ranks"
+            f"data_loader gave {seen} of num_iters={num_iters} batches, {int(total)} on all ranks"
         )
     for statistics, merged in zip(layers, layer_sums, strict=True):
         statistics.write(merged.view(3, -1))
@@ -150,7 +149,7 @@ class _Statistics:
         if self.used:
             raise RuntimeError(
                 f"BatchNorm layer {self.name!r} is used twice in one forward pass, so it has no "
-                "single mean and variance to estimate: use a layer for each place"
+                "single mean and variance"
             )
         self.used = True
         values: Tensor = args[0] if args else kwargs["input"]

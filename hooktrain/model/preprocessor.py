@@ -148,8 +148,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         """
         if not isinstance(data, Mapping):
             raise TypeError(f"data must be a dict with the images as 'inputs', but got {data!r}")
-        if "inputs" not in data:
-            raise KeyError(f"data must have the images as 'inputs', but has {list(data)}")
         moved = dict(self.cast_data(data))
         moved["inputs"] = self._batch(moved["inputs"])
         moved.setdefault("data_samples", None)
@@ -174,10 +172,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise TypeError(f"inputs must be a tensor or a list of tensors, but got {images!r}")
         shapes = [tuple(image.shape) for image in images]
         if {len(shape) for shape in shapes} != {3}:
-            raise ValueError(
-                "inputs must be at least one image of shape (C, H, W), in a list or as a tensor of "
-                f"shape (N, C, H, W), but the images have the shapes {shapes}"
-            )
+            raise ValueError(f"inputs must be one or more images of shape (C, H, W), not {shapes}")
         lengths = {len(values) for values in (self._mean, self._std) if values is not None}
         needed = 3 if self._reverse or 3 in lengths else shapes[0][0]
         if {shape[0] for shape in shapes} != {needed}:

@@ -107,10 +107,7 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
         ValueError: if it means no module at all; an empty collection may.
     """
     if isinstance(rule, str | type):
-        raise TypeError(
-            f"{argument} must be a collection of module classes, or a function of a module's name "
-            f"and the module, but got {rule!r}"
-        )
+        raise TypeError(f"{argument} must be a collection of classes or a function, not {rule!r}")
     inner = list(model.named_modules())[1:]
     if callable(rule):
         chosen = [module for name, module in inner if rule(name, module)]
@@ -118,10 +115,8 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
         classes = tuple(kind for kind in rule if isinstance(kind, type))
         chosen = [m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule]
     if not chosen and (callable(rule) or rule):
-        there = ", ".join(sorted({type(module).__name__ for _, module in inner}))
-        raise ValueError(
-            f"{argument}={rule!r} means no module of {type(model).__name__}, which has {there}"
-        )
+        there = sorted({type(module).__name__ for _, module in inner})
+        raise ValueError(f"{argument}={rule!r} means none of the model's modules: {there}")
     return chosen
 
 
@@ -203,10 +198,7 @@ def init_deferred(model: nn.Module, device: torch.device | str) -> None:
     has_nan = [name for name, tensor in tensors.items() if local_tensor(tensor).isnan().any()]
     unset = set().union(*comm.all_gather(has_nan))
     if unset:
-        raise ValueError(
-            "neither reset_parameters() nor init_weights() of any module gives a value to "
-            f"{sorted(unset)}"
-        )
+        raise ValueError(f"no reset_parameters() or init_weights() initialises {sorted(unset)}")
 
 
 def _reset(module: nn.Module) -> None:
@@ -254,6 +246,4 @@ def _tied(model: nn.Module) -> set[frozenset[str]]:
 
 def _check_tied(model: nn.Module, tied: set[frozenset[str]], advice: str) -> None:
     if torn := tied - _tied(model):
-        raise ValueError(
-            f"shared parameters would come apart: {sorted(map(sorted, torn))}; {advice}"
-        )
+        raise ValueError(f"{sorted(map(sorted, torn))} are shared and would come apart: {advice}")

@@ -38,15 +38,14 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         level = c10d.get_debug_level()
         if level == c10d.DebugLevel.OFF:  # torch would only give indices of the parameters
             c10d.set_debug_level(c10d.DebugLevel.INFO)
-        try:
-            super().__init__(module, **kwargs)
-        finally:
-            c10d.set_debug_level(level)
+        super().__init__(module, **kwargs)
+        c10d.set_debug_level(level)
         # torch's argument of this name is deprecated, and concerns the start too.
         self.broadcast_buffers = broadcast_buffers
 
 
-@MODEL_WRAPPERS.register_module(name=["StepDistributedDataParallel", "MMDistributedDataParallel"])
+@MODEL_WRAPPERS.register_module()
+@MODEL_WRAPPERS.register_module(name="MMDistributedDataParallel")
 class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`~hooktrain.model.BaseModel`, with its steps.
 
@@ -80,9 +79,8 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         own = getattr(type(self.module), "train_step", BaseModel.train_step)
         if own is not BaseModel.train_step:
             raise TypeError(
-                f"{type(self.module).__name__} has a train_step of its own, which does not know of "
-                "DistributedDataParallel. Wrap the model in SeparateDistributedDataParallel, or in "
-                "a subclass of StepDistributedDataParallel with such a train_step"
+                f"{type(self.module).__name__} has a train_step of its own, which would be left "
+                "out: use SeparateDistributedDataParallel, or a wrapper with that train_step"
             )
         return train_step(self.module, data, optim_wrapper, self, self.detect_anomalous_params)
 
@@ -95,10 +93,9 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         return self.module.test_step(data)
 
 
-@MODEL_WRAPPERS.register_module(
-    name=["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel"]
-)
-class SeparateDistributedDataParallel(DistributedDataParallel):
+@MODEL_WRAPPERS.register_module()
+@MODEL_WRAPPERS.register_module(name="MMSeparateDistributedDataParallel")
+class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """DistributedDataParallel around each child of a model, with the model's own steps.
 
     For models with several optimizers, such as GANs: DDP around the whole would wait in each
@@ -131,30 +128,32 @@ class SeparateDistributedDataParallel(DistributedDataParallel):
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        # DDP by type, so that all who look for a DDP to get at its `module` find this one too. The
+        # A DDP by type, so that all who look for one to get at its `module` find this one too. The
         # work is done by the DDPs around the children: this has none of a DDP's attributes.
         nn.Module.__init__(self)
         own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
         if own:
             raise ValueError(
-                f"the parameters {own} are directly in {type(module).__name__}, in no child that "
-                "DistributedDataParallel could be put around: move them into a child"
+                f"parameters directly in {type(module).__name__}: move {own} into a child"
             )
-        options = {
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused_parameters": find_unused_parameters,
-            **kwargs,
-        }
         trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
         if not trained:
             raise ValueError(f"no child of {type(module).__name__} has trainable parameters")
-        parts = {child: _Part(child, **options) for child in trained}
+        kwargs |= {
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}
+        rest = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]
+        parts = {child: _Part(child, **kwargs) for child in trained}
         # named_children() leaves out the second name of a child.
         for name, child in module._modules.items():
             if child in parts:
                 module._modules[name] = parts[child]
         self.module = module
-        _broadcast_rest(module, kwargs.get("process_group"))
+        # As DDP does for what is in it.
+        for tensor in rest:
+            dist.broadcast(tensor.detach(), group=kwargs.get("process_group"), group_src=0)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -168,14 +167,6 @@ class SeparateDistributedDataParallel(DistributedDataParallel):
         """
         values: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)
         return values
-
-    def val_step(self, data: Any) -> Any:
-        """The model's own."""
-        return self.module.val_step(data)
-
-    def test_step(self, data: Any) -> Any:
-        """The model's own."""
-        return self.module.test_step(data)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -214,13 +205,3 @@ class _Part(StepDistributedDataParallel):
 def _add_wrapper(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in [name for name in state if name.startswith(prefix)]:
         state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
-
-
-def _broadcast_rest(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """The first rank's values for what is in no DDP, as DDP itself does for what is in it."""
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    for child in module.children():
-        if not isinstance(child, _Part):
-            tensors += [*child.parameters(), *child.buffers()]
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), group=group, group_src=0)

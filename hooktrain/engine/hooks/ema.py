@@ -13,8 +13,6 @@ from hooktrain.utils.dtensor import load_full_state_dict
 
 logger = logging.getLogger(__name__)
 
-_DECAY, _WARMUP = 0.999, True
-
 
 class EMA(HookBase):
     """Updates an average of the model's weights after each iteration.
@@ -44,28 +42,26 @@ class EMA(HookBase):
 
     Raises:
         TypeError: if ``average`` is not an averaged model.
-        ValueError: if ``decay`` or ``begin_iter`` is out of its range, or if ``decay`` or
-            ``warmup`` is given beside ``average``.
+        ValueError: if ``decay`` is out of its range, or ``decay`` or ``warmup`` is given beside
+            ``average``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        decay: float = _DECAY,
-        warmup: bool = _WARMUP,
+        decay: float = 0.999,
+        warmup: bool = True,
         *,
         average: BaseAveragedModel | None = None,
         begin_iter: int = 0,
     ) -> None:
-        if begin_iter < 0:
-            raise ValueError(f"begin_iter must not be negative: {begin_iter!r}")
         if average is None:
             if not 0 <= decay < 1:
                 raise ValueError(f"decay must be in [0, 1): {decay!r}")
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
         elif not isinstance(average, BaseAveragedModel):
             raise TypeError(f"average must be a BaseAveragedModel: {average!r}")
-        elif (decay, warmup) != (_DECAY, _WARMUP):
+        elif (decay, warmup) != (0.999, True):
             raise ValueError("give decay and warmup to the average itself")
         self._model = model
         self.average = average
@@ -73,11 +69,9 @@ class EMA(HookBase):
 
     def before_train(self) -> None:
         """Warn if there will be nothing but a copy."""
-        if self.begin_iter > self.trainer.max_iter:
-            logger.warning(
-                "There will be no average: it begins after %d iterations, training ends after %d",
-                *(self.begin_iter, self.trainer.max_iter),
-            )
+        end = self.trainer.max_iter
+        if self.begin_iter > end:
+            logger.warning("No average: it begins after %d of %d iterations", self.begin_iter, end)
 
     def after_step(self) -> None:
         """Take the new weights in."""
