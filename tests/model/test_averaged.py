@@ -283,8 +283,8 @@ def test_parameters_and_buffers_that_were_replaced_are_followed() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.Linear(3, 4, bias=False), "parameters .*: stem.bias"),
-        (nn.Linear(2, 4), "parameters .*: stem.weight"),
+        (nn.Linear(3, 4, bias=False), "differ .*'stem.bias'"),
+        (nn.Linear(2, 4), "differ .*'stem.weight'"),
     ],
 )
 def test_another_model_is_refused_by_naming_the_difference(

@@ -310,11 +310,11 @@ def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
     assert select_modules(model, {Block}) == list(model.blocks)
     assert select_modules(model, lambda name, _: name.endswith(".1")) == [model.blocks[1]]
     assert select_modules(model, ()) == []
-    with pytest.raises(ValueError, match="means no module of TextGPT, which has Block, Dropout"):
+    with pytest.raises(ValueError, match=r"means none of the model's modules: \['Block', 'Dropout"):
         select_modules(model, {nn.Conv2d})
-    with pytest.raises(TypeError, match=r"wrap must be a collection .* but got <class"):
+    with pytest.raises(TypeError, match=r"wrap must be a collection .* not <class"):
         select_modules(model, Block, "wrap")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="but got 'Block'"):
+    with pytest.raises(TypeError, match="not 'Block'"):
         select_modules(model, "Block")  # type: ignore[arg-type]
 
 
@@ -377,7 +377,7 @@ class Forgotten(nn.Module):
 def _forgotten() -> str:
     model = on_meta(Forgotten)
     shard_model(model)
-    with pytest.raises(ValueError, match="gives a value to") as caught:
+    with pytest.raises(ValueError, match="initialises") as caught:
         init_deferred(model, "cpu")
     return str(caught.value)
 
@@ -408,10 +408,7 @@ def test_sharded_models_get_the_weights_of_one_process_whatever_the_other_ranks_
 
 
 def test_what_no_method_initialises_is_named_on_every_rank(two: list[dict[str, Any]]) -> None:
-    message = (
-        "neither reset_parameters() nor init_weights() of any module gives a value to "
-        "['table', 'weight']"
-    )
+    message = "no reset_parameters() or init_weights() initialises ['table', 'weight']"
     assert [result["forgotten"] for result in two] == [message, message]
 
 
@@ -426,5 +423,5 @@ def test_a_model_that_has_weights_keeps_them() -> None:
 def test_shared_parameters_of_a_model_that_is_not_sharded_are_refused() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[1].weight = model[0].weight  # type: ignore[index, union-attr]
-    with pytest.raises(ValueError, match=r"come apart.*\['0.weight', '1.weight'\]"):
+    with pytest.raises(ValueError, match=r"\['0.weight', '1.weight'\].* would come apart"):
         init_deferred(model, "cpu")
