@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
 from hooktrain.utils import comm
-from hooktrain.utils.env import preserved_rng_state
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
@@ -71,7 +70,7 @@ class TrainLoader:
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
             # What is read in this process must not change the random numbers of the step.
-            with preserved_rng_state() if in_process else nullcontext():
+            with _generators_kept() if in_process else nullcontext():
                 batch = next(batches)
             self.batches += 1
             yield batch
@@ -136,7 +135,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with preserved_rng_state():
+        with _generators_kept():
             _seed_generators(mix(seed, _SAMPLER, epoch))
             indices = iter(sampler)
             first = next(indices, None)
@@ -159,8 +158,20 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
 
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Afterwards the global generators are as before."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
 def _seed_generators(seed: int) -> None:
-    # The CPU's generator alone: torch.manual_seed visits every device.
+    # Of torch's, the CPU's generator only: torch.manual_seed visits every device.
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
