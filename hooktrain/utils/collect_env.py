@@ -13,19 +13,11 @@ from tabulate import tabulate
 
 from hooktrain import __version__
 
-# The variables that torchrun and users set to steer what is imported here.
+# The variables that torchrun and users set to change what is imported here.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = (
-    "CUBLAS_",
-    "CUDA_",
-    "GLOO_",
-    "KMP_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "PYTHONHASHSEED",
-    "PYTORCH_",
-    "TORCH",
+    *("CUBLAS_", "CUDA_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHONHASHSEED"),
+    *("PYTORCH_", "TORCH"),
 )
 
 
@@ -41,7 +33,10 @@ def collect_env_info() -> str:
 def collect_env() -> dict[str, str]:
     """The items of that table by name; those of environment variables begin with ``$``."""
     items = {name: _read(item) for name, item in _ITEMS.items()}
-    return items | {f"${name}": value for name, value in _environment()}
+    for name, value in sorted(os.environ.items()):
+        if name in _VARIABLES or name.startswith(_PREFIXES):
+            items[f"${name}"] = value
+    return items
 
 
 def _read(item: Callable[[], object]) -> str:
@@ -51,70 +46,27 @@ def _read(item: Callable[[], object]) -> str:
         return f"not readable: {error!r}"
 
 
-def _python() -> str:
-    return f"{platform.python_version()} ({sys.executable})"
-
-
-def _hooktrain() -> str:
-    return f"{__version__} ({Path(__file__).parent.parent})"
-
-
-def _torch() -> str:
-    debug = ", debug build" if torch.version.debug else ""
-    return f"{torch.__version__} ({Path(torch.__file__).parent}{debug})"
-
-
-def _cuda() -> str:
-    if torch.version.cuda is None:
-        return "not in this build of torch"
-    return f"{torch.version.cuda}, available: {torch.cuda.is_available()}"
-
-
-def _accelerator() -> str:
-    if not torch.accelerator.is_available():
-        return "No: torch.accelerator.is_available() == False"
-    return str(torch.accelerator.current_accelerator())
-
-
 def _devices() -> str:
     """The names of the devices of the current kind, each with how many there are."""
     if not torch.accelerator.is_available():
-        return "none"
+        return "none: torch.accelerator.is_available() == False"
     module = torch.get_device_module()
-    count = torch.accelerator.device_count()
     # Not every kind of device has names (mps).
-    names = Counter(
-        module.get_device_name(i) if hasattr(module, "get_device_name") else module.__name__
-        for i in range(count)
-    )
+    name_of = getattr(module, "get_device_name", lambda _: module.__name__)
+    names = Counter(map(name_of, range(torch.accelerator.device_count())))
     return ", ".join(f"{number} x {name}" for name, number in names.items())
-
-
-def _affinity() -> str:
-    if not hasattr(os, "sched_getaffinity"):
-        return "all (no affinity on this platform)"
-    return f"{len(os.sched_getaffinity(0))} CPUs"
-
-
-def _environment() -> list[tuple[str, str]]:
-    return [
-        (name, value)
-        for name, value in sorted(os.environ.items())
-        if name in _VARIABLES or name.startswith(_PREFIXES)
-    ]
 
 
 _ITEMS: dict[str, Callable[[], object]] = {
     "Platform": platform.platform,
-    "Python": _python,
-    "hooktrain": _hooktrain,
+    "Python": lambda: f"{platform.python_version()} ({sys.executable})",
+    "hooktrain": lambda: f"{__version__} ({Path(__file__).parent.parent})",
     "numpy": lambda: np.__version__,
-    "torch": _torch,
-    "CUDA": _cuda,
+    "torch": lambda: f"{torch.__version__} ({Path(torch.__file__).parent})",
+    "CUDA": lambda: f"{torch.version.cuda}, available: {torch.cuda.is_available()}",
     "cuDNN": torch.backends.cudnn.version,
-    "Accelerator": _accelerator,
     "Devices": _devices,
     "CPUs": os.cpu_count,
-    "CPU affinity": _affinity,
+    "CPU affinity": lambda: f"{len(os.sched_getaffinity(0))} CPUs",
     "torch threads": torch.get_num_threads,
 }

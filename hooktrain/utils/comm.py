@@ -150,10 +150,10 @@ def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     if get_world_size() == 1:
         return [data]
     group = _object_group() if group is None else group
-    gathered: list[Any] = [None] * _size_with_this_rank(group)
-    receives = get_rank() == dst
-    dist.gather_object(data, gathered if receives else None, dst=dst, group=group)
-    return gathered if receives else []
+    size = _size_with_this_rank(group)
+    gathered: list[Any] = [None] * size if get_rank() == dst else []
+    dist.gather_object(data, gathered or None, dst=dst, group=group)
+    return gathered
 
 
 def broadcast(obj: T, src: int = 0) -> T:
@@ -178,7 +178,6 @@ def scatter(objects: Sequence[T], src: int = 0) -> T:
         objects: one for each rank, in the order of ranks; not looked at on other ranks than `src`.
         src: the rank that sends.
     """
-    _check_rank("src", src)
     if get_world_size() == 1:
         return objects[0]
     box: list[Any] = [None]
@@ -284,5 +283,5 @@ def _size_with_this_rank(group: ProcessGroup) -> int:
 
 
 def _check_rank(name: str, rank: int) -> None:
-    if not 0 <= rank < get_world_size():
+    if not 0 <= rank < get_world_size():  # torch would wait for it
         raise ValueError(f"{name} must be a rank in [0, {get_world_size()}), got {rank!r}")

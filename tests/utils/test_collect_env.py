@@ -46,7 +46,7 @@ def test_an_item_that_cannot_be_read_says_so_and_hides_no_other(
 
     monkeypatch.setattr(torch.accelerator, "is_available", broken)
     info = collect_env_info()
-    assert row(info, "Accelerator") == "not readable: RuntimeError('driver is gone')"
+    assert row(info, "Devices") == "not readable: RuntimeError('driver is gone')"
     assert row(info, "numpy") == np.__version__
 
 

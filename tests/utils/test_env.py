@@ -1,15 +1,12 @@
 import logging
 import os
 import random
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hooktrain.utils.env import get_rng_state, preserved_rng_state, seed_all_rng, set_rng_state
+from hooktrain.utils.env import seed_all_rng, seed_step
 
 
 def draw() -> tuple[float, float, float, list[float]]:
@@ -72,40 +69,15 @@ def test_the_largest_seed_works() -> None:
     assert seed_all_rng(2**32 - 1) == 2**32 - 1
 
 
-def test_a_restored_state_continues_every_generator_bit_for_bit(tmp_path: Path) -> None:
-    seed_all_rng(3)
-    draw()  # leaves half of a pair of normal numbers behind in python and numpy
-    torch.save(get_rng_state(), tmp_path / "state.pth")
-    expected = [draw() for _ in range(400)]  # past the 624 words of a Mersenne twister
-    seed_all_rng(4)
-    draw()
-    set_rng_state(torch.load(tmp_path / "state.pth", weights_only=True))
-    assert [draw() for _ in range(400)] == expected
+def test_the_numbers_of_a_step_are_those_of_seed_iteration_and_rank() -> None:
+    def drawn(*numbers: int) -> tuple[float, float, float, list[float]]:
+        seed_step(*numbers)
+        return draw()
 
-
-def test_taking_the_state_uses_up_no_random_number() -> None:
-    seed_all_rng(3)
-    expected = draw()
-    seed_all_rng(3)
-    get_rng_state()
-    assert draw() == expected
-
-
-def test_a_state_is_a_copy_that_later_draws_do_not_change() -> None:
-    seed_all_rng(3)
-    state = get_rng_state()
-    first = draw()
-    draw()
-    set_rng_state(state)
-    assert draw() == first
-
-
-def test_lists_in_place_of_tuples_are_accepted() -> None:
-    state = get_rng_state()
-    version, internal, gauss = state["python"]
-    expected = draw()
-    set_rng_state({**state, "python": [version, list(internal), gauss]})
-    assert draw() == expected
+    first = drawn(3, 7, 1)
+    others = [drawn(4, 7, 1), drawn(3, 8, 1), drawn(3, 7, 0), drawn(3, 1, 7), drawn(-3, 7, 1)]
+    assert all(a != b for other in others for a, b in zip(other, first, strict=True))
+    assert drawn(3, 7, 1) == first
 
 
 class FakeDevice:
@@ -113,65 +85,19 @@ class FakeDevice:
 
     def __init__(self, initialized: bool) -> None:
         self.initialized = initialized
-        self.state = torch.arange(16, dtype=torch.uint8)
+        self.seeds: list[int] = []
 
     def is_initialized(self) -> bool:
         return self.initialized
 
-    def get_rng_state(self) -> torch.Tensor:
-        assert self.initialized, "taking a state must not initialise a device"
-        return self.state
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        self.state = state
+    def manual_seed(self, seed: int) -> None:
+        self.seeds.append(seed)
 
 
-def use_device(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    accelerator = SimpleNamespace(
-        is_available=lambda: True, current_accelerator=lambda: torch.device("cuda")
-    )
-    monkeypatch.setattr(torch, "accelerator", accelerator)
-    monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
-
-
-def test_the_generator_of_a_device_in_use_is_saved_and_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = FakeDevice(initialized=True)
-    use_device(monkeypatch, device)
-    saved = get_rng_state()
-    device.state = torch.zeros(16, dtype=torch.uint8)
-    set_rng_state(saved)
-    assert torch.equal(device.state, torch.arange(16, dtype=torch.uint8))
-
-
-def test_a_device_that_was_not_used_is_not_woken_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_device(monkeypatch, FakeDevice(initialized=False))
-    assert get_rng_state().keys() == {"python", "numpy", "torch"}
-
-
-def test_the_state_of_a_missing_device_is_dropped_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    state = get_rng_state()
-    expected = draw()
-    set_rng_state({**state, "cuda": torch.zeros(16, dtype=torch.uint8)})
-    assert draw() == expected
-    assert "'cuda'" in caplog.text
-    assert caplog.records[0].levelno == logging.WARNING
-
-
-def test_random_numbers_go_on_as_if_nothing_was_drawn_inside_also_after_an_error() -> None:
-    seed_all_rng(5)
-    expected = draw()
-    seed_all_rng(5)
-
-    def draw_and_fail() -> None:
-        with preserved_rng_state():
-            draw()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        draw_and_fail()
-    assert draw() == expected
+def test_a_device_is_seeded_for_a_step_once_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
+    for device in (FakeDevice(True), FakeDevice(False)):
+        monkeypatch.setattr(torch, "get_device_module", lambda _, module=device: module)
+        seed_step(1, 2, 3)
+        assert len(device.seeds) == device.initialized
