@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,9 +16,12 @@ from hooktrain.checkpoint import Checkpointer, load_model_state
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm
-from hooktrain.solver import build_optim_wrapper, build_param_scheduler
-from hooktrain.solver.optim_wrapper import OptimWrapper
-from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.solver import (
+    OptimWrapper,
+    OptimWrapperDict,
+    build_optim_wrapper,
+    build_param_scheduler,
+)
 from hooktrain.strategy.environment import (
     Environment,
     Launcher,
@@ -40,14 +42,6 @@ Path = str | os.PathLike[str]
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 """A model, its configuration, or a function that makes it."""
 
-# What is there only after a method was called.
-_MADE_BY = {
-    **dict.fromkeys(("launcher", "device", "timestamp", "seed"), "setup()"),
-    **dict.fromkeys(("log_dir", "experiment_name"), "setup()"),
-    "model": "prepare()",
-    "optim_wrapper": "prepare(..., optim_wrapper=...)",
-    "param_schedulers": "prepare(..., param_scheduler=...)",
-}
 # As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -150,8 +144,9 @@ class BaseStrategy(ABC):
     if not TYPE_CHECKING:  # so that type checkers know of no other attributes
 
         def __getattr__(self, name: str) -> Any:
-            where = f"; {_MADE_BY[name]} makes it" if name in _MADE_BY else ""
-            raise AttributeError(f"{type(self).__name__} has no {name!r}{where}")
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: does setup(), or prepare(), come later?"
+            )
 
     def setup(self) -> None:
         """Join the other processes, choose the device, seed; log to a file if that is asked for.
@@ -369,8 +364,8 @@ class BaseStrategy(ABC):
                 :attr:`dispatch_kwargs`.
         """
         if default_args is None:
-            names = ("epoch_length", "max_epochs", "max_iters")
-            default_args = {k: v for k, v in self.dispatch_kwargs.items() if k in names}
+            known, names = self.dispatch_kwargs, ("epoch_length", "max_epochs", "max_iters")
+            default_args = {name: known[name] for name in names if name in known}
         return build_param_scheduler(scheduler, optim_wrapper, default_args)
 
     def model_state_dict(self) -> State:
@@ -424,18 +419,17 @@ class BaseStrategy(ABC):
         Raises:
             ValueError: if it is of more or fewer schedulers, or of others by name.
         """
-        schedulers, states = _by_name(self.param_schedulers), _by_name(state_dict)
-        ours, theirs = (Counter({k: len(v) for k, v in x.items()}) for x in (schedulers, states))
-        if ours != theirs:
+        ours, theirs = _by_name(self.param_schedulers), _by_name(state_dict)
+        counts, saved = ({k: len(v) for k, v in each.items()} for each in (ours, theirs))
+        if counts != saved:
             raise ValueError(
-                f"the checkpoint has states of {theirs.total()} schedulers {[*theirs]}, and there "
-                f"are {ours.total()} {[*ours]}. Set up the same, or resume with "
-                "resume_param_scheduler=False to begin with new ones"
+                f"the checkpoint has so many schedulers: {saved}, and this run: {counts}. Set up "
+                "the same, or give resume_param_scheduler=False to begin with new ones"
             )
-        for name, each in schedulers.items():
-            for scheduler, state in zip(each, states[name], strict=True):
-                if state:
-                    scheduler.load_state_dict(state)
+        pairs = [pair for name in ours for pair in zip(ours[name], theirs[name], strict=True)]
+        for scheduler, state in pairs:
+            if state:
+                scheduler.load_state_dict(state)
 
     def save_checkpoint(
         self,
@@ -512,60 +506,61 @@ class BaseStrategy(ABC):
 
     def resume(
         self,
-        filename: Path,
+        filename: Path | None,
         *,
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
         callback: Callable[[State], Any] | None = None,
-    ) -> State:
+    ) -> State | None:
         """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
 
         The generators are seeded by the checkpoint's seed, the number of iterations in
         ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`.
 
         Args:
-            filename: see :meth:`load_checkpoint`.
+            filename: see :meth:`load_checkpoint`; None is the newest intact one in ``work_dir``.
             resume_optimizer: False begins with a new optimizer.
             resume_param_scheduler: False begins with new schedulers.
             callback: see :meth:`load_checkpoint`.
 
         Returns:
-            What was not loaded, such as ``meta``.
+            What was not loaded, such as ``meta``; None if there was none in ``work_dir``.
 
         Raises:
             ValueError: if the file lacks a part; nothing was loaded then.
             CorruptCheckpointError: if the file is broken or unsafe.
             FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
         """
-        state = self._checkpointer(self.work_dir).read(filename)
+        checkpointer = self._checkpointer(self.work_dir)
+        if filename is None:
+            filename, state = checkpointer.read_newest() or (self.work_dir, None)
+            if state is None:
+                self.logger.info("No checkpoint in %s to resume from: a new run begins", filename)
+                return None
+        else:
+            state = checkpointer.read(filename)
         if callback is not None:
             callback(state)
-        return self._resume(state, filename, resume_optimizer, resume_param_scheduler)
-
-    def _resume(
-        self, state: State, path: Path, optimizer: bool = True, schedulers: bool = True
-    ) -> State:
-        optimizer = optimizer and hasattr(self, "optim_wrapper")
-        schedulers = schedulers and hasattr(self, "param_schedulers")
-        for part, wanted in (("optimizer", optimizer), ("param_schedulers", schedulers)):
-            if wanted and part not in state:
-                raise ValueError(
-                    f"{path} cannot be resumed in full: it has no {part!r}, only {sorted(state)}. "
-                    f"Give resume_{part.removesuffix('s')}=False to begin with a new one, or load "
-                    "the weights by load_checkpoint()"
-                )
-        self.logger.info("Resuming from %s", path)
+        with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
+        with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
+        wanted = ["optimizer"] * with_optimizer + ["param_schedulers"] * with_schedulers
+        if lacking := [part for part in wanted if part not in state]:
+            raise ValueError(
+                f"{filename} cannot be resumed in full: it has no {lacking}, only {sorted(state)}. "
+                "Give resume_optimizer=False or resume_param_scheduler=False to begin with a new "
+                "one, or load the weights by load_checkpoint()"
+            )
+        self.logger.info("Resuming from %s", filename)
         self.load_model_state_dict(state.pop("model"))
         meta = state.get("meta") or {}
-        if optimizer:
+        if with_optimizer:
             self.load_optim_state_dict(state.pop("optimizer"))
             self._count_passes(meta.get("iter", 0))
-        if schedulers:
+        if with_schedulers:
             self.load_scheduler_state_dict(state.pop("param_schedulers"))
-        saved = meta.get("seed", self.seed)
-        if saved != self.seed and self.environment.seed is not None:
-            self.logger.warning("The seed is %d, the checkpoint's, not %d", saved, self.seed)
-        self.seed = saved
+        if self.environment.seed not in (None, seed := meta.get("seed", self.seed)):
+            self.logger.warning("The seed is %d, that of the checkpoint", seed)
+        self.seed = seed
         seed_step(self.seed, meta.get("iter", 0), self.rank)
         return state
 
@@ -588,16 +583,9 @@ class BaseStrategy(ABC):
         Returns:
             What the method that was called returned, or None.
         """
-        if not isinstance(resume, bool):
-            return self.resume(resume)
-        if load_from is not None:
-            return self.resume(load_from) if resume else self.load_checkpoint(load_from)
-        found = self._checkpointer(self.work_dir).read_newest() if resume else None
-        if found is not None:
-            return self._resume(found[1], found[0])
-        if resume:
-            self.logger.info("No checkpoint in %s to resume from: a new run begins", self.work_dir)
-        return None
+        if resume is not False:
+            return self.resume(load_from if resume is True else resume)
+        return None if load_from is None else self.load_checkpoint(load_from)
 
     def _checkpointer(self, folder: str) -> Checkpointer:
         return Checkpointer(self.model, folder, sharded=self.saves_shards)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hooktrain.model.base_model import BaseModel
 from hooktrain.model.sharding import (
     WrapRule,
     build_mp_policy,
@@ -15,8 +14,7 @@ from hooktrain.model.sharding import (
     init_deferred,
     shard_model,
 )
-from hooktrain.solver.optim_wrapper import OptimWrapper
-from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy.base import BaseStrategy, ModelSource, State, wrappers_of
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.registry import STRATEGIES, did_you_mean, unwrap_model
@@ -83,11 +81,13 @@ class FSDPStrategy(BaseStrategy):
                 f"state_dict_cfg must be 'full' or 'sharded', but got {state_dict_cfg!r}"
                 f"{did_you_mean(state_dict_cfg, _STATES)}"
             )
-        self.wrap = wrap
-        self.mp_policy = build_mp_policy(mp_policy)
-        self.offload = offload
-        self.activation_checkpointing = activation_checkpointing
-        self.reshard_after_forward = reshard_after_forward
+        self.sharding: dict[str, Any] = {
+            "wrap": wrap,
+            "mp_policy": build_mp_policy(mp_policy),
+            "offload": offload,
+            "activation_checkpointing": activation_checkpointing,
+            "reshard_after_forward": reshard_after_forward,
+        }
         self.deferred_init = deferred_init
         self.saves_shards = _STATES[state_dict_cfg]
         self._names = WeakIdKeyDictionary()  # of the parameters as they were before
@@ -116,29 +116,15 @@ class FSDPStrategy(BaseStrategy):
                 "FSDPStrategy shards a model over processes, and nothing has started any: use "
                 "torchrun or hooktrain.engine.launch(), or SingleDeviceStrategy for one process"
             )
-        step = getattr(type(model), "train_step", BaseModel.train_step)
-        if step is not BaseModel.train_step and not self.wrap:
-            self.logger.warning(
-                "%s has a train_step of its own: where that calls children instead of the model, "
-                "name these in wrap, or torch fails to mix shards with whole tensors",
-                type(model).__name__,
-            )
         model = self.convert_model(model)
         deferred = _on_meta(model)
         if not deferred:
             model = self.place_model(model)
         self._names.update((parameter, name) for name, parameter in model.named_parameters())
-        shard_model(
-            model,
-            wrap=self.wrap,
-            mp_policy=self.mp_policy,
-            offload=self.offload,
-            activation_checkpointing=self.activation_checkpointing,
-            reshard_after_forward=self.reshard_after_forward,
-            mesh=init_device_mesh(self.device.type, (self.world_size,)),
-        )
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        shard_model(model, mesh=mesh, **self.sharding)
         if deferred:
-            init_deferred(model, "cpu" if self.offload else self.device)
+            init_deferred(model, "cpu" if self.sharding["offload"] else self.device)
             for module in model.modules():  # they are not offloaded
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(self.device)

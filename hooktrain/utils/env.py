@@ -3,6 +3,8 @@
 import logging
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -53,6 +55,18 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     random.seed(mixed)
     if (device := _device_in_use()) is not None:
         torch.get_device_module(device).manual_seed(mixed)
+
+
+@contextmanager
+def preserved_rng_state() -> Iterator[None]:
+    """Afterwards the generators of the CPU are as before, whatever was drawn or happened inside."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _device_in_use() -> str | None:

@@ -106,13 +106,13 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on(tmp_path: Path) -> Non
     first = prepared(tmp_path)
     first.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)
     nn.init.zeros_(first.model.last.weight)
-    with pytest.raises(ValueError, match=r"no 'optimizer'.*Give resume_optimizer=False"):
+    with pytest.raises(ValueError, match=r"no \['optimizer'\].*Give resume_optimizer=False"):
         first.resume(tmp_path / "a.pth")
     assert not first.model.last.weight.any()
     first.resume(tmp_path / "a.pth", resume_optimizer=False)
     assert first.model.last.weight.all()
     first.save_checkpoint(tmp_path / "b.pth", save_param_scheduler=False)
-    with pytest.raises(ValueError, match=r"no 'param_schedulers'.*resume_param_scheduler=False"):
+    with pytest.raises(ValueError, match=r"no \['param_schedulers'\].*param_scheduler=False"):
         first.resume(tmp_path / "b.pth")
     first.resume(tmp_path / "b.pth", resume_param_scheduler=False)
 
@@ -129,10 +129,10 @@ def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
 def test_other_schedulers_than_those_saved_are_refused(tmp_path: Path) -> None:
     prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
     second = prepared(tmp_path, param_scheduler=[STEP, STEP])
-    with pytest.raises(ValueError, match=r"states of 1 schedulers \[''\], and there are 2 \[''\]"):
+    with pytest.raises(ValueError, match=r"so many schedulers: {'': 1}, and this run: {'': 2}"):
         second.resume(tmp_path / "a.pth")
     third = prepared(tmp_path, optim_wrapper={"first": SGD, "last": SGD})
-    with pytest.raises(ValueError, match=r"there are 2 \['first', 'last'\]"):
+    with pytest.raises(ValueError, match=r"this run: {'first': 1, 'last': 1}"):
         third.load_scheduler_state_dict([])
 
 
@@ -275,7 +275,9 @@ def test_the_weights_of_a_checkpointer_load(tmp_path: Path) -> None:
     strategy = prepared(tmp_path / "other")
     assert strategy.load_checkpoint(tmp_path / "model_final.pth") == {"iteration": 9}
     assert torch.equal(strategy.model_state_dict()["last.weight"], model.last.weight)
-    with pytest.raises(ValueError, match="cannot be resumed in full: it has no 'optimizer'"):
+    with pytest.raises(
+        ValueError, match=r"in full: it has no \['optimizer', 'param"
+    ):
         strategy.resume(tmp_path / "model_final.pth")
 
 
