@@ -23,6 +23,10 @@ FLOORS = {
 }
 
 
+# They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
+HEAVY = {"hooktrain.checkpoint.folders"}
+
+
 def modules() -> dict[str, ast.Module]:
     trees = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -91,7 +95,7 @@ def test_imports_of_the_package_are_absolute_and_stand_at_the_top_of_a_file() ->
         relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
         top = set(package_imports(ast.Module(tree.body, []), set(trees)))
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-        inner = {t for f in functions for t in package_imports(f, set(trees))}
+        inner = {t for f in functions for t in package_imports(f, set(trees))} - HEAVY
         if relative or inner:
             wrong.append((name, sorted(inner), len(relative), len(top)))
     assert wrong == []

@@ -32,16 +32,15 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hooktrain.checkpoint.sharded import save_sharded
-from hooktrain.checkpoint.sharded_loading import load_sharded
-from hooktrain.checkpoint.staging import StagingBuffers
-from hooktrain.checkpoint.storage import load_file, save_file, verify_file
+from hooktrain.checkpoint.files import load_file, save_file, verify_file
+from hooktrain.checkpoint.folders import load_folder, save_folder
 from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
@@ -178,27 +177,32 @@ def write_durably(path: Path, content: memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def stager() -> DefaultStager:
+    """What keeps the memory that states are copied to."""
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
 def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
     """GB/s of what is done to the bytes of a checkpoint."""
     count = 48
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
     total = count * size * 4 / 1e9
-    buffers, content = StagingBuffers(), memoryview(torch.rand(count * size).numpy()).cast("B")
+    buffers, content = stager(), memoryview(torch.rand(count * size).numpy()).cast("B")
     raw, ours, plain = folder / "raw", folder / "ours.pth", folder / "plain.pth"
     sharded = folder / "sharded"
     # In this order: what reads comes after what writes.
     steps: dict[str, Callable[[], object]] = {
-        "copy into fresh memory": lambda: StagingBuffers().stage(state),
+        "copy into fresh memory": lambda: stager().stage(state),
         "copy into kept memory": lambda: buffers.stage(state),
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),
-        "save_sharded (sha256, fsync)": lambda: save_sharded(state, sharded),
+        "save_folder (sha256, fsync)": lambda: save_folder(state, sharded),
         "sha256 alone": lambda: hashlib.sha256(content).digest(),
         "verify_file (all checksums)": lambda: verify_file(ours),
         "load_file (verified)": lambda: load_file(ours),
-        "load_sharded (verified)": lambda: load_sharded(sharded, into=state),
+        "load_folder (verified)": lambda: load_folder(sharded),
     }
     buffers.stage(state)
     return {name: total / seconds_of(step, rounds) for name, step in steps.items()}
@@ -253,8 +257,8 @@ def costs(speed: dict[str, float], billions: float, ranks: int) -> list[Any]:
     """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds."""
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"]
-    background = share / speed["save_sharded (sha256, fsync)"]
-    restore = share / speed["load_sharded (verified)"]
+    background = share / speed["save_folder (sha256, fsync)"]
+    restore = share / speed["load_folder (verified)"]
     return [billions, ranks, 12 * billions, share, blocked, background, restore]
 
 

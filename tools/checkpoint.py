@@ -18,21 +18,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hooktrain.checkpoint.manifest import verify_folder
-from hooktrain.checkpoint.sharded import save_sharded
-from hooktrain.checkpoint.sharded_loading import read_sharded
-from hooktrain.checkpoint.storage import CorruptCheckpointError, load_file, save_file, verify_file
-from hooktrain.checkpoint.tree import split_state
+from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file, verify_file
+from hooktrain.checkpoint.folders import read_folder, save_folder, split_state, verify_folder
 
 
 def inspect(path: Path) -> None:
     """Print a table of the tensors, and the other values below."""
-    state = (
-        read_sharded(path, map_location="meta")
-        if path.is_dir()
-        else load_file(path, map_location="meta")
-    )
-    rest, _, tensors = split_state(state)
+    rest, tensors = split_state(read(path, "meta"))
     rows = [
         [name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"]
         for name, tensor in tensors.items()
@@ -45,7 +37,7 @@ def inspect(path: Path) -> None:
 
 
 def plain_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The dotted names of what stands in nested dicts, with short texts of the values."""
+    """The dotted names of the values in nested dicts, with short texts of them."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from plain_values(item, f"{name}.{key}" if name else str(key))
@@ -56,11 +48,9 @@ def plain_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def verify(path: Path) -> None:
     """Read every byte and compare all checksums."""
     if path.is_dir():
-        manifest = verify_folder(path)
-        sizes = [record.size for record in manifest["files"].values()]
-        ranks, torch_version = manifest["world_size"], manifest["torch"]
-        print(f"{path} is intact: written by {ranks} ranks with torch {torch_version}, ", end="")
-        print(f"{len(sizes)} files, {sum(sizes):,} bytes")
+        verify_folder(path)
+        sizes = [file.stat().st_size for file in path.iterdir()]
+        print(f"{path} is intact: {len(sizes)} files, {sum(sizes):,} bytes")
     else:
         verify_file(path)
         print(f"{path} is intact: {path.stat().st_size:,} bytes")
@@ -69,13 +59,21 @@ def verify(path: Path) -> None:
 def to_file(folder: Path, file: Path) -> None:
     """Convert a sharded folder into one file."""
     refuse_to_replace(file)
-    save_file(read_sharded(folder), file)
+    save_file(read(folder), file)
 
 
 def to_sharded(file: Path, folder: Path) -> None:
     """Convert one file into a sharded folder."""
     refuse_to_replace(folder)
-    save_sharded(load_file(file), folder)
+    save_folder(load_file(file), folder)
+
+
+def read(path: Path, map_location: str = "cpu") -> Any:
+    """Verify and load a file or a folder."""
+    if not path.is_dir():
+        return load_file(path, map_location)
+    verify_folder(path)
+    return read_folder(path, map_location=map_location)
 
 
 def refuse_to_replace(path: Path) -> None:

@@ -1,17 +1,22 @@
 """How state becomes a durable, verified file, and comes back."""
 
 from hooktrain.checkpoint.checkpointer import Checkpointer
-from hooktrain.checkpoint.periodic import PeriodicCheckpointer
-from hooktrain.checkpoint.retention import files_to_delete
-from hooktrain.checkpoint.sources import local_path, register_scheme
-from hooktrain.checkpoint.state_names import revise_names, take_prefix
-from hooktrain.checkpoint.storage import (
+from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     load_file,
     save_file,
     verify_file,
 )
-from hooktrain.checkpoint.surgery import IncompatibleKeys, load_checkpoint, load_model_state
+from hooktrain.checkpoint.periodic import PeriodicCheckpointer
+from hooktrain.checkpoint.resume import files_to_delete
+from hooktrain.checkpoint.sources import local_path, register_scheme
+from hooktrain.checkpoint.surgery import (
+    IncompatibleKeys,
+    load_checkpoint,
+    load_model_state,
+    revise_names,
+    take_prefix,
+)
 
 __all__ = [
     "Checkpointer",

@@ -4,50 +4,52 @@ import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
-from hooktrain.utils import comm
+from torch.distributed import ProcessGroup
 
-__all__ = ["on_all_ranks", "on_main_process"]
+from hooktrain.utils import comm
 
 T = TypeVar("T")
 
 
-def on_all_ranks(function: Callable[[], T]) -> T:
-    """Call a function on every rank; raise the error of the first that failed on all. Collective.
-
-    Where none failed, that is one sum of one number.
+def on_all_ranks(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+    """Call a function on every rank. If it fails on one, its error is raised on all. Collective.
 
     Args:
-        function: makes no collective calls, since another rank may have failed before.
+        function: makes no collective calls, since it may fail on another rank. What it returns is
+            sent to all ranks, so it must be picklable.
+        group: of all ranks; by default that of :mod:`hooktrain.utils.comm`. A thread needs a group
+            that nobody else uses.
 
     Returns:
-        What it returned on this rank.
+        What it returned on each rank, in their order.
+
+    Raises:
+        Exception: the error of the first rank that failed.
     """
-    result, error = None, None
+    if comm.get_world_size() == 1:
+        return [function()]
+    result: T | None = None
+    error: Exception | None = None
     try:
         result = function()
-    except Exception as problem:  # raised below, once all ranks are here
+    except Exception as problem:  # raised below, when all ranks know
         error = problem
-    if comm.any_rank(error is not None):
-        raise next(e for e in comm.all_gather(_portable(error)) if e is not None)
-    return result  # type: ignore[return-value]  # the function returned it
+    outcomes = comm.all_gather((result, _portable(error)), group)
+    for _, first in outcomes:
+        if first is not None:
+            raise first from error
+    return [own for own, _ in outcomes]  # type: ignore[misc]  # none has failed
 
 
-def on_main_process(function: Callable[[], T]) -> T:
-    """Call a function on the main process; return, or raise, the same on every rank. Collective.
+def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """Call a function on the main process; return or raise the same on every rank. Collective.
 
     Args:
-        function: what it returns is sent to the other ranks, so it must be picklable.
+        function: as for :func:`on_all_ranks`.
+        group: as for :func:`on_all_ranks`.
     """
-    result, error = None, None
-    if comm.is_main_process():
-        try:
-            result = function()
-        except Exception as problem:  # raised below, once the others know
-            error = problem
-    result, error = comm.broadcast((result, _portable(error)))
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # the function returned it
+    is_main = comm.is_main_process()
+    return on_all_ranks(lambda: function() if is_main else None, group)[0]  # type: ignore[return-value]
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -2,30 +2,36 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from hooktrain.checkpoint.discovery import (
+from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
+from hooktrain.checkpoint.files import CorruptCheckpointError, check_storable, write_file
+from hooktrain.checkpoint.formats import read_on_all_ranks
+from hooktrain.checkpoint.resume import (
     NOTHING_YET,
     POINTER,
-    Found,
     checkpoint_names,
-    newest_good,
+    names_to_resume,
     read_pointer,
-    resumable_names,
     write_pointer,
 )
-from hooktrain.checkpoint.loading import restore
-from hooktrain.checkpoint.reading import read_on_all_ranks
-from hooktrain.checkpoint.saving import FileSaver, FolderSaver, OnError, OnSaved, Saver, check_name
 from hooktrain.checkpoint.sources import local_path
+from hooktrain.checkpoint.surgery import choose_parts, load_model_state
 from hooktrain.utils import comm
+from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.dtensor import full_tensors
+from hooktrain.utils.file_io import is_disk_full, sweep
 from hooktrain.utils.registry import unwrap_model
 
-__all__ = ["Checkpointer"]
+# Ranks that have failed are ended by their launcher after 10 s.
+_GIVE_UP_SECONDS = 5.0
 
 State = dict[str, Any]
 
@@ -37,23 +43,25 @@ class Checkpointer:
     "iteration": ...}``, as detectron2's do, which load too. The file ``<save_dir>/last_checkpoint``
     holds the name of the one to resume from.
 
-    Every rank may call :meth:`save` (a state may need collectives to be gathered), and so may one
-    rank alone, unless the model is sharded; there is no barrier in it. :meth:`load` and
+    Every rank may call :meth:`save` (gathering a state may be collective), and so may one rank
+    alone, unless the model is sharded; there is no barrier in it. :meth:`load` and
     :meth:`resume_or_load` must be called by all ranks, which agree on one checkpoint.
 
     With ``sharded``, a checkpoint is a folder ``<save_dir>/<name>`` that all ranks write together,
-    each its shards, and :meth:`save` is a collective. Files and folders are both loaded in either
-    case, by any number of ranks; of a folder each reads its shards of what the model has sharded.
+    each its shards, and :meth:`save` is collective. Files and folders are both loaded in either
+    case, by any number of ranks. Of a folder each rank reads its shards of what the model has
+    sharded.
 
     With ``background``, :meth:`save` copies the state into memory that is kept for it, and a thread
-    writes while training goes on. One save is under way at a time: all other methods wait for it
-    first (a collective if it is sharded, as it gets its name then), and raise what failed. So call
-    :meth:`wait` at the end, as :class:`PeriodicCheckpointer` does after the last iteration.
+    does all the rest while training goes on. One save runs at a time: all other methods wait for it
+    first, and raise what failed. So call :meth:`wait` at the end, as
+    :class:`PeriodicCheckpointer` does after the last iteration.
 
     Attributes:
         model: the model, without the wrapper of DDP or DataParallel if it had one.
         save_dir: the folder; "" if nothing is to be saved.
         sharded: whether checkpoints are saved as folders of shards.
+        background: whether they are written in a thread.
         checkpointables: what is saved beside the model, by name.
         logger: for the messages.
 
@@ -84,13 +92,16 @@ class Checkpointer:
         self.model = unwrap_model(model)
         self.save_dir = os.fspath(save_dir)
         self.sharded = sharded
+        self.background = background
         self.logger = logging.getLogger(__name__)
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self._save_to_disk = save_to_disk
-        self._saver: Saver = FolderSaver(background) if sharded else FileSaver(background)
-        self._has_warned = False
+        self._worker = BackgroundWorker("checkpoint")
+        self._stager: Any = None
+        self._group: ProcessGroup | None = None
+        self._is_prepared = self._has_warned = False
 
     @property
     def save_to_disk(self) -> bool:
@@ -122,8 +133,8 @@ class Checkpointer:
         name: str,
         *,
         tag: bool = True,
-        on_saved: OnSaved | None = None,
-        on_error: OnError | None = None,
+        on_saved: Callable[[str], object] | None = None,
+        on_full: Callable[[OSError], object] | None = None,
         **extra: Any,
     ) -> None:
         """Write a checkpoint, then make it the one to resume from.
@@ -134,32 +145,28 @@ class Checkpointer:
         Args:
             name: of the checkpoint, without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
-            on_saved: called with the path when the checkpoint is there for good, on the rank that
-                gives it its name; in the background in a thread. It must raise nothing and must
-                not call this checkpointer.
-            on_error: called with the error if the checkpoint cannot be written, in place of raising
-                it; of what fails in the background, by the next call.
+            on_saved: called with the path when the checkpoint is complete, in the process that
+                gives it its name; in the background in a thread. It must not call this object.
+            on_full: called with the error if the disk is full, in place of raising it; in the
+                background in a thread.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
-            ValueError: if ``name`` has a folder or seems to end with a digest (``-`` and eight or
-                more hexadecimal digits), or an extra entry has the name of a state.
+            ValueError: if ``name`` has a folder, or an extra entry has the name of a state.
             TypeError: if a state holds what could not be loaded back; it names the key.
             OSError: if the disk is full or fails; the files are as they were. Also what failed in
                 the background in the save before; this one is not begun then.
         """
-        check_name(name)
         if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
             raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
-        if not self.save_dir:
-            if not self._has_warned:
-                self.logger.warning("Nothing is saved, since save_dir is empty")
+        if self.save_dir:
+            self.wait()
+            items = {"model": self.model, **self.checkpointables}
+            state = {key: item.state_dict() for key, item in items.items()} | extra
+            self.write(name, state, tag=tag, on_saved=on_saved, on_full=on_full)
+        elif not self._has_warned:
+            self.logger.warning("Nothing is saved, since save_dir is empty")
             self._has_warned = True
-            return
-        self.wait()
-        items = {"model": self.model, **self.checkpointables}
-        state: State = {key: item.state_dict() for key, item in items.items()} | extra
-        self.write(name, state, tag=tag, on_saved=on_saved, on_error=on_error)
 
     def write(
         self,
@@ -167,8 +174,8 @@ class Checkpointer:
         state: State,
         *,
         tag: bool = True,
-        on_saved: OnSaved | None = None,
-        on_error: OnError | None = None,
+        on_saved: Callable[[str], object] | None = None,
+        on_full: Callable[[OSError], object] | None = None,
     ) -> None:
         """What :meth:`save` does with the state that it has put together.
 
@@ -177,46 +184,110 @@ class Checkpointer:
             state: with the model's under ``"model"``.
             tag: as for :meth:`save`.
             on_saved: as for :meth:`save`.
-            on_error: as for :meth:`save`.
+            on_full: as for :meth:`save`.
         """
-        if not self.sharded:
+        if not name.strip(".") or name != os.path.basename(name):
+            raise ValueError(f"name must be a file name without a folder, got {name!r}")
+        self.wait()
+        path = os.path.abspath(os.path.join(self.save_dir, name))
+        if self.sharded:
+            on_main_process(lambda: self._prepare(state))
+        else:
             state = full_tensors(state)
             if not self.save_to_disk:
                 return
-        path = os.path.join(self.save_dir, name if self.sharded else name + ".pth")
+            self._prepare(state)
+            path += ".pth"
         self.logger.info("Saving checkpoint to %s", path)
-        self._saver.save(state, os.path.abspath(path), tag, on_saved, on_error)
+        if not self.background:
+            self._write(state, path, tag, on_saved, on_full)
+            return
+        together = self._writes_together()
+        if together and self._group is None:
+            self._group = dist.new_group(backend="gloo")  # the thread's own
+        job = partial(self._write, self._stage(state), path, tag, on_saved, on_full)
+        # A rank that ends does not wait for others that may never come.
+        self._worker.submit(job, daemon=together)
 
-    def poll(self) -> None:
-        """Do what :meth:`wait` does, unless that would take time. Collective, as that is."""
-        self._saver.poll()
+    def _writes_together(self) -> bool:
+        return self.sharded and comm.get_world_size() > 1
 
-    def wait(self, *, together: bool = False) -> None:
-        """Wait until nothing is being saved. Collective, if a sharded checkpoint is.
+    def _prepare(self, state: State) -> None:
+        """Refuse what would not load; before the first save, sweep what a killed run has left."""
+        check_storable(state, shards=self.sharded)
+        os.makedirs(self.save_dir, exist_ok=True)
+        if not self._is_prepared:
+            sweep(self.save_dir)
+            self._is_prepared = True
 
-        Args:
-            together: always collective: no rank goes on before what all of them save is on the
-                disk, and what failed on one is raised on all.
+    def _stage(self, state: State) -> State:
+        """Copy a state into host memory that is kept for it, so that training may go on."""
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            accelerated = torch.accelerator.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=torch.cuda.is_available(),
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=accelerated,
+                )
+            )
+        staged: State = self._stager.stage(state)  # host-device synchronisation: the copies arrive
+        return staged
+
+    def _write(
+        self,
+        state: State,
+        path: str,
+        tag: bool,
+        on_saved: Callable[[str], object] | None,
+        on_full: Callable[[OSError], object] | None,
+    ) -> None:
+        """Write a file alone or a folder with all ranks; in the background, in a thread."""
+
+        def finish() -> None:
+            if tag:
+                write_pointer(*os.path.split(path))
+            if on_saved is not None:
+                on_saved(path)
+
+        try:
+            if self.sharded:
+                from hooktrain.checkpoint.folders import save_folder
+
+                save_folder(state, path, self._group)
+                on_main_process(finish, self._group)
+            else:
+                write_file(state, path)
+                finish()
+        except OSError as error:
+            if on_full is None or not is_disk_full(error):
+                raise
+            on_full(error)
+
+    def wait(self) -> None:
+        """Wait until nothing is being saved.
 
         Raises:
-            Exception: what failed in the background, unless there is an ``on_error`` for it.
+            Exception: what failed in the background. What ranks write together fails on all.
         """
-        if together:
-            self._saver.wait_on_all_ranks()
-        else:
-            self._saver.wait()
+        self._worker.wait()
 
     def give_up(self) -> None:
-        """After a failure: as :meth:`wait`, but never collective.
+        """Wait as :meth:`wait` does, but after a failure not for ranks that may never come.
 
-        A file is completed. What several ranks write together is not, and swept by a later save.
+        A file is completed. So is a folder, if all ranks write their parts within some seconds;
+        otherwise a later save sweeps it.
         """
-        self._saver.give_up()
+        if not self._worker.wait(_GIVE_UP_SECONDS if self._writes_together() else None):
+            self.logger.error("The checkpoint that is being saved is given up")
 
     def load(
         self, path: str | os.PathLike[str], checkpointables: Iterable[str] | None = None
     ) -> State:
-        """Load the model, and the checkpointables that the file has. For all ranks to call.
+        """Load the model, and the checkpointables that the file has. Collective.
 
         Nothing is changed unless the file is intact and all that was asked for is in it.
 
@@ -231,7 +302,7 @@ class Checkpointer:
             The entries that were not loaded, such as ``{"iteration": 99}``.
 
         Raises:
-            FileNotFoundError: or another OSError, if the main process cannot read it.
+            OSError: on every rank, if one cannot read it.
             CorruptCheckpointError: if it is broken or unsafe.
             ValueError: if a name in ``checkpointables`` is unknown, or not in the file.
         """
@@ -239,30 +310,53 @@ class Checkpointer:
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
-        return restore(path, self.read(path), self.model, self.checkpointables, checkpointables)
+        return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: str | os.PathLike[str]) -> State:
         """The content of a file or folder, verified, with the model's state under ``"model"``.
 
         Nothing is loaded. Of a folder, each rank reads its shards of what the model has sharded.
-        For all ranks to call.
+        Collective.
 
         Args:
             path: as in :meth:`load`, which says what is raised.
         """
-        self.wait(together=True)
+        on_all_ranks(self.wait)
         return read_on_all_ranks(local_path(path), self.model)
 
-    def read_newest(self) -> Found | None:
+    def read_newest(self) -> tuple[str, State] | None:
         """The path and the content of the newest intact checkpoint of ``save_dir``, if any.
 
-        Broken ones are passed over with a warning each. For all ranks to call.
+        The folder of the main process counts. Those that are passed over are logged with the
+        reason. Collective.
 
         Raises:
             CorruptCheckpointError: if there are checkpoints and none is intact.
         """
-        self.wait(together=True)
-        return newest_good(self.save_dir, self.model)
+        on_all_ranks(self.wait)
+        pointed = on_main_process(lambda: read_pointer(self.save_dir))
+        in_turn, problems = names_to_resume(self.save_dir, pointed), {}
+        while name := on_main_process(lambda: next(in_turn, None)):
+            path = os.path.join(self.save_dir, name)
+            try:
+                state = read_on_all_ranks(path, self.model)
+            except (OSError, CorruptCheckpointError) as error:  # the same one on every rank
+                self.logger.warning("Passing over the checkpoint %s: %s", path, error)
+                problems[name] = str(error)
+                continue
+            if name != pointed:
+                self.logger.warning("Resuming from %s, which %s does not name", path, POINTER)
+            return path, state
+        if problems:
+            listing = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
+            raise CorruptCheckpointError(
+                f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, or resume "
+                f"elsewhere, to start from scratch:\n{listing}"
+            )
+        if ignored := on_main_process(lambda: checkpoint_names(self.save_dir)):
+            reason = "they are of an earlier run" if pointed == NOTHING_YET else "no last iteration"
+            self.logger.warning("Not resuming from %s in %r: %s", ignored, self.save_dir, reason)
+        return None
 
     def resume_or_load(
         self,
@@ -271,9 +365,9 @@ class Checkpointer:
         resume: bool = True,
         checkpointables: Iterable[str] | None = None,
     ) -> State:
-        """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``.
+        """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``. Collective.
 
-        Broken ones are passed over with a warning each. For all ranks to call.
+        Broken ones are passed over with a warning each.
 
         Args:
             path: the model to start from where there is no checkpoint, as in :meth:`load`, or ""
@@ -290,18 +384,29 @@ class Checkpointer:
             FileNotFoundError: if there is no ``path``.
             ValueError: if the checkpoint lacks a checkpointable.
         """
-        if resume and self.save_dir:
-            found = self.read_newest()
-            if found is not None:
-                return restore(
-                    *found, self.model, self.checkpointables, checkpointables, must_have_all=True
-                )
+        if resume and self.save_dir and (found := self.read_newest()) is not None:
+            return self._restore(*found, checkpointables, must_have_all=True)
         return self.load(path, checkpointables=[])
+
+    def _restore(
+        self, path: str, state: State, names: Iterable[str] | None, must_have_all: bool = False
+    ) -> State:
+        """Load the model and what is chosen beside it; return the other entries."""
+        chosen = choose_parts(path, state, self.checkpointables, names, must_have_all)
+        self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
+        load_model_state(self.model, state["model"])
+        for key, options in chosen.items():
+            self.checkpointables[key].load_state_dict(state[key], **options)
+        left = {key: item for key, item in state.items() if key not in {"model", *chosen}}
+        if unused := [key for key in left if key != "iteration"]:
+            self.logger.info("Entries of %s that were not loaded: %s", path, ", ".join(unused))
+        return left
 
     def begin_anew(self) -> None:
         """Let no checkpoint that is there now be resumed from; nothing is deleted.
 
-        Killed before its first checkpoint, a run would otherwise go on with that of an earlier one.
+        Otherwise a run that is killed before its first checkpoint would go on with that of an
+        earlier one.
         """
         if self.save_to_disk and (found := self.get_checkpoint_file()):
             message = "%s is of an earlier run: not resumed from unless you write its name to %s"
@@ -309,7 +414,7 @@ class Checkpointer:
             write_pointer(self.save_dir, NOTHING_YET)
 
     def has_checkpoint(self) -> bool:
-        """Whether there is something to resume from, be it intact or not."""
+        """Whether there is something to resume from, intact or not."""
         return bool(self.get_checkpoint_file())
 
     def get_checkpoint_file(self) -> str:
@@ -317,7 +422,7 @@ class Checkpointer:
         self.wait()
         if not self.save_dir:
             return ""
-        name = next(resumable_names(self.save_dir, read_pointer(self.save_dir)), "")
+        name = next(names_to_resume(self.save_dir, read_pointer(self.save_dir)), "")
         return os.path.join(self.save_dir, name) if name else ""
 
     def get_all_checkpoint_files(self) -> list[str]:

@@ -3,18 +3,13 @@
 import logging
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hooktrain.checkpoint.checkpointer import Checkpointer
-from hooktrain.checkpoint.discovery import checkpoint_names, read_pointer
-from hooktrain.checkpoint.folder import delete_folder, is_sharded
-from hooktrain.checkpoint.reading import verify_checkpoint
-from hooktrain.checkpoint.retention import files_to_delete
-from hooktrain.checkpoint.storage import CorruptCheckpointError
-from hooktrain.utils.file_io import is_disk_full
-
-__all__ = ["PeriodicCheckpointer"]
+from hooktrain.checkpoint.files import CorruptCheckpointError
+from hooktrain.checkpoint.formats import verify_checkpoint
+from hooktrain.checkpoint.resume import checkpoint_names, files_to_delete, read_pointer
+from hooktrain.utils.file_io import delete
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +73,22 @@ class PeriodicCheckpointer:
         Raises:
             OSError: if the disk is full at the last save, or fails otherwise at any.
         """
+        is_last = self.max_iter is not None and iteration >= self.max_iter - 1
+        if is_last or (iteration + 1) % self.period == 0:
+            self.save_at(iteration, **extra)
+
+    def save_at(self, iteration: int, **extra: Any) -> None:
+        """Save as :meth:`step` does, whether it is due or not."""
         if self.max_iter is not None and iteration >= self.max_iter - 1:
-            self.save(f"{self.file_prefix}_final", iteration=iteration, **extra)
+            self.checkpointer.save(f"{self.file_prefix}_final", iteration=iteration, **extra)
             self.checkpointer.wait()
-        elif (iteration + 1) % self.period == 0:
-            self.save(
+        else:
+            delete_old = None if self.max_to_keep is None else partial(self._delete_old, iteration)
+            self.checkpointer.save(
                 f"{self.file_prefix}_{iteration:07d}",
                 iteration=iteration,
-                on_saved=partial(self._delete_old, iteration),
-                on_error=self._go_on_if_full,
+                on_saved=delete_old,
+                on_full=self._go_on,
                 **extra,
             )
 
@@ -94,17 +96,14 @@ class PeriodicCheckpointer:
         """The same as ``checkpointer.save``: at any time, under any name."""
         self.checkpointer.save(name, **extra)
 
-    def _go_on_if_full(self, error: Exception) -> None:
-        if not isinstance(error, OSError) or not is_disk_full(error):
-            raise error
+    def _go_on(self, error: OSError) -> None:
         # The error names the path and the free space.
         message = "NOT SAVED: %s. Training goes on; the next attempt is in %d iterations"
         logger.error(message, error, self.period)
 
     def _delete_old(self, iteration: int, newest: str) -> None:
         """Delete what is too old, if the newest checkpoint is good. In any thread."""
-        if self.max_to_keep is None:
-            return
+        assert self.max_to_keep is not None
         folder = os.path.dirname(newest)
         try:
             old = files_to_delete(
@@ -121,13 +120,6 @@ class PeriodicCheckpointer:
             return
         for name in old:
             try:
-                _delete(os.path.join(folder, name))
+                delete(os.path.join(folder, name))
             except OSError as error:
                 logger.warning("Cannot delete the old checkpoint: %s", error)
-
-
-def _delete(path: str) -> None:
-    if is_sharded(path):
-        delete_folder(Path(path))
-    else:
-        os.remove(path)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
-from typing import Any, TypeVar, overload
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -15,32 +15,22 @@ from urllib.request import Request, urlopen
 import torch
 
 from hooktrain.checkpoint.agreement import on_all_ranks
-from hooktrain.checkpoint.storage import CorruptCheckpointError
+from hooktrain.checkpoint.files import CorruptCheckpointError
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import atomic_write
-
-__all__ = ["Loader", "check_digest", "digest_in_name", "local_path", "register_scheme"]
 
 logger = logging.getLogger(__name__)
 
 Loader = Callable[[str], str | os.PathLike[str]]
 """Takes an address, and returns the path of a local file."""
 
-L = TypeVar("L", bound=Loader)
-
 _loaders: dict[str, Loader] = {}
 
-_DIGEST = re.compile(r"-([0-9a-f]{8,64})\.")
+# As torch.hub and MMEngine name files: resnet18-f37072fd.pth, with the first digits of the SHA-256.
+# Decimal digits alone are the date in model-20240101.pth.
+_DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60.0
-
-
-@overload
-def register_scheme(prefixes: str | Sequence[str], loader: L, *, force: bool = False) -> L: ...
-
-
-@overload
-def register_scheme(prefixes: str | Sequence[str], *, force: bool = False) -> Callable[[L], L]: ...
 
 
 def register_scheme(
@@ -66,6 +56,9 @@ def register_scheme(
             a machine.
         force: replace the loader that a prefix has, instead of refusing.
 
+    Returns:
+        The loader.
+
     Raises:
         KeyError: if a prefix has a loader; nothing was registered.
         ValueError: if a prefix is empty, as paths would have it too.
@@ -90,8 +83,7 @@ def local_path(address: str | os.PathLike[str]) -> str:
     installed, and ``torchvision://resnet18.imagenet1k_v1`` certain ones. More can be added by
     :func:`register_scheme`. Anything else is a path, which is not looked at here.
 
-    For all ranks to call, unless it is a path: one process of each machine fetches, and the others
-    wait for it.
+    Collective, unless it is a path: one process of each machine fetches, and the others wait.
 
     Raises:
         ValueError: if it begins with a scheme that nobody has registered.
@@ -109,55 +101,19 @@ def local_path(address: str | os.PathLike[str]) -> str:
             )
         return os.path.expanduser(address)
     loader = _loaders[max(known, key=len)]
-    if comm.get_world_size() == 1:
-        return os.fspath(loader(address))
-    local_rank = comm.get_local_rank()
-    path = on_all_ranks(lambda: "" if local_rank else os.fspath(loader(address)))
+    local_rank = comm.get_local_rank() if comm.get_world_size() > 1 else 0
+    paths = on_all_ranks(lambda: "" if local_rank else os.fspath(loader(address)))
     # The ranks of a machine follow one another.
-    return comm.all_gather(path)[comm.get_rank() - local_rank]
+    return paths[comm.get_rank() - local_rank]
 
 
-def digest_in_name(path: str | os.PathLike[str]) -> str | None:
-    """The digest in a file name such as ``resnet18-f37072fd.pth``, if there is one.
-
-    That is what torch.hub and MMEngine write: after a dash and before a dot, at least eight
-    hexadecimal digits, the first ones of the file's SHA-256. Decimal digits alone, as one digest in
-    43 has them, do not count: they are the date in ``model-20240101.pth``.
-    """
-    match = _DIGEST.search(os.path.basename(path))
-    return match[1] if match and not match[1].isdecimal() else None
-
-
-def check_digest(path: str | os.PathLike[str]) -> None:
-    """Compare a file with the digest in its name; nothing happens if there is none.
-
-    Raises:
-        CorruptCheckpointError: if it is another.
-    """
-    if expected := digest_in_name(path):
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        _compare_digests(expected, digest.hexdigest(), os.fspath(path))
-
-
-def _compare_digests(expected: str, found: str, path: str) -> None:
-    if not found.startswith(expected):
-        raise CorruptCheckpointError(
-            f"{path} is not what its name tells: the SHA-256 should begin with {expected}, and is "
-            f"{found}. Remove the file, if it is a broken download; rename it, if that is no digest"
-        )
-
-
-@register_scheme(["http://", "https://"])
 def _download(url: str) -> str:
     """Download a file, or find it where an earlier download has left it."""
     name = os.path.basename(urlsplit(url).path)
     if name in ("", ".", ".."):
         raise ValueError(f"the address must end with the name of a file: {url!r}")
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
-    if not digest_in_name(name):
+    if not _DIGEST.search(name):
         # The files of two addresses may have one name, and torch.hub does not tell them apart.
         folder = os.path.join(folder, hashlib.sha256(url.encode()).hexdigest()[:16])
     path = os.path.join(folder, name)
@@ -178,7 +134,7 @@ def _download(url: str) -> str:
 
 
 def _write_download(url: str, path: str) -> None:
-    """Download to ``path``; as long as that is not complete and checked, there is no such file."""
+    """Download to ``path``. There is no such file before it is complete and checked."""
     digest = hashlib.sha256()
     request = Request(url, headers={"User-Agent": "hooktrain"})  # some hosts refuse urllib's own
     with urlopen(request, timeout=_TIMEOUT_SECONDS) as response, atomic_write(path) as file:
@@ -189,11 +145,14 @@ def _write_download(url: str, path: str) -> None:
         expected, received = response.headers["Content-Length"], file.tell()
         if expected is not None and received != int(expected):
             raise ConnectionError(f"received {received:,} of {int(expected):,} bytes")
-        if name_digest := digest_in_name(path):
-            _compare_digests(name_digest, digest.hexdigest(), url)
+        told = _DIGEST.search(os.path.basename(path))
+        if told and not digest.hexdigest().startswith(told[1]):
+            raise CorruptCheckpointError(
+                f"{url} is not what its name tells: the SHA-256 should begin with {told[1]}, and "
+                f"is {digest.hexdigest()}"
+            )
 
 
-@register_scheme("torchvision://")
 def _from_torchvision(address: str) -> str:
     """Download weights of torchvision: ``torchvision://<model>`` or ``...<model>.<weights>``."""
     name, _, version = address.removeprefix("torchvision://").partition(".")
@@ -203,8 +162,12 @@ def _from_torchvision(address: str) -> str:
         raise ImportError(f"{address!r} needs torchvision: pip install torchvision") from error
     weights = models.get_model_weights(name)
     try:
-        url = weights[version.upper() or "DEFAULT"].url
+        url: str = weights[version.upper() or "DEFAULT"].url
     except KeyError:
         known = [f"{name}.{known.name.lower()}" for known in weights]
         raise ValueError(f"torchvision has no {version!r} of {name!r}, only {known}") from None
     return _download(url)
+
+
+register_scheme(["http://", "https://"], _download)
+register_scheme("torchvision://", _from_torchvision)

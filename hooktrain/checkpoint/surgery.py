@@ -1,10 +1,12 @@
-"""Load a model's state where names or shapes may differ, and tell every difference in a table."""
+"""A saved state into a model or a trainer: names, prefixes and shapes that differ, and parts."""
 
 import copy
+import inspect
 import logging
 import os
+import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +15,10 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hooktrain.checkpoint.reading import read_checkpoint
+from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.checkpoint.sources import local_path
-from hooktrain.checkpoint.state_names import revise_names, strip_prefix, take_prefix
 from hooktrain.utils.dtensor import shard_like
-
-__all__ = ["IncompatibleKeys", "load_checkpoint", "load_model_state"]
+from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     r"""Load a model from a file: of this package, detectron2, MMEngine, Lightning, or torch's own.
 
-    The state of the model is what stands under ``"model"`` or ``"state_dict"``, or the file is a
-    bare state dict. See :func:`load_model_state` for what is loaded and told, so for a prefix
-    ``module.``, which needs no ``revise_keys``. Nothing but the model is loaded; to resume a run
-    use :class:`~hooktrain.checkpoint.Checkpointer`.
+    The state of the model is under ``"model"`` or ``"state_dict"``, or the file is a bare state
+    dict. :func:`load_model_state` says what is loaded; it takes a prefix ``module.`` off by itself.
+    Nothing but the model is loaded; :class:`~hooktrain.checkpoint.Checkpointer` resumes a run.
 
     Example::
 
@@ -61,8 +60,8 @@ def load_checkpoint(
 
     Args:
         model: changed in place.
-        filename: a path, or an address such as ``https://...``; see :func:`local_path`. An address
-            has to be loaded by all ranks.
+        filename: a path, or an address such as ``https://...``; see :func:`local_path`. All ranks
+            must load an address.
         map_location: where the tensors of the result are.
         strict: raise if there is a difference.
         revise_keys: patterns and replacements; see :func:`revise_names`.
@@ -73,7 +72,7 @@ def load_checkpoint(
 
     Raises:
         CorruptCheckpointError: if the file is broken or unsafe.
-        FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
+        OSError: if it cannot be read.
         RuntimeError: with ``strict``, if there is a difference; the model is as it was.
         ValueError: if names cannot be revised, or none has the prefix.
     """
@@ -95,11 +94,11 @@ def load_model_state(
     still uninitialised (lazy modules) take the shape of the file. A missing name whose tensor was
     loaded under another name, because the model shares it, counts as loaded. Batch norm's counter
     ``num_batches_tracked``, which old files do not have, is never missing. Each rank takes its part
-    of what the model has sharded: a collective then.
+    of what the model has sharded, so it is collective then.
 
     Args:
         model: changed in place.
-        state: tensors or numpy arrays by name, as of ``model.state_dict()``; it is not changed.
+        state: tensors or numpy arrays by name, as of ``model.state_dict()``. It is not changed.
         strict: raise if there is a difference. Meanwhile the model is in memory twice.
         revise_keys: patterns and replacements for the names; see :func:`revise_names`.
 
@@ -138,18 +137,17 @@ def load_model_state(
     return found
 
 
-def _as_tensors(state: Mapping[str, Any]) -> "OrderedDict[str, Any]":
-    converted = strip_prefix(state, "")
+def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
     for name, value in state.items():
         if isinstance(value, np.ndarray):
-            converted[name] = torch.tensor(value)
+            state[name] = torch.tensor(value)
         # Modules may keep what they like under this name (Module.get_extra_state).
         elif not torch.is_tensor(value) and not name.endswith("_extra_state"):
             raise ValueError(
                 f"the model's state holds {name!r} of type {type(value).__name__}: "
                 "it must be a tensor or a numpy array"
             )
-    return converted
+    return state
 
 
 def _has_another_shape(value: Any, shape: Shape) -> bool:
@@ -198,3 +196,158 @@ def _table(problem: str, rows: Sequence[tuple[str, Any, Any]]) -> str:
     headers = ["name", "shape in file", "shape in model"]
     table = tabulate(cells, headers=headers, disable_numparse=True)
     return f"{len(rows)} parameters or buffers {problem}:\n{table}"
+
+
+def strip_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
+    """A copy of a state dict without ``prefix``, if every name has it; else an equal copy.
+
+    >>> list(strip_prefix({"module.a": 1, "module.b": 2}, "module."))
+    ['a', 'b']
+    """
+    if all(name.startswith(prefix) for name in state):
+        return _renamed(state, lambda name: name.removeprefix(prefix))
+    return _renamed(state, lambda name: name)
+
+
+def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
+    """The part of a state dict that belongs to one module, by the names that it has in itself.
+
+    >>> dict(take_prefix({"backbone.a": 1, "head.b": 2}, "backbone"))
+    {'a': 1}
+
+    Args:
+        state: is not changed.
+        prefix: the full name of the module; a dot at the end may be left out.
+
+    Raises:
+        ValueError: if there is no such part.
+    """
+    start = prefix.removesuffix(".") + "."
+    part = _renamed(
+        state, lambda name: name.removeprefix(start) if name.startswith(start) else None
+    )
+    if not part:
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in state)
+        hint = did_you_mean(start[:-1], modules)
+        raise ValueError(f"no name of the state begins with {start!r}{hint}")
+    return part
+
+
+def revise_names(
+    state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]
+) -> "OrderedDict[str, Any]":
+    r"""A copy of a state dict with each name revised by regular expressions, as of :func:`re.sub`.
+
+    >>> list(revise_names({"net.a": 1, "net.b": 2}, [(r"^net\.", ""), (r"b$", "c")]))
+    ['a', 'c']
+
+    Args:
+        state: is not changed.
+        revise_keys: patterns and replacements, applied one after the other. An unescaped dot in a
+            pattern means any character.
+
+    Raises:
+        ValueError: if one of them is no regular expression, or two names become the same.
+    """
+
+    def rename(name: str) -> str:
+        for pattern, replacement in revise_keys:
+            try:
+                name = re.sub(pattern, replacement, name)
+            except re.error as error:
+                raise ValueError(
+                    f"revise_keys: {(pattern, replacement)!r} is no pattern and replacement of "
+                    f"re.sub: {error}"
+                ) from error
+        return name
+
+    return _renamed(state, rename)
+
+
+def _renamed(
+    state: Mapping[str, Any], rename: Callable[[str], str | None]
+) -> "OrderedDict[str, Any]":
+    """A copy with other names, and without what has none.
+
+    The versions of the modules (``state._metadata``, which they look at when they load) get the new
+    names too.
+    """
+    renamed: OrderedDict[str, Any] = OrderedDict()
+    before: dict[str, str] = {}
+    for name, value in state.items():
+        new = rename(name)
+        if new is None:
+            continue
+        if new in renamed:
+            raise ValueError(f"{before[new]!r} and {name!r} would both be named {new!r}")
+        renamed[new], before[new] = value, name
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        # Its keys are the names of modules, so without the dot that follows in names of tensors.
+        # The model itself is "", and its wrapper's entry "module" becomes that.
+        modules = {key: rename(f"{key}." if key else "") for key in metadata}
+        renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (new.removesuffix("."), metadata[key])
+            for key, new in modules.items()
+            if new is not None
+        )
+    return renamed
+
+
+def choose_parts(
+    path: str,
+    state: Mapping[str, Any],
+    checkpointables: Mapping[str, Any],
+    names: Iterable[str] | None,
+    must_have_all: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """What to load beside the model.
+
+    Args:
+        path: where the state is from, for the messages.
+        state: a checkpoint.
+        checkpointables: what could be loaded, by name.
+        names: of those to load, or ``"trainer.optimizer"`` for a component; None for all.
+        must_have_all: whether None means that the state must have all.
+
+    Returns:
+        The arguments of ``load_state_dict`` beside the state, for each that is to be loaded.
+
+    Raises:
+        ValueError: if a name is unknown, or not in the state.
+        TypeError: if components are chosen of one that loads as a whole only.
+    """
+    if names is None:
+        lacking = [key for key in checkpointables if key not in state]
+        if lacking and must_have_all:
+            raise ValueError(
+                f"{path} holds no {lacking}, only {sorted(state)}: it cannot be resumed in "
+                "full. Name what is to be loaded, with checkpointables=[...], to go on without"
+            )
+        if lacking:
+            logger.warning("%s holds no %s: they keep their state", path, lacking)
+        return {key: {} for key in checkpointables if key in state}
+    chosen: dict[str, dict[str, Any]] = {}
+    for name in names:
+        key, _, component = name.partition(".")
+        if name == "model":  # always loaded
+            continue
+        _check_known(name, key, checkpointables, "is not among what this checkpointer loads")
+        _check_known(name, key, state, f"is not in {path}")
+        if not component:
+            chosen[key] = {}
+        elif chosen.get(key) != {}:  # not chosen as a whole
+            _check_known(name, component, state[key], f"is not in {path}")
+            _check_loads_components(name, checkpointables[key])
+            chosen.setdefault(key, {"only": set()})["only"].add(component)
+    return chosen
+
+
+def _check_loads_components(name: str, checkpointable: Any) -> None:
+    if "only" not in inspect.signature(checkpointable.load_state_dict).parameters:
+        raise TypeError(f"cannot load {name!r} alone: load_state_dict takes no argument 'only'")
+
+
+def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:
+    if part not in known:
+        raise ValueError(f"checkpointables: {name!r} {problem}{did_you_mean(part, sorted(known))}")

@@ -4,18 +4,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-__all__ = ["BackgroundWorker"]
-
 logger = logging.getLogger(__name__)
 
 
 class BackgroundWorker:
     """Runs one job at a time in a thread, so that the caller may go on.
 
-    An error of a job is logged at once, and raised at the next :meth:`submit` or :meth:`wait`, so
-    that it is seen also where neither is called any more. The thread lives as long as its job:
-    nothing is left behind that would have to be closed. It is no daemon, so the interpreter waits
-    at its exit for a job that is under way.
+    An error of a job is logged at once and raised by the next :meth:`submit` or :meth:`wait`, so
+    that it is also seen where neither follows. The thread ends with its job: nothing has to be
+    closed.
 
     Example:
         >>> worker = BackgroundWorker("checkpoint")
@@ -31,33 +28,43 @@ class BackgroundWorker:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is under way."""
-        return self._thread is not None and self._thread.is_alive()
+    def submit(self, job: Callable[[], object], *, daemon: bool = False) -> None:
+        """Wait for the job before, then start this one.
 
-    def submit(self, job: Callable[[], object]) -> None:
-        """Start a job as soon as the one before it has ended; wait for that.
+        Args:
+            job: the function to call.
+            daemon: whether the interpreter ends without waiting for the job.
 
         Raises:
-            BaseException: what the job before raised; the new one is not started then.
+            BaseException: what the job before raised. This one is not started then.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), name=self.name)
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name=self.name, daemon=daemon
+        )
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until no job is under way.
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until no job is running.
+
+        Args:
+            seconds: wait no longer than this.
+
+        Returns:
+            Whether it ended in time.
 
         Raises:
             BaseException: what the job raised. It is raised once.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
+        return True
 
     def _run(self, job: Callable[[], object]) -> None:
         try:

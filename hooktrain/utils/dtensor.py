@@ -1,8 +1,8 @@
 """Tensors of which each rank holds a shard: put together to a full one, and split again."""
 
 import copy
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,18 +10,9 @@ from torch import Tensor, nn
 
 from hooktrain.utils import comm
 
-__all__ = [
-    "full_tensor",
-    "full_tensors",
-    "is_sharded",
-    "load_full_state_dict",
-    "local_tensor",
-    "shard_like",
-]
-
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. To import that class takes half a second, also without shards."""
+    """Whether it is a DTensor. Importing that class takes half a second, so it is not done here."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
@@ -51,29 +42,45 @@ def full_tensors(state: Any) -> Any:
         state: of dicts, lists and tuples; it is not changed.
 
     Returns:
-        A copy of the containers. On the main process full tensors on the CPU stand in place of the
-        sharded ones; on the others None does, so that the whole is in the memory of one process
-        only. All else is the same object.
+        A copy of the containers. On the main process full tensors on the CPU replace the sharded
+        ones; on the others None does, so that only one process holds the whole in memory. All else
+        is the same object.
     """
-    if is_sharded(state):
-        full = full_tensor(state)
-        return full.cpu() if comm.is_main_process() else None
-    if type(state) in (dict, OrderedDict):
-        copied = copy.copy(state)  # with its attributes, such as the _metadata of a state dict
+    return map_leaves(lambda _, leaf: _on_main(leaf) if is_sharded(leaf) else leaf, state)
+
+
+def _on_main(sharded: Tensor) -> Tensor | None:
+    full = full_tensor(sharded)
+    return full.cpu() if comm.is_main_process() else None  # host-device synchronisation
+
+
+def map_leaves(
+    function: Callable[[tuple[Any, ...], Any], Any], state: Any, path: tuple[Any, ...] = ()
+) -> Any:
+    """A copy of nested dicts, lists and tuples with ``function(path, leaf)`` for each leaf.
+
+    Args:
+        function: takes the keys and indices that lead to a leaf, and the leaf.
+        state: it is not changed.
+        path: of the state itself.
+    """
+    kind = type(state)
+    if kind in (dict, OrderedDict, Counter):
+        mapped = copy.copy(state)  # with its attributes, such as the _metadata of a state dict
         for key, item in state.items():
-            copied[key] = full_tensors(item)
-        return copied
-    if type(state) in (list, tuple):
-        return type(state)([full_tensors(item) for item in state])
-    return state
+            mapped[key] = map_leaves(function, item, (*path, key))
+        return mapped
+    if kind in (list, tuple):
+        return kind([map_leaves(function, item, (*path, i)) for i, item in enumerate(state)])
+    return function(path, state)
 
 
 @torch.no_grad()
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Split a full tensor as another one of its shape is. Collective, where that one is sharded.
+    """Split a full tensor as another one of its shape is. Collective if that one is sharded.
 
     Args:
-        value: the full tensor; of the ranks' values the first rank's counts.
+        value: the full tensor. The first rank's value counts.
         like: gives sharding and device. If it is not sharded, or ``value`` is already, or the
             shapes differ, ``value`` itself is returned.
     """

@@ -1,4 +1,8 @@
-"""Files that are either the old one or the new one, whatever happens while they are written."""
+"""Files and folders that are the old one or the new one, whatever happens while they are written.
+
+What is written has a temporary name in the same folder first: ``.<name>.tmp-<process>-<token>``.
+When it is complete and on the disk, it is renamed. What a killed process leaves is swept later.
+"""
 
 import errno
 import os
@@ -10,88 +14,127 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
-_TEMPORARY = re.compile(r"\..+\.tmp-(?P<pid>\d+)-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
-# What this process is writing. A pid alone does not tell: in a container the run that died and the
-# one that takes over often have the same.
-_in_progress: set[Path] = set()
+# Tells what this process writes from what a dead one with the same number left. In a container the
+# run that died and the one that takes over often have the same number.
+_TOKEN = secrets.token_hex(4)
+
+
+class Replacement:
+    """A temporary path. What is there when the block ends well takes the place of ``path``.
+
+    The rename is on the disk when the block is left. If anything fails before it, what was written
+    is removed and ``path`` stays as it was. A folder in its place is moved aside first and removed
+    at last. If the process is killed between, :func:`sweep` puts it back.
+
+    Args:
+        path: a file or a folder, that may be there or not. Its parent must exist.
+
+    Raises:
+        OSError: if something cannot be written. When the disk or a quota is full, the message has
+            the path and the free space, whatever exception the writer made of it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.target = Path(path).absolute()
+        end = f"{os.getpid()}-{_TOKEN}"
+        self.temporary = self.target.with_name(f".{self.target.name}.tmp-{end}")
+        self._aside = self.target.with_name(f".{self.target.name}.old-{end}")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is None:
+                if self.target.is_dir():
+                    os.rename(self.target, self._aside)
+                os.replace(self.temporary, self.target)
+                sync_folder(self.target.parent)
+                shutil.rmtree(self._aside, ignore_errors=True)
+        except BaseException as problem:
+            error = problem
+            raise
+        finally:
+            if error is not None:
+                self._undo(error)
+
+    def _undo(self, error: BaseException) -> None:
+        with suppress(OSError):  # the error says more, and what is left can be swept
+            if self._aside.exists() and not self.target.exists():
+                os.rename(self._aside, self.target)
+            _remove(self.temporary)
+        raise_disk_full(error, self.target)
 
 
 @contextmanager
 def atomic_write(
     path: str | os.PathLike[str], mode: Literal["wb", "w"] = "wb"
 ) -> Iterator[IO[Any]]:
-    """Replace a file by a new one, all at once and durably.
-
-    What is written goes to a temporary file in the same folder. When the block ends well, that is
-    flushed to the disk and renamed to `path`, and the rename is flushed too. When anything fails
-    before the rename, the temporary file is removed and `path` stays as it was.
+    """Replace a file by a new one, all at once and durably; see :class:`Replacement`.
 
     Example:
         >>> with atomic_write("model.pth") as file:  # doctest: +SKIP
         ...     torch.save(state, file)
 
     Args:
-        path: the file; its folder must exist.
-        mode: "wb" for bytes, "w" for text in UTF-8.
+        path: the file.
+        mode: ``"wb"`` for bytes, ``"w"`` for text in UTF-8.
 
     Yields:
         The open temporary file.
+    """
+    with (
+        Replacement(path) as temporary,
+        open(temporary, mode, encoding=None if mode == "wb" else "utf-8") as file,
+    ):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def delete(path: str | os.PathLike[str]) -> None:
+    """Delete a file or a folder. A folder loses its name first, so that no half of it is found.
 
     Raises:
-        OSError: something could not be written. When the disk or a quota is full, the message
-            holds the path and the free space, also where the writer made another exception of it
-            (as `torch.save` does).
+        OSError: if it cannot be deleted. The rest of a folder is swept later.
     """
-    if mode not in ("wb", "w"):
-        raise ValueError(f"mode must be 'wb' or 'w', got {mode!r}")
-    target = Path(path).absolute()
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    _in_progress.add(temporary)
-    try:
-        with open(temporary, mode, encoding=None if mode == "wb" else "utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    except BaseException as error:
-        with suppress(OSError):  # the error that is under way says more; the file can be swept
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, Exception) and (full := disk_full_error(error)) is not None:
-            free = shutil.disk_usage(target.parent).free
-            message = f"no space to write {target}: {os.strerror(full)}, {free:,} bytes free"
-            raise OSError(full, message) from error
-        raise
-    finally:
-        _in_progress.discard(temporary)
+    if os.path.isdir(path):
+        temporary = Replacement(path).temporary
+        os.rename(path, temporary)
+        path = temporary
+    _remove(path)
 
 
-def is_disk_full(error: OSError) -> bool:
-    """Whether an error says that the disk, a quota or the largest allowed file is full."""
-    return error.errno in _DISK_FULL
+def sweep(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed processes left in a folder, and put back what they had moved aside.
 
-
-def sweep_temporary_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what `atomic_write` left in a folder when its process was killed.
-
-    The files of living processes stay. Whether a process lives can be seen on this machine only, so
-    call it while no other machine writes there.
+    What living processes write stays. Only processes of this machine can be seen, so call it while
+    no other machine writes there.
 
     Returns:
-        The files that were removed, sorted.
+        What was left over, sorted. None of it is there any more.
     """
-    left_over = [
-        entry
-        for entry in sorted(Path(folder).absolute().iterdir())
-        if (match := _TEMPORARY.fullmatch(entry.name))
-        and entry not in _in_progress
-        and not is_another_living_process(int(match["pid"]))
-    ]
-    for entry in left_over:
-        entry.unlink(missing_ok=True)
+    left_over = []
+    for entry in sorted(Path(folder).absolute().iterdir()):
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or _is_written(int(match["pid"]), match["token"]):
+            continue
+        left_over.append(entry)
+        final = entry.with_name(match["name"])
+        if match["kind"] == "old" and not final.exists():
+            os.rename(entry, final)
+        else:
+            _remove(entry)
     return left_over
+
+
+def moved_aside(name: str) -> str:
+    """The name that a folder had which :class:`Replacement` has moved aside; else ""."""
+    match = _TEMPORARY.fullmatch(name)
+    return match["name"] if match and match["kind"] == "old" else ""
 
 
 def sync_folder(folder: Path) -> None:
@@ -100,37 +143,50 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no such thing
+        if error.errno != errno.EINVAL:  # a file system that cannot flush folders
             raise
     finally:
         os.close(descriptor)
 
 
-def disk_full_error(error: BaseException | None) -> int | None:
-    """The errno of a full disk, from the exception or from one that it came of."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            return error.errno
-        error = error.__cause__ or error.__context__
-    return None
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an exception says that the disk, a quota or the largest allowed file is full."""
+    return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
-def is_another_living_process(pid: int) -> bool:
-    """Whether a process of this machine, and not this one, has the number and has not ended.
+def raise_disk_full(error: BaseException, path: Path) -> None:
+    """Raise an OSError with the path and the free space, if an exception came of a full disk."""
+    if isinstance(error, OSError) and str(error.strerror).startswith("no space to write"):
+        return  # it says so already, perhaps of another rank's disk
+    cause: BaseException | None = error if isinstance(error, Exception) else None
+    while cause is not None and not is_disk_full(cause):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OSError) and cause.errno is not None:
+        free = shutil.disk_usage(path.parent).free
+        message = f"no space to write {path}: {os.strerror(cause.errno)}, {free:,} bytes free"
+        raise OSError(cause.errno, message) from error
 
-    One that was killed keeps its number until its parent has taken notice (Linux tells them apart).
-    """
+
+def _remove(path: str | os.PathLike[str]) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        Path(path).unlink(missing_ok=True)
+
+
+def _is_written(pid: int, token: str) -> bool:
+    """Whether the process that chose a temporary name lives on this machine."""
     if pid == os.getpid():
-        return False
+        return token == _TOKEN
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it lives, as another user
+        pass  # it lives, and belongs to another user
     try:
         # "<number> (<name, which may have brackets>) <state> ..."
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # there is no such file elsewhere
+    except OSError:  # only Linux has this file
         return True
-    return state[:1] != ["Z"]
+    return state[:1] != ["Z"]  # killed, and its parent has not noticed

@@ -6,7 +6,7 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # Windows has none; two runs in one folder are not noticed there
+except ImportError:  # Windows has none: two runs in one folder are not noticed there
     fcntl = None  # type: ignore[assignment]
 
 # The open files whose locks this process holds, for as long as it lives.
@@ -17,7 +17,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
     """Claim a folder for this process until it ends, however it ends.
 
     The lock is one of the operating system's on the file ``.lock`` in the folder. It belongs to
-    the process alone: its children do not inherit it, and nothing stale is left after a kill.
+    the process alone: its children do not inherit it, and a kill leaves nothing stale.
 
     Args:
         folder: an existing folder. Locking it again in the same process does nothing.
@@ -38,7 +38,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
         file.close()
         raise RuntimeError(
             f"the folder {str(folder)!r} is in use by another run (process {owner}); wait for its "
-            f"end, or choose another output folder"
+            "end, or choose another output folder"
         ) from error
     file.truncate(0)
     file.write(str(os.getpid()))
@@ -47,7 +47,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def unlock_folder(folder: str | os.PathLike[str]) -> None:
-    """Give a folder back before the process ends; nothing happens if it is not held."""
+    """Give a folder back before the process ends. Nothing happens if it is not held."""
     path = Path(folder).resolve() / ".lock"
     if path in _held:
         _held.pop(path).close()

@@ -1,11 +1,13 @@
 import argparse
+import errno
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpointer_toys import Counter, messages, model_of
+from checkpoint_toys import Counter, messages, model_of
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_file
@@ -166,3 +168,192 @@ def test_leftover_temporary_files_are_swept_at_the_first_save(tmp_path: Path) ->
     assert stale.exists()  # looking at a folder, perhaps of a living run, changes nothing in it
     checkpointer.save("a")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"]
+
+
+class Plain(Counter):
+    def load_state_dict(self, state: dict[str, int]) -> None:  # type: ignore[override]
+        self.value = state["value"]
+
+
+def test_a_load_tells_what_is_missing_and_what_was_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9, note=1)
+    ema = Counter(1)
+    with caplog.at_level(logging.INFO):
+        rest = Checkpointer(model_of(0), ema=ema).load(tmp_path / "a.pth")
+    assert "holds no ['ema']" in messages(caplog)
+    assert "not loaded: trainer, note" in messages(caplog, logging.INFO)
+    assert "iteration" not in messages(caplog, logging.INFO)
+    assert sorted(rest) == ["iteration", "note", "trainer"]
+    assert ema.value == 1
+
+
+def test_a_resume_refuses_a_file_that_lacks_a_state_unless_told_what_to_load(
+    tmp_path: Path,
+) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9)
+    model, trainer = model_of(0), Counter()
+    checkpointer = Checkpointer(model, tmp_path, trainer=trainer, ema=Counter())
+    with pytest.raises(ValueError, match=r"a\.pth holds no \['ema'\]"):
+        checkpointer.resume_or_load("")
+    assert trainer.value == 0
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+    assert checkpointer.resume_or_load("", checkpointables=["trainer"]) == {"iteration": 9}
+    assert trainer.value == 5
+    assert torch.equal(model.weight, torch.full((1, 2), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "only"),
+    [
+        ([], 0, None),
+        (["model"], 0, None),
+        (["model", "trainer"], 5, None),
+        (["trainer.optimizer"], 5, {"optimizer"}),
+        (["model", "trainer.optimizer", "trainer.value"], 5, {"optimizer", "value"}),
+        (["trainer.optimizer", "trainer"], 5, None),
+        (["trainer", "trainer.optimizer"], 5, None),
+    ],
+)
+def test_components_are_selected_by_name(
+    names: list[str], value: int, only: set[str] | None, tmp_path: Path
+) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a")
+    model, trainer = model_of(0), Counter()
+    Checkpointer(model, trainer=trainer).load(tmp_path / "a.pth", checkpointables=names)
+    assert torch.equal(model.weight, torch.full((1, 2), 3.0))
+    assert (trainer.value, trainer.only) == (value, only)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["trainr"], "'trainr' is not among .*did you mean 'trainer'"),
+        (["trainer.optimiser"], "'trainer.optimiser' is not in .*did you mean 'optimizer'"),
+        (["ema"], r"'ema' is not in .*a\.pth; there is"),
+        (["zzz"], r"'zzz' is not among .*there is 'ema', 'trainer'"),
+        (["model.weight"], "'model.weight' is not among"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(
+    names: list[str], message: str, tmp_path: Path
+) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a")
+    model = model_of(0)
+    checkpointer = Checkpointer(model, trainer=Counter(), ema=Counter())
+    with pytest.raises(ValueError, match=message):
+        checkpointer.load(tmp_path / "a.pth", checkpointables=names)
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+
+
+def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(tmp_path: Path) -> None:
+    Checkpointer(model_of(3), tmp_path, plain=Plain(5)).save("a")
+    model = model_of(0)
+    with pytest.raises(TypeError, match=r"'plain\.optimizer' alone"):
+        Checkpointer(model, plain=Plain()).load(tmp_path / "a.pth", ["plain.optimizer"])
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+
+
+def test_an_empty_path_starts_from_scratch(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert Checkpointer(model_of(0)).load("") == {}
+    assert "initial weights" in messages(caplog, logging.INFO)
+
+
+def test_a_missing_file_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/a\.pth"):
+        Checkpointer(model_of(0)).load("/nowhere/a.pth")
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/a\.pth"):
+        Checkpointer(model_of(0)).resume_or_load("/nowhere/a.pth")
+
+
+def test_a_broken_file_changes_nothing_and_the_next_load_works(tmp_path: Path) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a")
+    good = (tmp_path / "a.pth").read_bytes()
+    (tmp_path / "broken.pth").write_bytes(good[:-100])
+    model, trainer = model_of(0), Counter()
+    checkpointer = Checkpointer(model, trainer=trainer)
+    with pytest.raises(CorruptCheckpointError, match=r"broken\.pth"):
+        checkpointer.load(tmp_path / "broken.pth")
+    assert (trainer.value, model.weight.tolist()) == (0, [[0.0, 0.0]])
+    checkpointer.load(tmp_path / "a.pth")
+    assert (trainer.value, model.weight.tolist()) == (5, [[3.0, 3.0]])
+
+
+def test_without_resume_only_the_model_of_the_given_file_is_loaded(tmp_path: Path) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("model_0000009", iteration=9)
+    Checkpointer(model_of(8), tmp_path / "pre", trainer=Counter(6)).save("a")
+    for folder, resume in ((tmp_path, False), (tmp_path / "fresh", True)):
+        model, trainer = model_of(0), Counter()
+        checkpointer = Checkpointer(model, folder, trainer=trainer)
+        checkpointer.resume_or_load(tmp_path / "pre" / "a.pth", resume=resume)
+        assert (trainer.value, model.weight.tolist()) == (0, [[8.0, 8.0]])
+
+
+def test_all_files_are_listed(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(model_of(3), tmp_path)
+    assert checkpointer.get_all_checkpoint_files() == []
+    for name in ("b", "a"):
+        checkpointer.save(name)
+    (tmp_path / "metrics.json").touch()
+    (tmp_path / "folder.pth").mkdir()
+    expected = [str(tmp_path / "a.pth"), str(tmp_path / "b.pth")]
+    assert checkpointer.get_all_checkpoint_files() == expected
+
+
+def test_the_pointer_moves_only_after_the_file_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(model_of(3), tmp_path)
+    calls: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        target = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(f"fsync {target.partition('.tmp-')[0]}")
+        real_fsync(descriptor)
+
+    def replace(source: Any, target: Any) -> None:
+        calls.append(f"rename to {os.path.basename(target)}")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    checkpointer.save("a")
+    folder = f"fsync {tmp_path.name}"
+    assert calls == [
+        *("fsync .a.pth", "rename to a.pth", folder),
+        *("fsync .last_checkpoint", "rename to last_checkpoint", folder),
+    ]
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["a new file", "the same file"])
+def test_a_failure_at_any_step_of_a_save_leaves_the_old_or_the_new_state(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_name = "model_0000009" if overwrite else "model_0000019"
+    for failing_call in range(1, 7):
+        folder = tmp_path / str(failing_call)
+        Checkpointer(model_of(1), folder).save("model_0000009", iteration=9)
+        left = failing_call
+
+        def fails_once(real: Any) -> Any:
+            def call(*args: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise OSError(errno.EIO, "the disk failed")
+                real(*args)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fails_once(os.fsync))
+            patch.setattr(os, "replace", fails_once(os.replace))
+            with pytest.raises(OSError, match="the disk failed"):
+                Checkpointer(model_of(2), folder).save(new_name, iteration=19)
+        model = model_of(0)
+        iteration = Checkpointer(model, folder).resume_or_load("")["iteration"]
+        assert (iteration, model.weight[0, 0].item()) in [(9, 1.0), (19, 2.0)]
+        assert not [p for p in folder.iterdir() if ".tmp-" in p.name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointer_toys import Counter, messages, model_of
+from checkpoint_toys import Counter, messages, model_of
 from torch import nn
 
 from hooktrain.checkpoint import (
@@ -16,10 +16,8 @@ from hooktrain.checkpoint import (
     PeriodicCheckpointer,
     load_checkpoint,
 )
-from hooktrain.checkpoint.folder import sweep_temporary_folders
-from hooktrain.checkpoint.manifest import METADATA
-from hooktrain.checkpoint.sharded import save_sharded
-from hooktrain.checkpoint.storage import save_file
+from hooktrain.checkpoint.files import save_file
+from hooktrain.checkpoint.folders import save_folder
 
 
 def save(folder: Path, iteration: int, sharded: bool, name: str = "", **extra: Any) -> Path:
@@ -119,14 +117,15 @@ def test_without_a_pointer_the_newest_folder_is_taken_but_not_the_best(folder: P
 
 
 def test_a_folder_that_is_being_written_or_deleted_is_no_checkpoint(tmp_path: Path) -> None:
-    shutil.move(save(tmp_path, 9, sharded=True), tmp_path / "model_0000009.tmp-1-0123abcd")
+    shutil.move(save(tmp_path, 9, sharded=True), tmp_path / ".model_0000009.tmp-1-0123abcd")
     assert resumed(tmp_path) is None
     assert Checkpointer(model_of(0), tmp_path).get_all_checkpoint_files() == []
 
 
 def test_a_folder_that_was_moved_aside_counts_until_its_place_is_taken(tmp_path: Path) -> None:
     path = save(tmp_path, 9, sharded=True, name="model_final")
-    shutil.move(path, aside := f"{path}.old-{2**22 + 1}-0123abcd")  # and killed right then
+    aside = str(tmp_path / f".model_final.old-{2**22 + 1}-0123abcd")
+    shutil.move(path, aside)  # and killed right then
     assert resumed(tmp_path) == 9
     assert Checkpointer(model_of(0), tmp_path).get_all_checkpoint_files() == [aside]
     save(tmp_path, 4, sharded=False)
@@ -156,7 +155,7 @@ def test_what_is_no_checkpoint_is_neither_resumed_from_nor_deleted(tmp_path: Pat
 def test_a_strategys_checkpoint_without_a_pointer_is_found_by_the_iteration_in_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number, write in [(9, save_sharded), (10, save_file)]:
+    for number, write in [(9, save_folder), (10, save_file)]:
         state = {"state_dict": model_of(number).state_dict(), "optimizer": {}}
         write({**state, "meta": {"iter": number}}, tmp_path / f"iter_{number}.pth")
     save_file({"state_dict": {}, "meta": {"iter": 99}}, tmp_path / "pretrained.pth")
@@ -185,13 +184,13 @@ def test_nothing_is_deleted_while_the_newest_folder_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps(tmp_path, 0, 20, sharded=True)
-    real = save_sharded
+    real = save_folder
 
-    def save_badly(state: dict[str, Any], path: str, *agreed: Any) -> None:
-        real(state, path, *agreed)
+    def save_badly(state: dict[str, Any], path: str, group: Any) -> None:
+        real(state, path, group)
         damage(Path(path))
 
-    monkeypatch.setattr("hooktrain.checkpoint.saving.save_sharded", save_badly)
+    monkeypatch.setattr("hooktrain.checkpoint.folders.save_folder", save_badly)
     steps(tmp_path, 20, 30, sharded=True, max_to_keep=1)
     assert [name for name in names(tmp_path) if "model" in name] == [
         f"model_{i:07d}" for i in (9, 19, 29)
@@ -199,33 +198,9 @@ def test_nothing_is_deleted_while_the_newest_folder_is_broken(
     assert "Keeping all older checkpoints, since the newest is broken" in caplog.text
 
 
-def test_a_folder_that_is_deleted_by_halves_is_not_found_and_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    steps(tmp_path, 0, 10, sharded=True)
-
-    def remove_one_file(path: Path) -> None:
-        (path / "state.pth").unlink()
-        raise OSError("no more")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", remove_one_file)
-        steps(tmp_path, 10, 20, sharded=True, max_to_keep=1)
-    assert "Cannot delete the old checkpoint: no more" in caplog.text
-    (left,) = [name for name in names(tmp_path) if ".tmp-" in name]
-    assert (tmp_path / left / METADATA).exists()
-    assert names(tmp_path)[1:] == [left, "model_0000019"]
-    assert Checkpointer(nn.Linear(1, 1), tmp_path).get_all_checkpoint_files() == [
-        str(tmp_path / "model_0000019")
-    ]
-    save(tmp_path, 29, sharded=False)
-    assert names(tmp_path)[1:] == ["model_0000019", "model_0000029.pth"]
-
-
-def test_temporary_files_are_none_of_the_business_of_a_sweep_of_folders(tmp_path: Path) -> None:
+def test_temporary_files_and_folders_of_a_killed_run_are_swept(tmp_path: Path) -> None:
     dead = 2**22 + 1
     (tmp_path / f".a.pth.tmp-{dead}-01234567").touch()
-    (tmp_path / f"a.tmp-{dead}-01234567").mkdir()
-    assert [path.name for path in sweep_temporary_folders(tmp_path)] == [f"a.tmp-{dead}-01234567"]
+    (tmp_path / f".a.tmp-{dead}-01234567").mkdir()
     save(tmp_path, 9, sharded=True)
     assert names(tmp_path) == ["last_checkpoint", "model_0000009"]

@@ -13,7 +13,6 @@ from trainer_toys import batches, sgd
 
 from collectives import Collectives
 from gloo import run_ranks
-from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook, IterationTimer
 from hooktrain.engine.losses import LossRecorder
@@ -221,10 +220,3 @@ def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(count: in
     assert seen.pop(4) == ["allreduce_", *OBJECT, *NUMBERS]
     assert seen == {i: NUMBERS if i % 5 == 4 else [] for i in range(20) if i not in (0, 4)}
     assert [i for _, i in trainer.storage.history("total_loss").values()] == list(range(20))
-
-
-@pytest.mark.usefixtures("many_ranks")
-def test_an_agreement_that_nothing_failed_is_one_sum_of_one_number() -> None:
-    with Collectives() as collectives:
-        assert on_all_ranks(lambda: 3) == 3
-    assert collectives.seen == ["allreduce_"]

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainer_toys import Net, batches, sgd
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, save_file, saving
+from hooktrain.checkpoint import Checkpointer, checkpointer
+from hooktrain.checkpoint.files import write_file
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
@@ -143,18 +144,18 @@ def test_a_window_that_an_error_cut_short_does_not_shift_those_that_follow(tmp_p
 
 def best_on_a_full_disk(folder: Path, background: bool) -> float | None:
     trainer = linear_trainer()
-    checkpointer = Checkpointer(trainer.model, folder, background=background, trainer=trainer)
+    saver = Checkpointer(trainer.model, folder, background=background, trainer=trainer)
     calls = []
 
     def full_at_first(state: dict[str, Any], path: str) -> None:
         calls.append(path)
         if len(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(state, path)
+        write_file(state, path)
 
-    saving.save_file = full_at_first  # of this process only
+    checkpointer.write_file = full_at_first  # of this process only
     values = iter([0.5, 0.25, 0.125])
-    best = BestCheckpointer(1, checkpointer, "acc")
+    best = BestCheckpointer(1, saver, "acc")
     trainer.register_hooks([EvalHook(1, lambda: {"acc": next(values)}), best])
     trainer.train(0, 3)
     return best.best_metric

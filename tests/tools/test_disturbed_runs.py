@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hooktrain.checkpoint.reading import read_checkpoint
+from hooktrain.checkpoint.formats import read_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "digits_cnn.py")

@@ -8,15 +8,12 @@ from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
-from hooktrain.checkpoint.discovery import checkpoint_names
-from hooktrain.checkpoint.reading import read_checkpoint
+from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.registry import did_you_mean
-
-__all__ = ["BestCheckpointer"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +24,8 @@ class BestCheckpointer(HookBase):
     With a sharded checkpointer that is a folder ``model_best``.
 
     The best value is part of the trainer's state and of the file, so a resumed run never overwrites
-    a better model, not even one saved after the checkpoint that it resumes from; and the file is
-    never the one that a run resumes from. Register it after ``EvalHook``.
+    a better model, not even one saved after the checkpoint that it resumes from. No run resumes
+    from the file. Register the hook after ``EvalHook``.
 
     Args:
         eval_period: that of the ``EvalHook``, in iterations; 0 looks at the end of training only.
@@ -64,7 +61,7 @@ class BestCheckpointer(HookBase):
         self.best_iter: int | None = None
 
     def before_train(self) -> None:
-        """Learn of a better model that was saved after the checkpoint that the run goes on from."""
+        """Learn of a better model that was saved after the checkpoint that the run resumes from."""
         check_on_every_rank(self, self._checkpointer)
         if self.trainer.start_iter and self._checkpointer.save_to_disk:
             folder = self._checkpointer.save_dir
@@ -78,10 +75,12 @@ class BestCheckpointer(HookBase):
         except CorruptCheckpointError as error:
             logger.error("The next best model replaces a broken file: %s", error)
             return
-        if found is not None and found["metric"] == self._val_metric:
-            value = found["value"]
-            if self.best_metric is None or (value - self.best_metric) * self._sign > 0:
-                self.best_metric, self.best_iter = value, found["iteration"]
+        if found and found["metric"] == self._val_metric and self._is_better(found["value"]):
+            self.best_metric, self.best_iter = found["value"], found["iteration"]
+
+    def _is_better(self, value: float) -> bool:
+        best = self.best_metric
+        return math.isfinite(value) and (best is None or (value - best) * self._sign > 0)
 
     def after_step(self) -> None:
         """Compare after an evaluation."""
@@ -109,42 +108,32 @@ class BestCheckpointer(HookBase):
             )
             return
         value, measured_at = latest
-        best = self.best_metric
         if measured_at == self.best_iter:
             return
-        if not math.isfinite(value) or (best is not None and (value - best) * self._sign <= 0):
-            logger.info(
-                "Not saving: %s is %.5f at iteration %d, the best is %s",
-                self._val_metric,
-                value,
-                measured_at,
-                "still to come" if best is None else f"{best:.5f} at iteration {self.best_iter}",
-            )
+        best = "none" if self.best_metric is None else f"{self.best_metric:.5f}"
+        values = (self._val_metric, value, measured_at, best, self.best_iter)
+        if not self._is_better(value):
+            logger.info("Not saving: %s is %.5f at iteration %d, the best is %s at %s", *values)
             return
+        logger.info("Saving the best model: %s is %.5f at iteration %d, before %s at %s", *values)
         before = self.state_dict()
         self.best_metric, self.best_iter = float(value), int(measured_at)
-        found = {"metric": self._val_metric, "value": float(value), "iteration": int(measured_at)}
         if self.on_every_rank:
             self.trainer.prepare_checkpoint()
-        logger.info(
-            "Saving the best model: %s is %.5f at iteration %d, before %s",
-            self._val_metric,
-            value,
-            measured_at,
-            "none" if best is None else f"{best:.5f}",
-        )
         self._checkpointer.save(
             self._file_prefix,
             tag=False,
+            on_full=partial(self._go_on, before),
             iteration=iteration,
-            best=found,
-            on_error=partial(self._go_on_if_full, before),
+            best={
+                "metric": self._val_metric,
+                "value": self.best_metric,
+                "iteration": self.best_iter,
+            },
         )
 
-    def _go_on_if_full(self, before: Mapping[str, Any], error: Exception) -> None:
+    def _go_on(self, before: Mapping[str, Any], error: OSError) -> None:
         self.load_state_dict(before)
-        if not isinstance(error, OSError) or not is_disk_full(error):
-            raise error
         logger.error("NOT SAVED: %s. Training goes on; the next best tries again", error)
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,6 +141,6 @@ class BestCheckpointer(HookBase):
         return {"best_metric": self.best_metric, "best_iter": self.best_iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Load what ``state_dict`` returned."""
         self.best_metric = state_dict["best_metric"]
         self.best_iter = state_dict["best_iter"]

@@ -10,11 +10,10 @@ from types import FrameType
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
-
-__all__ = ["Preemption"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +24,19 @@ _ONE_SIGNAL_SECONDS = 1.0
 class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
 
-    A signal only sets a flag. A single process looks at it at the end of the iteration; several
-    ranks, not all of which need to have got the signal, stop at the same iteration, at the next
-    exchange of the trainer (every ``sync_period`` iterations). There the checkpoint
-    ``{file_prefix}_0000099.pth`` is written, and ``SystemExit`` is raised with the code 128 +
-    the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final evaluation, and
-    ``trainer.iter < trainer.max_iter`` as after any end that is no success. Resuming goes on as
-    if nothing had happened.
+    A signal only sets a flag. A single process looks at it at the end of the iteration, and goes on
+    to the end of a window of accumulation. Several ranks, not all of which need to have got the
+    signal, stop at the same iteration, at the next exchange of the trainer (every ``sync_period``
+    iterations). There the checkpoint ``{file_prefix}_0000099.pth`` is written, and ``SystemExit``
+    is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no
+    final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had
+    happened.
 
-    A second signal ends the process at once, by the handlers that were there before. The same
-    happens within a second of the first only if both differ: schedulers tell all processes, and
-    launchers hand it on to them once more.
+    A second signal ends the process at once, by the handlers that were there before. Within a
+    second of the first it does so only if it is another signal: schedulers signal all processes,
+    and launchers pass the signal on to them once more.
 
-    Evaluations and saves are not interrupted; leave time for the longest one. During the final
+    Evaluations and saves are not interrupted, so leave time for the longest one. During the final
     evaluation the run has been saved already, and comes to its end.
 
     Register it on every rank, and last, so that the checkpoint holds what the other hooks did.
@@ -45,7 +44,7 @@ class Preemption(HookBase):
 
     Args:
         checkpointer: what saves.
-        signals: what to heed; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
+        signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
         file_prefix: of the checkpoint's name; that of the periodic checkpoints.
     """
 
@@ -78,21 +77,21 @@ class Preemption(HookBase):
             signal.signal(number, self._receive)
 
     def after_train(self) -> None:
-        """Bring the handlers back that were there before."""
+        """Put back the handlers that were there before."""
         self._restore()
 
     def before_step(self) -> None:
         """Ask the other ranks to stop, if this one has got a signal."""
-        if self._received is not None and self.trainer.stop_reason is None:
+        if self._received is not None and comm.get_world_size() > 1:
             self.trainer.request_stop(_REASON + signal.Signals(self._received[0]).name)
 
     def after_step(self) -> None:
         """Save and exit, if this process is alone and has got a signal, or if the ranks agree."""
-        if self._received is not None and comm.get_world_size() == 1:
-            self._exit(signal.Signals(self._received[0]))
         reason = self.trainer.stop_reason
         if reason is not None and reason.startswith(_REASON):
             self._exit(signal.Signals[reason.removeprefix(_REASON)])
+        if self._received is not None and comm.get_world_size() == 1 and self.trainer.can_save:
+            self._exit(signal.Signals(self._received[0]))
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
@@ -119,6 +118,9 @@ class Preemption(HookBase):
         if self.on_every_rank:
             self.trainer.prepare_checkpoint()
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
-        # A rank that is gone is a failure to launchers, which end the one that still writes.
-        self.checkpointer.wait(together=self.on_every_rank)
+        if self.on_every_rank:
+            # A rank that is gone is a failure to launchers, which end the one that still writes.
+            on_all_ranks(self.checkpointer.wait)
+        else:
+            self.checkpointer.wait()
         raise SystemExit(128 + number)

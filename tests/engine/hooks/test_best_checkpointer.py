@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, save_file, saving
-from hooktrain.checkpoint.reading import read_checkpoint
+from hooktrain.checkpoint import Checkpointer, checkpointer
+from hooktrain.checkpoint.files import write_file
+from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.engine.hooks import BestCheckpointer, CallbackHook
 from hooktrain.utils import comm
 from toy import linear_trainer
@@ -101,9 +102,9 @@ def test_a_full_disk_does_not_end_the_run_and_the_next_best_is_saved(
         calls.append(path)
         if len(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(state, path)
+        write_file(state, path)
 
-    monkeypatch.setattr(saving, "save_file", full_at_first)
+    monkeypatch.setattr(checkpointer, "write_file", full_at_first)
     hook, _ = run(tmp_path, [0.5, 0.25], background=background)
     assert caplog.text.count("NOT SAVED") == 1
     assert saved_iteration(tmp_path) == 1

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, saving
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.utils import comm
-from toy import linear_trainer
+from toy import Idle, linear_trainer
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "in the background"])
@@ -101,7 +102,7 @@ def test_a_failed_run_leaves_no_final_checkpoint_but_the_one_that_was_under_way(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_full_disk_in_the_background_is_told_before_the_next_save(
+def test_a_full_disk_in_the_background_is_told_while_the_run_goes_on(
     sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> None:
@@ -114,14 +115,37 @@ def test_a_full_disk_in_the_background_is_told_before_the_next_save(
             pass
         told.append("NOT SAVED" in caplog.text)
 
-    monkeypatch.setattr(saving, "save_file", full)
-    monkeypatch.setattr("hooktrain.checkpoint.sharded.save_file", full)
+    monkeypatch.setattr("hooktrain.checkpoint.checkpointer.write_file", full)
+    monkeypatch.setattr("hooktrain.checkpoint.folders.write_file", full)
     hook = CallbackHook(before_step=see)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match="no space"):
         run(tmp_path, 7, hook, options={"background": True, "sharded": sharded}, period=4)
-    # Saved, in vain, after the fourth step; looked after at the end of the fifth.
-    assert told == [False] * 5 + [True] * 2
+    assert told == [False] * 4 + [True] * 3  # saved, in vain, after the fourth step
     assert names(tmp_path) == []
+
+
+class Windows(Idle):
+    """A trainer with a window of accumulation open after some iterations."""
+
+    open_after: tuple[int, ...] = ()
+
+    @property
+    def can_save(self) -> bool:
+        return self.iter not in self.open_after
+
+
+@pytest.mark.parametrize(
+    ("open_after", "saved"),
+    [((1,), [2, 3]), ((3, 4), [1]), ((1, 2, 3), [3]), ((1, 2), [3])],
+    ids=["put off", "until the end", "for a period at most", "to the next"],
+)
+def test_inside_a_window_a_save_is_put_off(
+    open_after: tuple[int, ...], saved: list[int], tmp_path: Path
+) -> None:
+    trainer = Windows(PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), period=2))
+    trainer.open_after = open_after
+    trainer.train(max_iter=6)
+    assert names(tmp_path) == [*(f"model_{i:07d}.pth" for i in saved), "model_final.pth"]
 
 
 def test_shards_are_saved_by_every_rank_or_not_at_all(tmp_path: Path) -> None:

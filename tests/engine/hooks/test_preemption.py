@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, save_file
-from hooktrain.checkpoint.reading import read_checkpoint
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint.files import write_file
+from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer
 from hooktrain.engine.hooks.preemption import Preemption
@@ -188,18 +189,17 @@ def test_the_process_outlives_what_it_saves_in_the_background(
 
     def save_late(*args: Any) -> None:
         assert waited.wait(30)
-        save_file(*args)
+        write_file(*args)
 
-    def wait(checkpointer: Checkpointer, **together: bool) -> None:
-        if together:  # other calls come from within the checkpointer
-            waited.set()
-        real_wait(checkpointer, **together)
+    def wait(checkpointer: Checkpointer) -> None:
+        waited.set()
+        real_wait(checkpointer)
 
     real_wait = Checkpointer.wait
-    monkeypatch.setattr("hooktrain.checkpoint.saving.save_file", save_late)
+    monkeypatch.setattr("hooktrain.checkpoint.checkpointer.write_file", save_late)
     monkeypatch.setattr(Checkpointer, "wait", wait)
     trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1), background=True)
-    waited.clear()  # nothing is under way yet
+    waited.clear()  # nothing is being saved yet
     with pytest.raises(SystemExit):
         trainer.train(max_iter=3)
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"

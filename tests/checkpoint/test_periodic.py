@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, load_file, save_file, saving
+from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, checkpointer, load_file
+from hooktrain.checkpoint.files import write_file
 
 
 def run(folder: Path, start: int, stop: int, **settings: Any) -> PeriodicCheckpointer:
@@ -116,11 +117,11 @@ def test_nothing_is_deleted_while_the_newest_file_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save_badly(state: dict[str, Any], path: str) -> None:
-        save_file(state, path)
+        write_file(state, path)
         os.truncate(path, os.path.getsize(path) - 1)
 
     run(tmp_path, 0, 20, period=10)
-    monkeypatch.setattr(saving, "save_file", save_badly)
+    monkeypatch.setattr(checkpointer, "write_file", save_badly)
     run(tmp_path, 29, 30, period=10, max_to_keep=1)
     assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (9, 19, 29)]
     assert "Keeping all older checkpoints, since the newest is broken" in caplog.text
@@ -132,11 +133,11 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
 ) -> None:
     run(tmp_path, 0, 10, period=10)
 
-    def remove(path: str) -> None:
+    def remove(path: Path, **options: bool) -> None:
         raise PermissionError(errno.EACCES, "not yours", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "remove", remove)
+        patch.setattr(Path, "unlink", remove)
         run(tmp_path, 10, 20, period=10, max_to_keep=1)
     assert "not yours" in caplog.text
     assert files(tmp_path) == ["model_0000009.pth", "model_0000019.pth"]

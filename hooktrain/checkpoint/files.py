@@ -1,7 +1,7 @@
 """Checkpoint files: written atomically, verified before they are trusted.
 
-A file is torch's zip container. ``torch.load`` ignores the checksums in it, so that a flipped bit
-loads as a different number; :func:`verify_file` compares them all. Nothing is ever loaded but with
+A file is torch's zip container. ``torch.load`` ignores the checksums in it, so a flipped bit loads
+as another number; :func:`verify_file` compares them all. Everything is loaded with
 ``weights_only=True``.
 """
 
@@ -13,55 +13,65 @@ from collections import Counter, OrderedDict
 from typing import IO, Any
 
 import torch
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 
-from hooktrain.utils.file_io import atomic_write
-
-__all__ = ["CorruptCheckpointError", "check_storable", "load_file", "save_file", "verify_file"]
+from hooktrain.utils.dtensor import is_sharded
+from hooktrain.utils.file_io import atomic_write, moved_aside
 
 _PLAIN_TYPES = frozenset(
-    {bool, int, float, complex, str, bytes, bytearray, type(None)}
+    {bool, float, complex, str, bytes, bytearray, type(None)}
     | {torch.dtype, torch.device, torch.layout, torch.Size}
 )
 # The longest integer that the restricted unpickler reads has 255 bytes, one bit of them the sign.
 _MAX_INT_BITS = 255 * 8 - 1
-# What torch.save wrote before its zip container, and still writes on request.
+# The beginning of files from before torch's zip container, which it still writes on request.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
 
+# The files by which a folder of shards is recognised; the second is torch's.
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+
+
 class CorruptCheckpointError(RuntimeError):
-    """A file that cannot be trusted: truncated, altered, foreign, or asking to run code."""
+    """A checkpoint that cannot be trusted: truncated, altered, foreign, or asking to run code."""
 
 
 def save_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``state`` to ``path``, so that the old file or the new one is there, never neither.
+    """Write a state to a file, so that the old file or the new one is there, never neither.
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets.
-        path: the final name. A file of that name is replaced once the new one is on the disk.
+        path: the final name. A file of that name is replaced when the new one is on the disk.
 
     Raises:
-        TypeError: if something in ``state`` could not be loaded back; nothing is written.
-        OSError: if the disk is full or fails; the old file is as it was.
+        TypeError: if something in the state could not be loaded back. Nothing is written.
+        OSError: if the disk is full or fails. The old file is as it was.
     """
     check_storable(state)
-    with_checksums = get_crc32_options()
-    set_crc32_options(True)
-    try:
-        with atomic_write(path, "wb") as file:
-            _write(state, file)
-    finally:
-        set_crc32_options(with_checksums)
+    write_file(state, path)
+
+
+def write_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state that :func:`check_storable` has accepted; see :func:`save_file`."""
+    with config.patch("save.compute_crc32", True), atomic_write(path) as file:  # type: ignore[attr-defined]
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # What torch raises while it closes its container hides why the write before failed.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def verify_file(path: str | os.PathLike[str]) -> None:
     """Read the whole file and compare every checksum in it (some GB/s).
 
-    Files of torch's old format, without checksums, pass if they begin as they should.
+    Files of torch's old format have no checksums. They pass if they begin as they should.
 
     Raises:
         CorruptCheckpointError: if the file is truncated, altered, empty or of another kind.
-        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+        OSError: if it cannot be opened.
     """
     with open(path, "rb") as file:
         try:
@@ -73,7 +83,7 @@ def verify_file(path: str | os.PathLike[str]) -> None:
 
 
 def load_file(path: str | os.PathLike[str], map_location: str | torch.device = "cpu") -> Any:
-    """Verify the file, then load it without running any code that it may hold.
+    """Verify a file, then load it without running any code that it may hold.
 
     Args:
         path: a file of :func:`save_file` or ``torch.save``.
@@ -81,7 +91,7 @@ def load_file(path: str | os.PathLike[str], map_location: str | torch.device = "
 
     Raises:
         CorruptCheckpointError: if the file is broken, or holds more than tensors and plain types.
-        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+        OSError: if it cannot be opened.
     """
     verify_file(path)
     try:
@@ -90,12 +100,26 @@ def load_file(path: str | os.PathLike[str], map_location: str | torch.device = "
         raise CorruptCheckpointError(f"cannot load {os.fspath(path)}: {_reason(error)}") from error
 
 
-def check_storable(value: Any, name: str = "") -> None:
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder of shards, intact or not.
+
+    One that is being written or deleted is none. One that was moved aside, so that another may take
+    its place, is one as long as that has not happened.
+    """
+    parent, name = os.path.split(path)
+    replaced = moved_aside(name)
+    if name.startswith(".") and (not replaced or os.path.exists(os.path.join(parent, replaced))):
+        return False
+    return any(os.path.isfile(os.path.join(path, file)) for file in (MANIFEST, METADATA))
+
+
+def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
     """Refuse what ``torch.load(weights_only=True)`` would refuse to load.
 
     Args:
         value: the state, or a part of it.
         name: the dotted key of the part, for the message.
+        shards: whether sharded tensors may be among the values.
 
     Raises:
         TypeError: naming the dotted key and the type of the first offender.
@@ -104,11 +128,18 @@ def check_storable(value: Any, name: str = "") -> None:
     if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
             check_storable(key, f"{name}.{key} (the key itself)".lstrip("."))
-            check_storable(item, f"{name}.{key}".lstrip("."))
+            check_storable(item, f"{name}.{key}".lstrip("."), shards=shards)
     elif kind in (list, tuple, set):
         for index, item in enumerate(value):
-            check_storable(item, f"{name}.{index}".lstrip("."))
-    elif not _is_storable_leaf(value):
+            check_storable(item, f"{name}.{index}".lstrip("."), shards=shards)
+    elif shards and is_sharded(value):
+        return
+    elif not (
+        (kind in (torch.Tensor, torch.nn.Parameter) and not value.is_meta)
+        or (kind is int and value.bit_length() <= _MAX_INT_BITS)
+        # The restricted unpickler does not know how empty bytes are pickled.
+        or (kind in _PLAIN_TYPES and value != b"")
+    ):
         raise TypeError(
             f"cannot save {name or 'the state'} of type {kind.__module__}.{kind.__qualname__}: "
             "a checkpoint holds tensors with data and plain Python types only, so that it loads "
@@ -118,26 +149,6 @@ def check_storable(value: Any, name: str = "") -> None:
     # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
     for attribute, item in getattr(value, "__dict__", {}).items():
         check_storable(item, f"{name}.{attribute}".lstrip("."))
-
-
-def _is_storable_leaf(value: Any) -> bool:
-    kind = type(value)
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        return not value.is_meta
-    if kind is int:
-        return bool(value.bit_length() <= _MAX_INT_BITS)
-    # The restricted unpickler does not know the way in which empty bytes are pickled.
-    return kind in _PLAIN_TYPES and not (kind is bytes and not value)
-
-
-def _write(state: dict[str, Any], file: IO[bytes]) -> None:
-    try:
-        torch.save(state, file)
-    except RuntimeError as error:
-        # What torch raises while it closes its container hides the failure of the write before.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
 
 
 def _find_problem(file: IO[bytes]) -> str:

@@ -1,0 +1,328 @@
+"""Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
+
+The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else, with
+tensors without data in the places of the tensors. ``manifest.json`` holds size and digest of each
+file, which are verified before anything is read. The folder gets its name when it is complete.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
+from hooktrain.checkpoint.files import (
+    MANIFEST,
+    METADATA,
+    CorruptCheckpointError,
+    is_folder,
+    load_file,
+    write_file,
+)
+from hooktrain.utils import comm
+from hooktrain.utils.dtensor import is_sharded, map_leaves
+from hooktrain.utils.file_io import Replacement, atomic_write, raise_disk_full
+
+STATE = "state.pth"
+_PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+
+# What the metadata is made of, by module, beside constants of torch.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+# torch warns of a save by one process without a process group, which is fine here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+
+def save_folder(
+    state: dict[str, Any], folder: str | os.PathLike[str], group: ProcessGroup | None = None
+) -> None:
+    """Write a state to a folder that is there as a whole, or not at all. Collective.
+
+    A sharded checkpoint of that name is replaced.
+
+    Args:
+        state: tensors and plain types, nested in dicts, lists, tuples and sets. Of a DTensor each
+            rank writes its shard. Of all else the main process's is written.
+        folder: its final name. Its parent must exist.
+        group: of all ranks. In a thread, one that nobody else uses.
+
+    Raises:
+        ValueError: on every rank, if two tensors have one dotted name, or another rank has a
+            tensor that the main process lacks.
+        FileExistsError: if something else than a sharded checkpoint has that name.
+        OSError: on every rank, if the disk of one is full or fails. The old folder is as it was.
+    """
+    target = Path(folder)
+    skeleton, tensors = split_state(state)
+    with ExitStack() as stack:
+
+        def begin() -> Path:
+            if target.exists() and not is_folder(target):
+                raise FileExistsError(
+                    f"{target} is there and no sharded checkpoint (it has no {MANIFEST}): it is "
+                    "not replaced. Remove it, or choose another name"
+                )
+            return stack.enter_context(Replacement(target))
+
+        temporary = on_main_process(begin, group)
+        saved = _save_tensors(tensors, temporary, group)
+        own = f"__{comm.get_rank()}_*"
+        parts = on_all_ranks(lambda: _digests(temporary, temporary.glob(own)), group)
+
+        def complete() -> None:
+            if unknown := saved - tensors.keys():
+                raise ValueError(f"the main process has no {unknown}, which other ranks have")
+            write_file(skeleton, temporary / STATE)
+            files = {name: record for part in parts for name, record in part.items()}
+            _check_sizes(temporary, files)  # fails if the ranks do not share the disk
+            files |= _digests(temporary, [temporary / METADATA, temporary / STATE])
+            with atomic_write(temporary / MANIFEST, "w") as file:
+                json.dump(files, file)
+            stack.close()  # the rename
+
+        on_main_process(complete, group)
+
+
+def load_folder(folder: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
+    """Verify a folder, each rank a part of it, then load it on every rank. Collective.
+
+    Args:
+        folder: of :func:`save_folder`, by any number of ranks.
+        model: see :func:`read_folder`.
+
+    Raises:
+        CorruptCheckpointError: on every rank, if a file is missing, truncated or altered.
+        OSError: on every rank, if there is no such folder, or it cannot be read.
+    """
+    rank, size = comm.get_rank(), comm.get_world_size()
+    on_all_ranks(lambda: verify_folder(folder, slice(rank, None, size)))
+    states: list[dict[str, Any]] = []
+    on_all_ranks(lambda: states.append(read_folder(folder, model)))
+    return states[0]
+
+
+def read_folder(
+    folder: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    map_location: str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Read a folder that was verified. Not collective. Runs no code that a file may hold.
+
+    Args:
+        folder: of :func:`save_folder`.
+        model: a tensor is read as this rank's shard if the path to it has the name of a sharded
+            tensor of this model, of the same shape: the weights, their averages, the state of an
+            optimizer by names. All others are read in full.
+        map_location: where these go. On ``"meta"`` they have no data.
+
+    Raises:
+        CorruptCheckpointError: if the folder holds something else than a checkpoint.
+    """
+    in_model = {} if model is None else model.state_dict()
+    tensors: dict[str, Tensor] = {}
+
+    def make_room(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        name = _dotted(path)
+        like = _namesake(name, leaf.shape, in_model)
+        if is_sharded(like):
+            tensors[name] = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False)
+        else:
+            tensors[name] = torch.empty_like(leaf, device=map_location)
+        return tensors[name]
+
+    state: dict[str, Any] = map_leaves(make_room, load_file(Path(folder) / STATE))
+    if torch.device(map_location).type != "meta":
+        _read_tensors(tensors, folder)
+    return state
+
+
+def verify_folder(folder: str | os.PathLike[str], part: slice = slice(None)) -> None:
+    """Compare the files of a sharded checkpoint with its manifest.
+
+    Args:
+        folder: of :func:`save_folder`.
+        part: of the files by name, whose content is read and compared. All sizes are.
+
+    Raises:
+        CorruptCheckpointError: naming the first file that is missing, truncated or altered.
+        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
+    """
+    folder = Path(folder)
+    files = _read_manifest(folder)
+    _check_sizes(folder, files)
+    for name in sorted(files)[part]:
+        if _digests(folder, [folder / name])[name] != files[name]:
+            raise CorruptCheckpointError(
+                f"{folder / name} was altered: its sha256 is not that of the manifest"
+            )
+
+
+def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Take the tensors out of a nested state. It is not changed.
+
+    Sparse and quantized tensors stay where they are.
+
+    Returns:
+        A copy of the containers with tensors on the device ``"meta"`` in the places of the tensors;
+        and the tensors by their dotted names.
+
+    Raises:
+        ValueError: if two tensors have one name, as in ``{"a.b": x, "a": {"b": y}}``.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def take(path: tuple[Any, ...], leaf: Any) -> Any:
+        plain = type(leaf) in (Tensor, nn.Parameter, DTensor)
+        if not plain or leaf.layout is not torch.strided or leaf.is_quantized:
+            return leaf
+        name = _dotted(path)
+        if name in tensors:
+            raise ValueError(f"two tensors of the state are both named {name!r}")
+        tensors[name] = leaf.detach()
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+    return map_leaves(take, state), tensors
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _namesake(path: str, shape: torch.Size, in_model: Mapping[str, Any]) -> Any:
+    """The tensor of a model whose name is in a dotted path, if it has the shape."""
+    parts = path.split(".")
+    for start in range(len(parts)):
+        for end in range(len(parts), start, -1):
+            found = in_model.get(".".join(parts[start:end]))
+            if isinstance(found, Tensor) and found.shape == shape:
+                return found
+    return None
+
+
+class _Writer(FileSystemWriter):
+    """Says that a disk is full before the exception is sent to other ranks, without its cause."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise_disk_full(error, Path(self.path))
+            raise
+
+
+def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> set[str]:
+    """Write this rank's part, and the metadata; return the names that all ranks have written."""
+    is_main = comm.is_main_process()
+    own = {n: tensor for n, tensor in tensors.items() if is_main or isinstance(tensor, DTensor)}
+    # Copying ahead would use the accelerator, from another thread.
+    writer = _Writer(folder, per_thread_copy_ahead=0)
+    # Plans are kept: agreeing on them takes the main process 60 us for each tensor of each rank.
+    planner = DefaultSavePlanner(**_PLANS, enable_plan_caching=True)
+    try:
+        saved = save(own, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        # torch would mix plans that failed with later ones. They fail on all ranks alike.
+        SavePlanner._cached_all_plans.clear()
+        SavePlanner._cached_save_plan.clear()
+        first, _ = next(iter(error.failures.values()))
+        raise first from error
+    return set(saved.state_dict_metadata)
+
+
+def _read_tensors(tensors: dict[str, Tensor], folder: str | os.PathLike[str]) -> None:
+    """Do what dcp.load does, but for unpickling the metadata without restrictions."""
+    found = _read_metadata(Path(folder))
+    if lacking := [name for name in tensors if name not in found.state_dict_metadata]:
+        raise CorruptCheckpointError(f"{folder} lacks the tensors {lacking[:10]}")
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(**_PLANS)
+    planner.set_up_planner(tensors, found, is_coordinator=True)
+    reader.set_up_storage_reader(found, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+
+
+def _digests(folder: Path, paths: Iterable[Path]) -> dict[str, list[Any]]:
+    """The size and the sha256 of files (1 to 2 GB/s), by their names in the folder."""
+    records: dict[str, list[Any]] = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+            records[path.name] = [file.tell(), digest.hexdigest()]
+    return records
+
+
+def _read_manifest(folder: Path) -> dict[str, list[Any]]:
+    path = folder / MANIFEST
+    try:
+        files: dict[str, list[Any]] = json.loads(path.read_bytes())
+        return {name: [int(size), str(digest)] for name, (size, digest) in files.items()}
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.exists():
+            raise FileNotFoundError(f"there is no checkpoint {str(folder)!r}") from error
+        raise CorruptCheckpointError(f"{folder} has no {MANIFEST}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path} is not readable: {error!r}") from error
+
+
+def _check_sizes(folder: Path, files: dict[str, list[Any]]) -> None:
+    for name, (size, _) in files.items():
+        path = folder / name
+        if name != os.path.basename(name) or not path.is_file():
+            raise CorruptCheckpointError(f"{path} is missing")
+        if (found := path.stat().st_size) != size:
+            raise CorruptCheckpointError(f"{path} has {found:,} bytes instead of {size:,}")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the few types that the metadata is made of, none of which runs foreign code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
+        if is_constant or name in _KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"refused, since it asks for {module}.{name}. Nothing was run")
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / METADATA
+    with open(path, "rb") as file:
+        try:
+            found = _Unpickler(file).load()
+        except Exception as error:  # a pickle that is not one raises whatever it likes
+            raise CorruptCheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, Metadata):
+        raise CorruptCheckpointError(f"{path} holds a {type(found).__name__}, no metadata")
+    for name, entry in found.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle it
+            raise CorruptCheckpointError(f"{path} holds {name!r}, which is no tensor")
+    return found

@@ -1,0 +1,98 @@
+"""What a checkpoint is on the disk and what it holds, whichever library has written it."""
+
+import errno
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file, verify_file
+from hooktrain.utils.registry import did_you_mean
+
+State = dict[str, Any]
+
+
+def verify_checkpoint(path: str) -> None:
+    """Read all of a file or a folder, and compare it with its checksums.
+
+    Raises:
+        CorruptCheckpointError: if it is broken.
+        OSError: if it cannot be opened.
+    """
+    if is_folder(path):
+        from hooktrain.checkpoint.folders import verify_folder
+
+        verify_folder(path)
+    else:
+        verify_file(path)
+
+
+def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
+    """Verify and load a file or a folder; the result has the model's state under ``"model"``.
+
+    That is ``"state_dict"`` in the files of MMEngine and Lightning. A bare state dict (tensors by
+    name) is taken as the model's.
+
+    Args:
+        path: of the file or folder. This process reads it alone.
+        map_location: the device on which the tensors arrive.
+
+    Raises:
+        CorruptCheckpointError: if it is broken, or holds no model's state.
+        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+    """
+    if is_folder(path):
+        from hooktrain.checkpoint.folders import read_folder
+
+        verify_checkpoint(path)
+        return _with_model(read_folder(path, map_location=map_location), path)
+    if not os.path.exists(path):
+        folder, name = os.path.split(path)
+        near = did_you_mean(name, sorted(os.listdir(folder or "."))) if _is_dir(folder) else ""
+        raise FileNotFoundError(errno.ENOENT, f"No such file{near}", path)
+    return _with_model(load_file(path, map_location), path)
+
+
+def read_on_all_ranks(path: str, model: nn.Module) -> State:
+    """Verify and load a file or a folder on every rank; see :func:`read_checkpoint`. Collective.
+
+    Args:
+        path: every rank must be able to read it. The main process decides what it is.
+        model: of a folder, each rank reads no more than its shards of what this model has sharded.
+
+    Raises:
+        CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
+        OSError: on every rank, if one cannot open it.
+    """
+    if on_main_process(lambda: is_folder(path)):
+        from hooktrain.checkpoint.folders import load_folder
+
+        return _with_model(load_folder(path, model), path)
+    states: list[State] = []
+    on_all_ranks(lambda: states.append(read_checkpoint(path)))
+    return states[0]
+
+
+def _is_dir(folder: str) -> bool:
+    return os.path.isdir(folder or ".")
+
+
+def _with_model(state: Any, path: str) -> State:
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{path} is no checkpoint: it holds a {type(state).__name__}")
+    if isinstance(state.get("model"), dict):
+        return state
+    if isinstance(state.get("state_dict"), dict):
+        return {"model" if key == "state_dict" else key: item for key, item in state.items()}
+    # Modules may keep what they like under the second name (Module.get_extra_state).
+    if state and all(
+        isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
+        for name, value in state.items()
+    ):
+        return {"model": state}
+    raise CorruptCheckpointError(
+        f"{path} is no checkpoint: it has no dict under 'model' or 'state_dict', and is no dict of "
+        f"tensors; its keys are {list(state)[:10]!r}"
+    )

@@ -1,0 +1,160 @@
+"""Which checkpoints of a folder to go on from, and which to delete.
+
+A checkpoint is a file ``<name>.pth``, or a folder of shards ``<name>``. The file
+``last_checkpoint`` names the one to go on from, as in detectron2. If it is missing, garbage, or
+names one that is gone or broken, the folder itself is searched.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
+from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.utils.file_io import atomic_write
+
+logger = logging.getLogger(__name__)
+
+POINTER = "last_checkpoint"
+# In the pointer, when a run has begun from scratch among the checkpoints of an earlier one.
+NOTHING_YET = "-"
+
+_NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
+# "model_best.pth" and the like hold a good state, not the last one.
+_BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
+_BROKEN = -2
+
+
+def write_pointer(save_dir: str, name: str) -> None:
+    """Make a checkpoint of the folder the one to resume from.
+
+    Only its name is written, so that the folder may be moved.
+    """
+    with atomic_write(os.path.join(save_dir, POINTER), "w") as file:
+        file.write(name)
+
+
+def read_pointer(save_dir: str) -> str:
+    """The name in ``last_checkpoint``, or :data:`NOTHING_YET`; "" if it names none there."""
+    path = os.path.join(save_dir, POINTER)
+    try:
+        with open(path, "rb") as file:
+            name = file.read(4096).decode("utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        logger.warning("Cannot read %s: %s", path, error)
+        return ""
+    if name == NOTHING_YET or (name and _is_checkpoint(save_dir, name, suffix="")):
+        return name
+    logger.warning("%s names %r, which is no checkpoint there", path, name)
+    return ""
+
+
+def checkpoint_names(save_dir: str) -> list[str]:
+    """The names of all checkpoints of the folder, sorted; none if it is not there."""
+    if not os.path.isdir(save_dir):
+        return []
+    return [name for name in sorted(os.listdir(save_dir)) if _is_checkpoint(save_dir, name)]
+
+
+def _is_checkpoint(save_dir: str, name: str, suffix: str = ".pth") -> bool:
+    path = os.path.join(save_dir, name)
+    is_file = name.endswith(suffix) and os.path.isfile(path)
+    return name == os.path.basename(name) and (is_file or is_folder(path))
+
+
+def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
+    """The names of the checkpoints to try, best first; the folder is searched only if need be.
+
+    First comes that of the pointer, then the others by their iteration, newest first. Those that
+    are newer than the pointer's come last, since they belong to another run in the same folder.
+    Those named ``best`` and those without an iteration (plain weights) are left out. There is none
+    if the pointer says that a run has begun from scratch.
+
+    Args:
+        save_dir: the folder.
+        pointed: what :func:`read_pointer` says about it.
+    """
+    if pointed == NOTHING_YET:
+        return
+    if pointed:
+        yield pointed
+    limit = iteration_in_name(pointed)
+    found = []
+    for name in checkpoint_names(save_dir):
+        if name == pointed or _BEST.search(name):
+            continue
+        iteration = iteration_in_name(name)
+        if iteration is None:
+            iteration = _stored_iteration(os.path.join(save_dir, name))
+        if iteration is not None:
+            found.append((limit is None or iteration <= limit, iteration, name))
+    for _, _, name in sorted(found, reverse=True):
+        yield name
+
+
+def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
+    """The number in ``{prefix}_{7 or more digits}`` with or without ``.pth``, or None.
+
+    >>> iteration_in_name("model_0000099.pth")
+    99
+    >>> iteration_in_name("model_final.pth") is None
+    True
+    """
+    match = _NUMBERED.fullmatch(name)
+    if match is None or prefix not in (None, match["prefix"]):
+        return None
+    return int(match["iteration"])
+
+
+def _stored_iteration(path: str) -> int | None:
+    """The last iteration in the checkpoint of a trainer or a strategy, if it is one of them."""
+    try:
+        state = read_checkpoint(path, "meta")
+    except (OSError, CorruptCheckpointError) as error:
+        logger.warning("Cannot tell the iteration of %s: %s", path, error)
+        return _BROKEN  # to be tried last, and then counted among the broken ones
+    trainer, meta = state.get("trainer"), state.get("meta")
+    holder = trainer if "iteration" not in state and isinstance(trainer, dict) else state
+    iteration = holder.get("iteration")
+    if iteration is None and isinstance(meta, dict) and "optimizer" in state:
+        iteration = meta.get("iter", 0) - 1  # MMEngine's number of finished iterations
+    return iteration if isinstance(iteration, int) else None
+
+
+def files_to_delete(
+    names: Iterable[str],
+    prefix: str,
+    max_to_keep: int,
+    *,
+    newest: int | None = None,
+    protected: Collection[str] = (),
+) -> list[str]:
+    """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
+
+    The numbers give the order, so clocks do not matter. Since it looks at the folder alone, it goes
+    on where it was after a resume.
+
+    Args:
+        names: of all checkpoints in the folder. Those that are not of the form
+            ``{prefix}_0000099.pth`` or ``{prefix}_0000099`` stay.
+        prefix: of those that are looked at.
+        max_to_keep: how many to keep, at least 1.
+        newest: the iteration just saved. Higher numbers come from another run in the same folder
+            and are neither counted nor deleted.
+        protected: names that stay in any case, such as the one to resume from.
+
+    Raises:
+        ValueError: if ``max_to_keep`` is less than 1.
+    """
+    if max_to_keep < 1:
+        raise ValueError(f"max_to_keep must be at least 1, got {max_to_keep!r}")
+    numbers = {name: iteration_in_name(name, prefix) for name in names}
+    ours = [
+        (number, name)
+        for name, number in numbers.items()
+        if number is not None and (newest is None or number <= newest)
+    ]
+    return [name for _, name in sorted(ours)[:-max_to_keep] if name not in protected]
