@@ -163,12 +163,13 @@ def _put(node: Any, path: Path, value: Any) -> Any:
     """Set the value at a path; gives ``node``, or a new tuple in its place."""
     if not path:
         return value
-    key, *rest = path
-    value = _put(node[key], tuple(rest), value)
+    key = path[0]
+    value = _put(node[key], path[1:], value)
     if isinstance(node, tuple):
         return (*node[:key], value, *node[key + 1 :])
     # Not ConfigDict's own: that would copy a dict that two keys refer to.
-    dict.__setitem__(node, key, value) if isinstance(node, dict) else node.__setitem__(key, value)
+    set_item: Any = dict.__setitem__ if isinstance(node, dict) else list.__setitem__
+    set_item(node, key, value)
     return node
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from hooktrain import evaluation, solver
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.config import LazyConfig, instantiate
+from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
@@ -137,6 +137,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         logger.info("No seed is configured: drew %d", seed)
         if "seed" in train:
             train["seed"] = seed
+    if isinstance(cfg, ConfigDict):
+        resolve(cfg)  # what refers to the seed, or to what a script has changed
     seed_all_rng(seed + rank)
     if output_dir and comm.is_main_process() and not eval_only:
         path = os.path.join(output_dir, "config.py")
@@ -250,7 +252,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     """
 
     def __init__(self, cfg: Any) -> None:
-        self.cfg = cfg
+        self.cfg = resolve(cfg)  # what refers to what a script has changed
         self.strategy = self.build_strategy(cfg)
         model = self.strategy.prepare(
             lambda: self.build_model(cfg),

@@ -82,7 +82,7 @@ def test_a_seed_that_is_not_given_is_drawn_and_saved(folder: Path, seed: str) ->
     default_setup(cfg, Namespace())
     saved = LazyConfig.load(str(folder / "config.py"))
     assert saved.train.seed == cfg.train.seed >= 0
-    assert saved.dataloader.train.seed == cfg.train.seed
+    assert saved.dataloader.train.seed == cfg.dataloader.train.seed == cfg.train.seed
 
 
 def test_setup_works_with_any_object_as_arguments_and_without_a_folder() -> None:
