@@ -34,23 +34,12 @@ class DigitsGAN(nn.Module):
     Attributes:
         generator: latents of shape (N, latent_size) to images of shape (N, 1, 8, 8) in [0, 1].
         discriminator: such images to logits of shape (N, 1), above 0 for those it takes for real.
-
-    Raises:
-        ValueError: for an argument out of range.
     """
 
     def __init__(
         self, latent_size: int = 32, hidden_size: int = 256, discriminator_steps: int = 2
     ) -> None:
         super().__init__()
-        if latent_size < 1:
-            raise ValueError(f"latent_size must be at least 1, but got {latent_size!r}")
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size must be at least 1, but got {hidden_size!r}")
-        if discriminator_steps < 1:
-            raise ValueError(
-                f"discriminator_steps must be at least 1, but got {discriminator_steps!r}"
-            )
         self.latent_size = latent_size
         self.discriminator_steps = discriminator_steps
         self.generator: nn.Module = nn.Sequential(

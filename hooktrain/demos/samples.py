@@ -144,7 +144,7 @@ class TextSampler(PeriodicSampler):
         seed: of the random numbers.
 
     Raises:
-        ValueError: for arguments out of range.
+        ValueError: for a negative period.
     """
 
     def __init__(
@@ -159,12 +159,6 @@ class TextSampler(PeriodicSampler):
         seed: int = 0,
     ) -> None:
         super().__init__(period, Path(output_dir) / "samples")
-        if not prompt:
-            raise ValueError(f"prompt must not be empty, but got {prompt!r}")
-        if length < 1:
-            raise ValueError(f"length must be at least 1, but got {length!r}")
-        if not temperature >= 0:
-            raise ValueError(f"temperature must not be negative, but got {temperature!r}")
         self._vocabulary = vocabulary
         self._prompt = prompt
         self._length = length
@@ -218,15 +212,10 @@ def make_grid(images: Tensor, columns: int = 10, scale: int = 1, padding: int = 
         Shape (C, height, width), on the images' device. Places without an image are black.
 
     Raises:
-        ValueError: for another shape, or a number out of range.
+        ValueError: for another shape.
     """
     if images.dim() != 4 or len(images) == 0:
         raise ValueError(f"images must have shape (N, C, H, W), but got {tuple(images.shape)}")
-    if columns < 1 or scale < 1 or padding < 0:
-        raise ValueError(
-            "columns and scale must be at least 1, and padding at least 0, but got "
-            f"columns={columns!r}, scale={scale!r}, padding={padding!r}"
-        )
     count, channels, height, width = images.shape
     columns = min(columns, count)
     rows = -(-count // columns)

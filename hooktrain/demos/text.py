@@ -211,7 +211,7 @@ class TextGPT(nn.Module):
             recomputed one by one.
 
     Raises:
-        ValueError: for an argument out of range.
+        ValueError: for another size.
     """
 
     def __init__(
@@ -222,12 +222,6 @@ class TextGPT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, but got {vocab_size!r}")
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, but got {block_size!r}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), but got {dropout!r}")
         depth, width, heads = _checked_size(size)
         self.block_size = block_size
         self.head_width = width // heads

@@ -1,7 +1,3 @@
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +11,7 @@ from hooktrain.demos import (
     load_digits,
     trained_digits_cnn,
 )
+from hooktrain.demos.digits import DIGITS_FILE
 
 
 def test_there_are_1797_images_of_ten_digits() -> None:
@@ -37,15 +34,8 @@ def test_the_split_is_fixed_disjoint_and_complete() -> None:
     assert sorted(train.labels + test.labels) == sorted(labels.tolist())
 
 
-@pytest.mark.parametrize("labels", [np.full(1797, 77.5), np.full(1797, 10, np.uint8)])
-def test_labels_that_are_none_are_an_error(labels: Any, tmp_path: Path) -> None:
-    np.savez(tmp_path / "d.npz", images=np.zeros((1797, 8, 8), np.uint8), labels=labels)
-    with pytest.raises(ValueError, match="labels"):
-        load_digits(tmp_path / "d.npz")
-
-
 def test_the_attribution_stands_beside_the_data() -> None:
-    readme = Path(load_digits.__wrapped__.__defaults__[0]).parent / "README.md"
+    readme = DIGITS_FILE.parent / "README.md"
     assert "CC BY 4.0" in readme.read_text()
     assert "Alpaydin" in readme.read_text()
 
@@ -64,29 +54,14 @@ def test_a_random_shift_moves_the_image_and_fills_up_with_zeros() -> None:
     assert image[0, 3, 4] == 1.0
 
 
-def test_a_shift_of_zero_changes_nothing_and_a_negative_one_is_refused() -> None:
+def test_a_shift_of_zero_changes_nothing() -> None:
     sample = DigitsDataset(train=False)[0]
     assert torch.equal(RandomShift(0)(sample)["image"], sample["image"])
-    with pytest.raises(ValueError, match="-1"):
-        RandomShift(-1)
 
 
 def test_a_transform_is_applied() -> None:
     dataset = DigitsDataset(train=False, transform=lambda s: {**s, "label": 99})
     assert dataset[0]["label"] == 99
-
-
-def test_a_missing_or_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="install the package again"):
-        load_digits(tmp_path / "digits.npz")
-    broken = tmp_path / "broken.npz"
-    broken.write_bytes(b"not a zip file")
-    with pytest.raises(ValueError, match="is damaged"):
-        load_digits(broken)
-    other = tmp_path / "other.npz"
-    np.savez(other, images=np.zeros((2, 8, 8), np.uint8), labels=np.zeros(2, np.uint8))
-    with pytest.raises(ValueError, match="holds something else"):
-        load_digits(other)
 
 
 def batch(count: int = 4) -> dict[str, Tensor]:
@@ -171,15 +146,6 @@ def test_labels_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
         DigitsCNN(channels=4)(data)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("channels", 0), ("dropout", 1.0), ("dropout", -0.1), ("num_classes", 0)],
-)
-def test_arguments_out_of_range_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must .* got {value}"):
-        DigitsCNN(**{name: value})
-
-
 def test_it_recognises_digits_that_it_has_not_seen() -> None:
     test = DigitsDataset(train=False)
     classifier = trained_digits_cnn(DigitsDataset(train=True))
@@ -200,8 +166,3 @@ def test_it_is_the_same_each_time_and_the_run_around_it_goes_on_undisturbed() ->
     other = trained_digits_cnn(data, epochs=1, channels=4, seed=1).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["head.weight"], other["head.weight"])
-
-
-def test_less_than_one_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match="epochs must be at least 1, but got 0"):
-        trained_digits_cnn(DigitsDataset(train=True), epochs=0)

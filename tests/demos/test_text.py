@@ -258,9 +258,6 @@ def test_sizes_go_by_name_or_by_numbers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be at least 1, but got 0"),
-        ({"block_size": 0}, "block_size must be at least 1, but got 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), but got 1.0"),
         ({"size": "larg"}, "got 'larg'; did you mean 'large'"),
         ({"size": (1, 2)}, r"\(depth, width, heads\).* got \(1, 2\)"),
         ({"size": (0, 4, 2)}, r"got \(0, 4, 2\)"),
