@@ -1,6 +1,9 @@
 """The import arrows of the package point downwards; here is the table, and what enforces it."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +102,16 @@ def test_imports_of_the_package_are_absolute_and_stand_at_the_top_of_a_file() ->
         if relative or inner:
             wrong.append((name, sorted(inner), len(relative), len(top)))
     assert wrong == []
+
+
+def test_the_engine_is_imported_without_what_is_heavy_and_seldom_used() -> None:
+    heavy = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.elastic"]
+    code = f"import sys, hooktrain.engine; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    assert done.stdout == "[]\n"

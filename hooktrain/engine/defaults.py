@@ -24,9 +24,9 @@ from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp
+from hooktrain.strategy.environment import set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
-from hooktrain.utils.env import seed_all_rng
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from hooktrain.utils.folder_lock import lock_folder
 from hooktrain.utils.logger import setup_logger
@@ -131,15 +131,11 @@ def default_setup(cfg: Any, args: Any) -> None:
         text = Path(config_file).read_text(encoding="utf-8")
         logger.info("Contents of %s:\n%s", config_file, text)
 
-    seed = train.get("seed")
-    if seed is None or seed < 0:
-        seed = comm.shared_random_seed()
-        logger.info("No seed is configured: drew %d", seed)
-        if "seed" in train:
-            train["seed"] = seed
+    seed = set_random_seed(train.get("seed"), diff_rank_seed=True)
+    if "seed" in train:
+        train["seed"] = seed
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
-    seed_all_rng(seed + rank)
     if output_dir and comm.is_main_process() and not eval_only:
         path = os.path.join(output_dir, "config.py")
         LazyConfig.save(cfg, path)
@@ -305,7 +301,6 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             )
         if isinstance(ddp.get("type"), str):
             MODEL_WRAPPERS.get(ddp["type"])  # a typo is found with one process too
-        seed = None if train.seed is None or train.seed < 0 else train.seed
         return build_strategy(
             instantiate(strategy),
             ddp={"fp16_compression": ddp.pop("fp16_compression", False), "model_wrapper": ddp},
@@ -313,7 +308,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             work_dir=train.output_dir,
             device=train.device,
             auto_scale_lr=train.get("auto_scale_lr"),
-            env_kwargs={"seed": seed, "diff_rank_seed": True},
+            env_kwargs={"seed": train.seed, "diff_rank_seed": True},
         )
 
     @classmethod
