@@ -304,8 +304,7 @@ class BaseStrategy(ABC):
             model.compile(**options)
         else:
             setattr(model, target, torch.compile(getattr(model, target), **options))
-        name = f"{type(model).__name__}.{target}"
-        self.logger.info("%s is compiled: the first iterations take long", name)
+        self.logger.info("%s() is compiled: the first iterations take long", target)
         return model
 
     def build_optim_wrapper(
@@ -639,7 +638,7 @@ class BaseStrategy(ABC):
     def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
         """What is worth knowing about the machine and the software, and about this run."""
         runtime = {
-            **{name: value for name, value in vars(self.environment).items() if value is not None},
+            **vars(self.environment),
             "seed": self.seed,
             "Distributed launcher": self.launcher,
             "Distributed training": self.distributed,

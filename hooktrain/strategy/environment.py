@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# The rank, the rank on the machine, the number of processes, and the number on the machine.
-_VARIABLES = {
-    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"),
-    "Open MPI": tuple(
-        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-    ),
-    "MPI": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and Intel's
-}
+_OPEN_MPI = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+# Rank, rank on the machine, number of processes, number on the machine. The first is who started
+# this process: mpirun's daemons may be tasks of srun, and srun may start torchrun.
+_VARIABLES: list[tuple[Launcher, tuple[str, ...]]] = [
+    ("pytorch", ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")),
+    ("mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI)),
+    ("slurm", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")),
+    ("mpi", ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")),  # MPICH, Intel's
+]
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,15 @@ class Place:
 def infer_launcher() -> Launcher:
     """Who started this process, from the environment variables.
 
-    ``"pytorch"`` is torchrun, or anybody who sets ``WORLD_SIZE`` as torchrun does. ``"mpi"`` is
-    mpirun or mpiexec, also inside a SLURM job, whose variables then count machines. ``"slurm"`` is
-    srun; the batch script of a job is not a task of srun, so it is ``"none"``.
+    ``"pytorch"`` is torchrun, or anybody who sets ``WORLD_SIZE`` as torchrun does; ``"mpi"`` is
+    mpirun or mpiexec; ``"slurm"`` is srun. The batch script of a SLURM job has the variables of
+    srun, and is ``"none"``.
     """
-    env = os.environ
-    if "WORLD_SIZE" in env:
-        return "pytorch"
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in env:
-        return "mpi"
-    if "SLURM_NTASKS" in env and not ("SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env):
-        return "slurm"
-    return "mpi" if "PMI_RANK" in env and "PMI_SIZE" in env else "none"
+    is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
+    for launcher, names in _VARIABLES:
+        if names[2] in os.environ and not (launcher == "slurm" and is_batch_script):
+            return launcher
+    return "none"
 
 
 def find_place(launcher: Launcher, port: int | None = None) -> Place:
@@ -81,19 +78,18 @@ def find_place(launcher: Launcher, port: int | None = None) -> Place:
         port: where the processes of SLURM and MPI meet, instead of ``MASTER_PORT``.
 
     Raises:
-        ValueError: if a variable is missing or not a number, or for an unknown launcher.
+        ValueError: for an unknown launcher, or if a variable is missing or not a number.
     """
-    env = os.environ
     if launcher == "none":
         return Place()
-    mpi = "Open MPI" if "OMPI_COMM_WORLD_RANK" in env else "MPI"
-    starters = {"pytorch": "torchrun", "slurm": "srun", "mpi": mpi}
-    if launcher not in starters:
-        raise ValueError(f"launcher must be 'none' or one of {[*starters]}, got {launcher!r}")
-    names = _VARIABLES[starters[launcher]]
+    env = os.environ
+    known = [names for name, names in _VARIABLES if name == launcher]
+    if not known:
+        raise ValueError(f"launcher must be one of {get_args(Launcher)}, got {launcher!r}")
+    names = next((names for names in known if names[2] in env), known[0])
     if missing := [name for name in names if name not in env]:
         raise ValueError(
-            f"{', '.join(missing)} of {starters[launcher]} are missing: set them too, or unset "
+            f"the launcher {launcher!r} has not set {', '.join(missing)}: set them too, or unset "
             f"{', '.join(n for n in names if n in env)} to let launch() start the processes"
         )
     # SLURM writes 2(x3) for two tasks on each of three machines.

@@ -137,11 +137,11 @@ def test_mpi_on_several_machines_does(started_by: Any) -> None:
 @pytest.mark.parametrize(
     ("launcher", "environment", "message"),
     [
-        ("pytorch", {"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK, LOCAL_WORLD_SIZE of torchrun"),
-        ("slurm", {"SLURM_NTASKS": "2"}, "SLURM_TASKS_PER_NODE of srun are missing"),
+        ("pytorch", {"RANK": "1", "WORLD_SIZE": "2"}, "not set LOCAL_RANK, LOCAL_WORLD_SIZE: "),
+        ("slurm", {"SLURM_NTASKS": "2"}, "'slurm' has not set SLURM_PROCID, SLURM_"),
         ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "'x'"),
-        ("mpi", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID, MPI_LOCALNRANKS of MPI"),
-        ("slrum", {}, r"launcher must be 'none' or one of .* got 'slrum'"),
+        ("mpi", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "not set MPI_LOCALRANKID, MPI_LOCALNRANKS: "),
+        ("slrum", {}, r"launcher must be one of \('none', .* got 'slrum'"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(

@@ -275,9 +275,7 @@ def test_the_weights_of_a_checkpointer_load(tmp_path: Path) -> None:
     strategy = prepared(tmp_path / "other")
     assert strategy.load_checkpoint(tmp_path / "model_final.pth") == {"iteration": 9}
     assert torch.equal(strategy.model_state_dict()["last.weight"], model.last.weight)
-    with pytest.raises(
-        ValueError, match=r"in full: it has no \['optimizer', 'param"
-    ):
+    with pytest.raises(ValueError, match=r"in full: it has no \['optimizer', 'param"):
         strategy.resume(tmp_path / "model_final.pth")
 
 
