@@ -49,7 +49,7 @@ class GroupParamScheduler:
     value where the range begins. Whoever else changes the value in between changes the base with
     it, so that schedulers compose. MMEngine multiplies the current value at each step, which is the
     same where nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
-    A tensor is multiplied on its device, as in MMEngine.
+    A tensor is multiplied on its device, as in MMEngine, without a synchronisation.
 
     A schedule of your own overrides ``_share(k)``, or ``_get_value()`` as in MMEngine.
 
@@ -242,26 +242,25 @@ class GroupParamScheduler:
             ValueError: if the state is of another parameter, or counts iterations where this
                 scheduler counts epochs. Nothing is loaded then.
         """
-        name, groups = type(self).__name__, self._groups()
+        name, groups, initial = type(self).__name__, self._groups(), f"initial_{self.param_name}"
         for key in ("param_name", "by_epoch"):
             if state_dict[key] != getattr(self, key):
                 raise ValueError(f"the state has {key}={state_dict[key]!r}, and this is {self!r}")
-        values, step = state_dict["_last_value"], state_dict["_global_step"]
-        bases = state_dict.get("base_values", self.base_values)
-        state = {"start_values": bases, "written_values": [None] * len(groups), **state_dict}
-        if len(values) != len(groups):
+        first = [float(group.get(initial, read(group, self.param_name))) for group in groups]
+        blank: dict[str, Any] = {"base_values": first, "start_values": first}
+        blank["written_values"] = [None] * len(groups)
+        state = blank | dict(state_dict)  # MMEngine's do not have all of these.
+        if len(state["_last_value"]) != len(groups):
             logger.warning("%s takes its values from the groups, since others were saved", name)
-            values = self.get_last_value()
-            bases = [float(group[f"initial_{self.param_name}"]) for group in groups]
-            state |= {"start_values": bases, "written_values": [None] * len(groups)}
-        if (state["begin"], state["end"]) != (self.begin, self.end):
+            state |= blank | {"_last_value": self.get_last_value()}
+        step, begin, end = state["_global_step"], state["begin"], state["end"]
+        if (begin, end) != (self.begin, self.end):
             logger.warning(
                 "%s goes on at step %d with the range [%d, %d), which was [%d, %d) when saved",
-                *(name, step, self.begin, self.end, state["begin"], state["end"]),
+                *(name, step, self.begin, self.end, begin, end),
             )
-        vars(self).update({key: copy(state[key]) for key in self.PROGRESS})
-        self.base_values = list(bases)
+        vars(self).update({key: copy(state[key]) for key in ("base_values", *self.PROGRESS)})
         self.global_step = step
         self.last_step = max(min(step, self.end - 1) - self.begin, -1)
-        for group, value in zip(groups, values, strict=True):
+        for group, value in zip(groups, state["_last_value"], strict=True):
             write(group, self.param_name, value)

@@ -13,6 +13,10 @@ overlapping ranges multiply, and in a gap the value stays::
 Each kind has three classes: ``XxxParamScheduler`` for any number that the parameter groups hold,
 ``XxxLR`` for the learning rate, and ``XxxMomentum``. Five of the first are also names of pure
 functions in ``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
+
+Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the value
+where the range begins. The arguments that all schedulers have are those of
+:class:`~hooktrain.solver.group_scheduler.GroupParamScheduler`; the range is given by keyword.
 """
 
 import math
