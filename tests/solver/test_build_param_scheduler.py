@@ -15,7 +15,6 @@ from hooktrain.solver.param_scheduler import (
     CosineAnnealingLR,
     LinearLR,
     LinearMomentum,
-    LinearParamScheduler,
     MultiStepLR,
     PolyLR,
     StepLR,
@@ -41,12 +40,6 @@ def test_one_configuration_becomes_a_list_of_one() -> None:
 def test_the_type_may_be_a_class_or_its_place(kind: Any) -> None:
     (scheduler,) = build_param_scheduler({"type": kind}, sgd(1.0), RUN)
     assert type(scheduler) is PolyLR
-
-
-def test_generic_names_are_those_of_mmengine() -> None:
-    config = {"type": "LinearParamScheduler", "param_name": "weight_decay"}
-    (scheduler,) = build_param_scheduler(config, sgd(1.0), RUN)
-    assert type(scheduler) is LinearParamScheduler
 
 
 def test_a_list_may_mix_configurations_with_schedulers_that_are_built() -> None:

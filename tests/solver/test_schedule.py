@@ -111,48 +111,8 @@ def test_schedules_cannot_be_changed(scheduler: ParamScheduler, final: float) ->
         setattr(scheduler, name, 1.0)
 
 
-def test_cosine_follows_half_a_period() -> None:
-    expected = [0.1, 0.0975528, 0.0904508, 0.0793893, 0.0654508]
-    expected += [0.05, 0.0345492, 0.0206107, 0.0095492, 0.0024472]
-    assert values(CosineParamScheduler(0.1, 0.0), 10) == pytest.approx(expected, abs=1e-6)
-
-
-def test_exponential_multiplies_by_the_same_factor_each_step() -> None:
-    assert values(ExponentialParamScheduler(start_value=1.0, decay=1 / 16), 4) == [
-        1,
-        0.5,
-        0.25,
-        1 / 8,
-    ]
-
-
-def test_linear_goes_straight() -> None:
-    expected = [0.01, 0.01225, 0.0145, 0.01675]
-    assert values(LinearParamScheduler(0.01, 0.019), 4) == pytest.approx(expected)
-
-
-def test_polynomial_decay_follows_its_power() -> None:
-    scheduler = PolynomialDecayParamScheduler(base_value=0.1, power=1)
-    assert values(scheduler, 5) == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
-    assert PolynomialDecayParamScheduler(4.0, power=0.5)(0.75) == 2.0
-
-
 def test_a_power_of_zero_keeps_the_base_value_to_the_end() -> None:
     assert PolynomialDecayParamScheduler(0.1, power=0)(1.0) == 0.1
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"num_updates": 9, "milestones": [3, 6]},
-        {"num_updates": 9},
-        {"milestones": [3, 6, 9]},
-        {"milestones": [30, 60, 90]},
-    ],
-)
-def test_multi_step_changes_at_its_milestones(kwargs: dict[str, Any]) -> None:
-    scheduler = MultiStepParamScheduler(values=[0.3, 0.2, 0.1], **kwargs)
-    assert values(scheduler, 9) == [0.3] * 3 + [0.2] * 3 + [0.1] * 3
 
 
 def test_an_uneven_split_rounds_up_all_parts_but_the_last() -> None:
@@ -165,19 +125,6 @@ def test_a_milestone_takes_effect_at_exactly_its_iteration(steps: int) -> None:
     scheduler = MultiStepParamScheduler([3, 2, 1, 0], num_updates=steps, milestones=milestones)
     around = [scheduler((m + offset) / steps) for m in milestones for offset in (-1, 0)]
     assert around == [3, 2, 2, 1, 1, 0]
-
-
-def test_step_gives_each_value_an_equal_share() -> None:
-    scheduler = StepParamScheduler(values=[0.1, 0.01, 0.001], num_updates=12)
-    assert values(scheduler, 12) == [0.1] * 4 + [0.01] * 4 + [0.001] * 4
-
-
-def test_step_with_fixed_gamma_decays_as_often_as_told() -> None:
-    scheduler = StepWithFixedGammaParamScheduler(
-        base_value=1, num_decays=3, gamma=0.1, num_updates=8
-    )
-    expected = [1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
-    assert values(scheduler, 8) == pytest.approx(expected)
 
 
 # Schedules made of others
@@ -375,18 +322,6 @@ def test_the_rates_are_those_of_a_lambda_of_torch() -> None:
         theirs.step()
         reference.step()
     assert run(LRMultiplier(ours, schedule, max_iter=50), 50) == expected
-
-
-def test_the_warm_up_applies_to_the_first_step() -> None:
-    optimizer = sgd(1.0)
-    LRMultiplier(optimizer, WarmupParamScheduler(LINE, 0.25, 0.5), max_iter=10)
-    assert rates(optimizer) == [0.25]
-
-
-def test_milestones_in_iterations_change_the_rate_at_these_iterations() -> None:
-    schedule = MultiStepParamScheduler([1, 0.5, 0.25], milestones=[10, 15, 20])
-    used = run(LRMultiplier(sgd(4.0), schedule, max_iter=20), 20)
-    assert used == [4.0] * 10 + [2.0] * 5 + [1.0] * 5
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,10 @@ def recorded(trainer: Any, name: str = "lr") -> list[float]:
     return [value for value, _ in trainer.storage.history(name).values()]
 
 
-def test_the_rate_that_is_logged_is_the_one_used_in_the_iteration() -> None:
-    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0)
+@pytest.mark.parametrize("several", [False, True])
+def test_the_rate_that_is_logged_is_the_one_used_in_the_iteration(several: bool) -> None:
+    schedule = LinearParamScheduler(1.0, 0.0)
+    trainer = linear_trainer(LRScheduler(scheduler=[schedule] if several else schedule), lr=8.0)
     trainer.train(0, 4)
     assert recorded(trainer) == [8.0, 6.0, 4.0, 2.0]
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0
@@ -137,15 +139,6 @@ def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
     trainer.train(0, 6)
     assert recorded(trainer) == [8.0, 8.0, 4.0, 4.0, 1.0, 1.0]
     assert schedulers[2].last_epoch == 6
-
-
-def test_a_multiplier_in_a_list_is_put_to_work_when_training_starts() -> None:
-    trainer = linear_trainer(lr=8.0)
-    hook = LRScheduler(scheduler=[LinearParamScheduler(1.0, 0.0)])
-    trainer.register_hooks([hook])
-    assert hook.state_dict() == {}
-    trainer.train(0, 4)
-    assert recorded(trainer) == [8.0, 6.0, 4.0, 2.0]
 
 
 def test_a_scheduled_momentum_is_recorded() -> None:
