@@ -51,7 +51,7 @@ class GroupParamScheduler:
     same where nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
     A tensor is multiplied on its device, as in MMEngine, without a synchronisation.
 
-    A schedule of your own overrides ``_share(k)``, or ``_get_value()`` as in MMEngine.
+    To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
 
     Args:
         optimizer: a torch optimizer or an :class:`~hooktrain.solver.OptimWrapper`.
@@ -112,7 +112,7 @@ class GroupParamScheduler:
         self._floor(1.0)  # refuses one that is given twice
 
     def _for_each_group(self, value: float | Sequence[float]) -> Sequence[float]:
-        """A number for each group; the settings that a wrapper has beside them take the last."""
+        """A number for each group; the base settings of a wrapper, which come last, get the last."""
         added = getattr(self.optimizer, "base_param_settings", None) is not None
         groups = len(self.optimizer.param_groups) - added
         values = list(value) if isinstance(value, Sequence) else [value] * groups

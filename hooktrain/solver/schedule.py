@@ -159,7 +159,8 @@ class MultiStepParamScheduler(ParamScheduler):
         milestones: increasing boundaries, in (0, num_updates). By default ``num_updates`` is
             split evenly, every part but the last rounded up.
 
-    Only ratios count, so iterations, epochs and percent are all good units. One schedule, thrice:
+    Only ratios count, so iterations, epochs and percent are all good units. Three ways to write the
+    same schedule:
 
     >>> schedule = MultiStepParamScheduler([1, 0.1, 0.01], num_updates=90, milestones=[30, 60])
     >>> schedule == MultiStepParamScheduler([1, 0.1, 0.01], milestones=[30, 60, 90])

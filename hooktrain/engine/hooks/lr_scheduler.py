@@ -147,7 +147,7 @@ class LRScheduler(HookBase):
 
     @staticmethod
     def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:
-        """The group whose rate stands for all: the one with the most parameters.
+        """The group whose rate is recorded: the one with the most parameters.
 
         If each group has one parameter, the first group that has the most common rate.
         """
