@@ -112,7 +112,7 @@ class GroupParamScheduler:
         self._floor(1.0)  # refuses one that is given twice
 
     def _for_each_group(self, value: float | Sequence[float]) -> Sequence[float]:
-        """A number for each group; the base settings of a wrapper, which come last, get the last."""
+        """A number for each group. The base settings of a wrapper, at the end, get the last one."""
         added = getattr(self.optimizer, "base_param_settings", None) is not None
         groups = len(self.optimizer.param_groups) - added
         values = list(value) if isinstance(value, Sequence) else [value] * groups
