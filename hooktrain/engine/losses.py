@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -85,40 +87,34 @@ class LossRecorder:
             FloatingPointError: if a loss is not finite, where it costs nothing to know.
             ValueError: for a name that is used here.
         """
-        if not RESERVED.isdisjoint(losses):
-            raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
-        # The sum comes first where metrics are shown.
-        values: dict[str, Any] = {} if total is None else {total: 0.0}
+        taken = RESERVED if total is None or len(losses) == 1 else RESERVED | {total}
+        if not taken.isdisjoint(losses):
+            raise ValueError(f"{list(losses)}: no loss may have a name of {sorted(taken)}")
         check_now = self._alone and self.check_at_once
-        summed: Any = None
+        values = {}
         for name, value in losses.items():
             if isinstance(value, Tensor):
-                if value.is_cpu:
-                    value = value.item()  # no synchronisation on the CPU
-                else:
-                    value, check_now = value.detach(), False
+                check_now = check_now and value.is_cpu
+                value = value.item() if value.is_cpu else value.detach()  # free on the CPU
             values[name] = value
-            if total is not None:
-                summed = value if summed is None else summed + value
-        if total is not None:
-            values[total] = summed
-        names = [name for name in values if "loss" in name] if total is None else [total]
+        if total is None:
+            names = [name for name in values if "loss" in name]
+        else:
+            # The sum comes first where metrics are shown.
+            values, names = {total: reduce(add, values.values()), **values}, [total]
         if check_now:
-            self._check_step(iteration, values, names)
+            bad = [name for name in names if not math.isfinite(values[name])]
+            if bad and iteration not in self._tolerated:
+                raise _non_finite(iteration, values)
+            self._checked = iteration + 1
         else:
             self._checked_names.update(names)
         target = storage if self._alone else self._waiting
         for name, value in values.items():
-            target.put_scalar(name, value, cur_iter=iteration)
-        target.put_scalar("data_time", data_time, cur_iter=iteration)
+            target.put_scalar(name, value, True, iteration)
+        target.put_scalar("data_time", data_time, True, iteration)
         if not self._alone:
-            storage.put_scalar("rank_data_time", data_time, cur_iter=iteration)
-
-    def _check_step(self, iteration: int, values: Mapping[str, float], names: list[str]) -> None:
-        for name in names:
-            if not math.isfinite(values[name]) and iteration not in self._tolerated:
-                raise _non_finite(iteration, values)
-        self._checked = iteration + 1
+            storage.put_scalar("rank_data_time", data_time, True, iteration)
 
     def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
@@ -204,30 +200,14 @@ def as_loss_dict(output: Any) -> dict[str, Tensor]:
     """What a model returned in training, as losses by name.
 
     Raises:
-        TypeError: for anything but a tensor or a dict of tensors.
-        ValueError: for an empty dict, or one that names its own total beside other losses.
+        TypeError: for anything but a tensor or a dict of tensors, at least one.
     """
     if isinstance(output, Tensor):
         return {"total_loss": output}
-    if not isinstance(output, Mapping) or not all(isinstance(v, Tensor) for v in output.values()):
-        raise TypeError(
-            f"in training mode the model must return a loss or a dict of losses (tensors), "
-            f"but it returned {output!r}"
-        )
-    if not output:
-        raise ValueError("the model returned an empty dict of losses")
-    if "total_loss" in output and len(output) > 1:
-        raise ValueError(
-            f"'total_loss' is the name of the sum, so it cannot be one of several losses: "
-            f"{list(output)}"
-        )
-    return dict(output)
-
-
-def sum_losses(losses: Mapping[str, Any]) -> Any:
-    """The sum in the dict's order, without the addition to zero that ``sum`` starts with."""
-    values = iter(losses.values())
-    total = next(values)
-    for value in values:
-        total = total + value
-    return total
+    losses = dict(output) if isinstance(output, Mapping) else {}
+    if losses and all(isinstance(loss, Tensor) for loss in losses.values()):
+        return losses
+    raise TypeError(
+        f"in training mode the model must return a loss or a dict of losses (tensors), "
+        f"but it returned {output!r}"
+    )

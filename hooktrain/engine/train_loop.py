@@ -106,11 +106,14 @@ class TrainerBase:
         seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process when
             the training begins.
         storage: the :class:`~hooktrain.utils.events.EventStorage` that takes the metrics.
+        stop_reason: why the run is ending early, once all ranks agree; None in a run that goes on.
         sync_period: several ranks exchange metrics and requests to stop every so many iterations.
         meta: plain values to keep in every checkpoint, such as the text of the configuration.
+        state_parts: the names of the parts of the state that can be loaded one by one.
     """
 
     sync_period: int = 20
+    state_parts: tuple[str, ...] = ("iteration", "hooks", "storage", "seed")
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
@@ -126,7 +129,7 @@ class TrainerBase:
         self._losses = LossRecorder()
         self._finished = 0
         self._stop_request: str | None = None
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None
 
     def register_hooks(
         self,
@@ -208,12 +211,10 @@ class TrainerBase:
             ValueError: if ``max_iter`` is missing or lies before ``start_iter``.
         """
         start = self._finished if start_iter is None else start_iter
-        if max_iter is None:
-            raise ValueError("train() needs max_iter, the iteration to end before")
-        if not 0 <= start <= max_iter:
+        if max_iter is None or not 0 <= start <= max_iter:
             raise ValueError(
-                f"start_iter must lie between 0 and max_iter, but start_iter={start!r} "
-                f"and max_iter={max_iter!r}"
+                f"train() needs max_iter, and start_iter between 0 and that, but got "
+                f"start_iter={start!r} and max_iter={max_iter!r}"
             )
         logger.info("Starting training from iteration %d", start)
         if start != self._finished:
@@ -222,7 +223,7 @@ class TrainerBase:
         self.iter = self.start_iter = self._finished = start
         self.max_iter = max_iter
         self.succeeded = False
-        self._stop_request = self._stop_reason = None
+        self._stop_request = self.stop_reason = None
         self._losses.begin(start)
         self._begun = []
         with self.storage:
@@ -266,7 +267,7 @@ class TrainerBase:
         rank = comm.get_rank()
         self.synchronize()  # a stop that was asked for before the first step
         for iteration in range(self.start_iter, self.max_iter):
-            if self._stop_reason is not None:
+            if self.stop_reason is not None:
                 self.max_iter = iteration
                 self.synchronize()  # the period that the stop cuts short
                 break
@@ -337,21 +338,16 @@ class TrainerBase:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
             self._stop_request = reason
         if comm.get_world_size() == 1:
-            self._stop_reason = self._stop_request
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run is ending early, once all ranks agree; None in a run that goes on."""
-        return self._stop_reason
+            self.stop_reason = self._stop_request
 
     def synchronize(self) -> None:
         """Exchange the ranks' metrics and requests, and check the losses. A collective."""
         if comm.get_world_size() > 1:
             asks = self._stop_request is not None
             rank = self._losses.exchange(self.storage, self._finished, asks)
-            if rank >= 0 and self._stop_reason is None:
-                self._stop_reason = comm.broadcast(self._stop_request, rank)
-                logger.info("Stopping, as rank %d asked: %s", rank, self._stop_reason)
+            if rank >= 0 and self.stop_reason is None:
+                self.stop_reason = comm.broadcast(self._stop_request, rank)
+                logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
         self._losses.check(self.storage, self._finished)
 
     def prepare_checkpoint(self) -> None:
@@ -399,11 +395,11 @@ class TrainerBase:
             ValueError: if the state of a hook would be lost since no such hook is registered, or
                 for an unknown name in ``only``.
         """
-        chosen = set(self.state_parts() if only is None else only)
-        if unknown := chosen - set(self.state_parts()):
+        chosen = set(self.state_parts if only is None else only)
+        if unknown := chosen.difference(self.state_parts):
             raise ValueError(
                 f"unknown parts {sorted(unknown)} of the trainer's state; "
-                f"there are {sorted(self.state_parts())}"
+                f"there are {sorted(self.state_parts)}"
             )
         state = {key: value for key, value in state_dict.items() if key in chosen}
         # First, since the hooks can refuse: then nothing has changed.
@@ -434,10 +430,6 @@ class TrainerBase:
                 logger.warning(
                     "The checkpoint has no state for the hook %r: it starts with its defaults", key
                 )
-
-    def state_parts(self) -> list[str]:
-        """The names of the parts of the state that can be loaded one by one."""
-        return ["iteration", "hooks", "storage", "seed"]
 
 
 def _acts_at(hook: HookBase, event: str) -> bool:

@@ -1,15 +1,16 @@
 """Trainers with a step: models that return losses, and models that own their step."""
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.engine.losses import LossRecorder, as_loss_dict, sum_losses
+from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
@@ -78,11 +79,9 @@ class Batches(Iterator[Any]):
             self.loader.load_state_dict(state_dict["loader"])
         elif begun:
             logger.warning(
-                "The position in the data could not be restored (%s): the loader starts at its "
-                "first batch. Loaders of hooktrain.data.build_train_loader continue.",
-                "the loader has no load_state_dict"
-                if "loader" in state_dict
-                else "it was not saved",
+                "The position in the data could not be restored: it was not saved, or the loader "
+                "has no load_state_dict. The loader starts at its first batch. Loaders of "
+                "hooktrain.data.build_train_loader continue."
             )
 
 
@@ -110,6 +109,7 @@ class ModelTrainer(TrainerBase):
         ValueError: for a period below 1.
     """
 
+    state_parts = (*TrainerBase.state_parts, "optimizer", "data")
     optim_wrapper: Any  # OptimWrapper; where a model owns its step also OptimWrapperDict
 
     def __init__(
@@ -203,10 +203,6 @@ class ModelTrainer(TrainerBase):
             "data": self._batches.state_dict(),
         }
 
-    def state_parts(self) -> list[str]:
-        """Those of :class:`TrainerBase`, ``optimizer`` and ``data``."""
-        return [*super().state_parts(), "optimizer", "data"]
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
     ) -> None:
@@ -218,7 +214,7 @@ class ModelTrainer(TrainerBase):
         """
         # detectron2's DefaultTrainer nests an inner trainer's state.
         state = {**state_dict.get("_trainer", {}), **state_dict}
-        chosen = set(self.state_parts() if only is None else only)
+        chosen = set(self.state_parts if only is None else only)
         if "optimizer" in chosen and "optimizer" not in state:
             raise ValueError(
                 f"the trainer's state has no optimizer, only {sorted(state)}; choose the parts to "
@@ -269,7 +265,7 @@ class SimpleTrainer(ModelTrainer):
                 wrapper.zero_grad()
             with wrapper.optim_context(self.model):
                 losses = as_loss_dict(self.model(data))
-                loss = sum_losses(losses)
+                loss = reduce(operator.add, losses.values())
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))
@@ -370,22 +366,15 @@ class StepTrainer(ModelTrainer):
         model: nn.Module,
         data_loader: Iterable[Any],
         optimizer: torch.optim.Optimizer | OptimWrapper | OptimWrapperDict,
-        gather_metric_period: int = 20,
-        zero_grad_before_forward: bool = False,
-        async_write_metrics: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if not hasattr(model, "train_step"):
-            hides = hasattr(getattr(model, "module", None), "train_step")
-            raise TypeError(
-                f"{type(model).__name__} has no train_step(data, optim_wrapper); "
-                + (
-                    "it hides the train_step of the model in it: use StepDistributedDataParallel"
-                    if hides
-                    else "SimpleTrainer trains models that return losses, by one optimizer"
-                )
-            )
-        options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
-        super().__init__(model, data_loader, optimizer, *options)
+            advice = "SimpleTrainer trains models that return losses, by one optimizer"
+            if hasattr(getattr(model, "module", None), "train_step"):
+                advice = "StepDistributedDataParallel does not hide the train_step of its model"
+            raise TypeError(f"{type(model).__name__} has no train_step: {advice}")
+        super().__init__(model, data_loader, optimizer, *args, **kwargs)
         self._broke_off = False
 
     def _wrappers(self) -> Mapping[str, OptimWrapper]:

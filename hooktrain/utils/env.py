@@ -1,5 +1,6 @@
 """The seeds of the global generators of random numbers."""
 
+import _random
 import logging
 import os
 import random
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
+
+_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator of its functions
 
 
 def seed_all_rng(seed: int | None = None) -> int:
@@ -52,7 +55,8 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
     torch.default_generator.manual_seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
-    random.seed(mixed)
+    _random.Random.seed(_PYTHON, mixed)  # random.seed() without a look at the seed's type
+    _PYTHON.gauss_next = None
     if (device := _device_in_use()) is not None:
         torch.get_device_module(device).manual_seed(mixed)
 

@@ -180,7 +180,7 @@ def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> 
 def test_a_wrapper_that_hides_the_step_of_its_model_is_refused() -> None:
     hidden = nn.Sequential()
     hidden.module = OwnSteps()
-    with pytest.raises(TypeError, match="hides the train_step"):
+    with pytest.raises(TypeError, match="StepDistributedDataParallel does not hide the train_step"):
         StepTrainer(hidden, [], torch.optim.SGD(hidden.parameters(), lr=0.1))
 
 

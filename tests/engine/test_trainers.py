@@ -85,13 +85,16 @@ def test_a_loss_cannot_take_the_name_of_the_trainers_own_metrics(name: str) -> N
         SimpleTrainer(model, batches(1), sgd(model)).train(0, 1)
 
 
+LOSS = torch.ones((), requires_grad=True)
+
+
 @pytest.mark.parametrize(
     ("output", "error", "message"),
     [
         ((1, 2), TypeError, r"must return a loss or a dict.*\(1, 2\)"),
         ({"loss": 1.0}, TypeError, "must return a loss or a dict"),
-        ({}, ValueError, "empty dict"),
-        ({"total_loss": torch.ones(()), "loss": torch.ones(())}, ValueError, "total_loss"),
+        ({}, TypeError, "must return a loss or a dict"),
+        (dict.fromkeys(["total_loss", "loss"], LOSS), ValueError, "total_loss"),
     ],
 )
 def test_what_is_no_loss_is_refused(output: Any, error: type[Exception], message: str) -> None:

@@ -1,6 +1,5 @@
 """Everything around a step: one hook a file."""
 
-from hooktrain.engine.hooks.autograd_profiler import AutogradProfiler
 from hooktrain.engine.hooks.best_checkpointer import BestCheckpointer
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.early_stopping import EarlyStopping
@@ -14,7 +13,7 @@ from hooktrain.engine.hooks.precise_bn import PreciseBN
 from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.engine.hooks.skip_non_finite import SkipNonFinite
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats
-from hooktrain.engine.hooks.torch_profiler import TorchProfiler
+from hooktrain.engine.hooks.torch_profiler import AutogradProfiler, TorchProfiler
 from hooktrain.engine.hooks.watchdog import Watchdog
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils.registry import HOOKS
@@ -40,6 +39,5 @@ __all__ = [
     "Watchdog",
 ]
 
-for _name in __all__:
-    if _name != "HookBase":
-        HOOKS.register(globals()[_name], name=_name)
+for _name in set(__all__) - {"HookBase"}:
+    HOOKS.register(globals()[_name], name=_name)

@@ -6,8 +6,6 @@ from typing import Any
 
 from hooktrain.engine.train_loop import HookBase
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(HookBase):
     """Asks for the end of training when a metric has not improved for some evaluations.

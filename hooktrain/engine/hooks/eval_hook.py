@@ -7,8 +7,6 @@ from hooktrain.engine.train_loop import HookBase
 from hooktrain.evaluation import flatten_results_dict
 from hooktrain.utils import comm
 
-__all__ = ["EvalHook"]
-
 
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.

@@ -6,8 +6,6 @@ from datetime import timedelta
 
 from hooktrain.engine.train_loop import HookBase
 
-__all__ = ["IterationTimer"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -26,10 +24,6 @@ class IterationTimer(HookBase):
         if warmup_iter < 0:
             raise ValueError(f"warmup_iter must not be negative, but got {warmup_iter!r}")
         self._warmup_iter = warmup_iter
-        self._run_start = self._step_start = self._timed_start = 0.0
-        self._steps_seconds = 0.0
-        self._timed = 0
-        self._warmup_left = warmup_iter
 
     def before_train(self) -> None:
         """Start the clock of the run."""
@@ -62,18 +56,11 @@ class IterationTimer(HookBase):
         """Log the speed of the whole run."""
         now = time.perf_counter()
         if self._timed:
-            logger.info(
-                "Overall training speed: %d iterations in %s (%.4f s / it)",
-                self._timed,
-                _pretty(self._steps_seconds),
-                self._steps_seconds / self._timed,
-            )
-        hooks = now - self._timed_start - self._steps_seconds
-        logger.info(
-            "Total training time: %s (%s on hooks)",
-            _pretty(now - self._run_start),
-            _pretty(hooks),
-        )
+            seconds, count = self._steps_seconds, self._timed
+            message = "Overall training speed: %d iterations in %s (%.4f s / it)"
+            logger.info(message, count, _pretty(seconds), seconds / count)
+        total, hooks = now - self._run_start, now - self._timed_start - self._steps_seconds
+        logger.info("Total training time: %s (%s on hooks)", _pretty(total), _pretty(hooks))
 
 
 def _pretty(seconds: float) -> str:

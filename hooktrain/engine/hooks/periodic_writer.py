@@ -8,8 +8,6 @@ from hooktrain.utils import comm
 from hooktrain.utils.events import EventWriter
 from hooktrain.utils.file_io import is_disk_full
 
-__all__ = ["PeriodicWriter"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from hooktrain.solver import OptimWrapperDict
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import is_sharded, local_tensor
 
-__all__ = ["SkipNonFinite"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ import torch
 
 from hooktrain.engine.train_loop import HookBase
 
-__all__ = ["TorchMemoryStats"]
-
 logger = logging.getLogger(__name__)
 
 MB = 1024.0 * 1024.0
@@ -37,14 +35,13 @@ class TorchMemoryStats(HookBase):
         self._runs = 0
 
     def before_train(self) -> None:
-        """Count anew."""
+        """Start counting."""
         self._runs = 0
 
     def after_step(self) -> None:
         """Log where a period ends, and at the last iteration."""
-        if not self.is_due(self._period) or self._runs >= self._max_runs:
-            return
-        if not torch.accelerator.is_available():
+        wanted = self.is_due(self._period) and self._runs < self._max_runs
+        if not wanted or not torch.accelerator.is_available():
             return
         self._runs += 1
         device = torch.get_device_module(torch.accelerator.current_accelerator())

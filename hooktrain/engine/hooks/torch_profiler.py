@@ -1,28 +1,28 @@
-"""Profiles chosen iterations with torch.profiler."""
+"""Profiles chosen iterations."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
-__all__ = ["TorchProfiler"]
-
 
 class TorchProfiler(HookBase):
-    """Runs :class:`torch.profiler.profile` in those iterations that a predicate chooses.
+    """Runs :class:`torch.profiler.profile` in the iterations that a predicate chooses.
 
-    Each profiled iteration gives a trace of its own: ``log/profiler-tensorboard-iter{i}`` for
-    TensorBoard, or ``profiler-trace-iter{i}.json`` for a browser's ``chrome://tracing``, in the
-    output folder, with the rank in the name where there are several. For example iterations 10 to
-    19 of the run: ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
+    Each profiled iteration gives one trace in the output folder, for TensorBoard
+    ``log/profiler-tensorboard-iter{i}``, or for a browser's ``chrome://tracing``
+    ``profiler-trace-iter{i}.json``. The name contains the rank where there are several. For
+    example iterations 10 to 19 of the run:
+    ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
 
     Args:
-        enable_predicate: given the trainer before each step; true means to profile it.
+        enable_predicate: called with the trainer before each step; true means to profile it.
         output_dir: the folder to write to.
         activities: see the profiler; None takes the CPU, and CUDA if there is one.
         save_tensorboard: which of the two formats to write.
@@ -49,38 +49,55 @@ class TorchProfiler(HookBase):
             self._profiler.__enter__()
 
     def _make_profiler(self) -> Any:
-        activities = self._activities
+        activities, handler = self._activities, None
         if activities is None:
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             activities = [ProfilerActivity.CPU, *cuda]
+        if self._save_tensorboard:
+            folder = self._output_dir / "log" / f"profiler-tensorboard-iter{self.trainer.iter}"
+            handler = tensorboard_trace_handler(str(folder), worker_name=f"worker{comm.get_rank()}")
         return profile(
             activities=activities,
             record_shapes=True,
             profile_memory=True,
             with_stack=True,
             with_flops=True,
-            on_trace_ready=self._write(self.trainer.iter),
+            on_trace_ready=handler,
         )
-
-    def _write(self, iteration: int) -> Callable[[Any], None]:
-        rank = comm.get_rank()
-        if self._save_tensorboard:
-            folder = self._output_dir / "log" / f"profiler-tensorboard-iter{iteration}"
-            handler: Callable[[Any], None] = tensorboard_trace_handler(
-                str(folder), worker_name=f"worker{rank}"
-            )
-            return handler
-        suffix = f".rank{rank}" if comm.get_world_size() > 1 else ""
-        path = self._output_dir / f"profiler-trace-iter{iteration}{suffix}.json"
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        return lambda profiler: profiler.export_chrome_trace(str(path))
 
     def after_step(self) -> None:
         """Stop the profiler and write what it saw."""
         profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.__exit__(None, None, None)
+        if profiler is None:
+            return
+        profiler.__exit__(None, None, None)
+        if not self._save_tensorboard:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            suffix = f".rank{comm.get_rank()}" if comm.get_world_size() > 1 else ""
+            name = f"profiler-trace-iter{self.trainer.iter}{suffix}.json"
+            profiler.export_chrome_trace(str(self._output_dir / name))
 
     def after_train(self) -> None:
         """Stop a profiler that a failing step left running."""
         self.after_step()
+
+
+class AutogradProfiler(TorchProfiler):
+    """Runs the older :class:`torch.autograd.profiler.profile`, for scripts that use it already.
+
+    It writes ``profiler-trace-iter{i}.json``.
+
+    Args:
+        enable_predicate: see :class:`TorchProfiler`.
+        output_dir: the folder to write to.
+        use_cuda: whether to time CUDA's kernels too, if there is a CUDA device.
+    """
+
+    def __init__(
+        self, enable_predicate: Callable[[Any], bool], output_dir: str, *, use_cuda: bool = True
+    ) -> None:
+        super().__init__(enable_predicate, output_dir, save_tensorboard=False)
+        self._use_device = "cuda" if use_cuda and torch.cuda.is_available() else None
+
+    def _make_profiler(self) -> Any:
+        return autograd_profiler.profile(use_device=self._use_device)

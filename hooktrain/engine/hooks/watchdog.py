@@ -15,8 +15,6 @@ from tabulate import tabulate
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm, heartbeat
 
-__all__ = ["EXIT_HUNG", "Watchdog"]
-
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 124  # as that of timeout(1)
@@ -36,16 +34,15 @@ class Watchdog(HookBase):
     A thread of each rank looks at the time since the rank's last iteration began or ended. When
     that exceeds ``timeout_s``, the rank prints to its stderr how far every rank has come, which
     of them are behind, and the stack of each of its own threads. A rank that hangs makes the
-    others wait for it, so that all of them report; behind are those that have begun fewer
-    collectives or iterations than others. The ranks tell each other by the store of the process
-    group, once in a quarter of ``timeout_s`` and at most once in ten seconds; there is no
-    collective, and a step costs two calls of a clock.
+    others wait for it, so all of them report; behind are those that have begun fewer collectives
+    or iterations than others. The ranks share their progress through the store of the process
+    group, four times in ``timeout_s`` and at most once in ten seconds. There is no collective, and
+    a step costs two calls of a clock.
 
     ``timeout_s`` must exceed the longest iteration, also the first one with its compilation, and
-    the longest save. Each batch of an evaluation counts as progress, if it goes by
-    :func:`~hooktrain.evaluation.inference_on_dataset`; call
-    :func:`hooktrain.utils.heartbeat.beat` inside of whatever else takes long by right. The final
-    evaluation is watched if the hook is registered last.
+    the longest save. Each batch of :func:`~hooktrain.evaluation.inference_on_dataset` counts as
+    progress. Call :func:`hooktrain.utils.heartbeat.beat` inside of anything else that takes long.
+    The final evaluation is watched if the hook is registered last.
 
     Args:
         timeout_s: in seconds, above 0.
@@ -64,60 +61,75 @@ class Watchdog(HookBase):
             raise ValueError(f"on_timeout must be 'report' or 'abort', but got {on_timeout!r}")
         self.timeout_s = timeout_s
         self.on_timeout = on_timeout
-        self._iteration = 0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     def before_train(self) -> None:
         """Begin to watch."""
-        self.beat()
+        self.before_step()
+        self._watched = threading.get_ident()
+        self._store: Any = None
+        if comm.get_world_size() > 1:
+            # A connection of its own: the main thread may hang in a request of the other one.
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()
         self._end.clear()
-        board = _Board(threading.get_ident())
-        self._thread = threading.Thread(
-            target=self._watch, args=(board,), name="watchdog", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def before_step(self) -> None:
-        """An iteration begins: progress."""
-        self.beat()
+        """Progress: an iteration begins."""
+        self._iteration = self.trainer.iter
+        heartbeat.beat()
 
     def after_step(self) -> None:
-        """An iteration ends: progress."""
-        self.beat()
+        """Progress: an iteration ends."""
+        self.before_step()
 
     def after_train(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def beat(self) -> None:
-        """Tell that this rank makes progress; the iterations do so by themselves."""
-        self._iteration = self.trainer.iter
-        heartbeat.beat()
-
-    def _watch(self, board: "_Board") -> None:
+    def _watch(self) -> None:
         reported = None
         pause = min(10.0, self.timeout_s / 4)
         while True:
             beat = (self._iteration, heartbeat.last_beat())
-            board.publish(beat[0])
             stalled = time.monotonic() - beat[1]
-            if stalled >= self.timeout_s and reported != beat and not self._end.is_set():
+            hangs = stalled >= self.timeout_s and reported != beat and not self._end.is_set()
+            progress = self._share_progress(read=hangs)
+            if hangs:
                 reported = beat
-                self._report(board, stalled)
+                self._report(stalled, progress)
             left = self.timeout_s - stalled
             if self._end.wait(min(pause, left) if left > 0 else pause):
                 return
 
-    def _report(self, board: "_Board", stalled: float) -> None:
-        progress = board.read()
-        behind = ranks_behind(progress)
+    def _share_progress(self, read: bool) -> dict[int, Progress]:
+        """Write this rank's progress to the store; return it by rank, and others' if asked."""
+        rank, ranks = comm.get_rank(), comm.get_world_size()
+        group: Any = dist.group.WORLD if ranks > 1 else None
+        collectives = 0 if group is None else group._get_sequence_number_for_group()
+        found = {rank: Progress(self._iteration, collectives, position(self._watched))}
+        try:
+            if self._store is not None:
+                self._store.set(_key(rank), "\n".join(map(str, found[rank])))
+                for other in set(range(ranks)) - {rank} if read else ():
+                    if self._store.check([_key(other)]):  # get() would wait for it
+                        words = self._store.get(_key(other)).decode().split("\n", 2)
+                        found[other] = Progress(int(words[0]), int(words[1]), words[2])
+        except RuntimeError as error:  # torch's DistError: the process that holds the store is gone
+            logger.warning("Watchdog: cannot reach the other ranks: %s", error)
+            self._store = None
+        return dict(sorted(found.items()))
+
+    def _report(self, stalled: float, progress: dict[int, Progress]) -> None:
         verdict = (
             f"Watchdog: rank {comm.get_rank()} has made no progress for {stalled:.1f} s, over its "
-            f"limit of {self.timeout_s:g} s. " + describe(behind, progress)
+            f"limit of {self.timeout_s:g} s. {describe(progress)}"
         )
         logger.critical("%s", verdict)
         sys.stderr.write(f"{verdict}\n{all_stacks()}")
@@ -127,74 +139,21 @@ class Watchdog(HookBase):
             os._exit(EXIT_HUNG)
 
 
-class _Board:
-    """Where the ranks write how far they have come: the store of the process group."""
-
-    def __init__(self, main_thread: int) -> None:
-        self._main_thread = main_thread
-        self._own = Progress(0, 0, "")
-        self._store: Any = None
-        if comm.get_world_size() > 1:
-            store: Any = dist.distributed_c10d._get_default_store()
-            # A connection of its own: the main thread may hang in a request of the other one.
-            self._store = store.clone()
-
-    def publish(self, iteration: int) -> None:
-        """Write this rank's progress."""
-        self._own = Progress(iteration, _begun_collectives(), position(self._main_thread))
-        if self._store is not None:
-            text = "\n".join(map(str, self._own))
-            self._try(lambda: self._store.set(_key(comm.get_rank()), text))
-
-    def read(self) -> dict[int, Progress]:
-        """What each rank has written, by rank; only this one's if the store is gone."""
-        found = {comm.get_rank(): self._own}
-        for rank in range(comm.get_world_size()):
-            if self._store is not None and rank not in found:
-                self._try(lambda rank=rank: found.update(self._read_rank(rank)))
-        return dict(sorted(found.items()))
-
-    def _read_rank(self, rank: int) -> dict[int, Progress]:
-        if not self._store.check([_key(rank)]):  # get() would wait for it
-            return {}
-        iteration, collectives, where = self._store.get(_key(rank)).decode().split("\n", 2)
-        return {rank: Progress(int(iteration), int(collectives), where)}
-
-    def _try(self, request: Any) -> None:
-        try:
-            request()
-        except RuntimeError as error:  # torch's DistError: the process that holds the store is gone
-            logger.warning("Watchdog: cannot reach the other ranks: %s", error)
-            self._store = None
-
-
 def _key(rank: int) -> str:
     return f"hooktrain/watchdog/{rank}"
 
 
-def _begun_collectives() -> int:
-    group: Any = dist.group.WORLD if comm.get_world_size() > 1 else None
-    return 0 if group is None else int(group._get_sequence_number_for_group())
-
-
-def ranks_behind(progress: dict[int, Progress]) -> list[int]:
-    """The ranks that others wait for: those that have come least far, if they differ."""
+def describe(progress: dict[int, Progress]) -> str:
+    """Which ranks the others wait for, and a table of all."""
     least = min(p[:2] for p in progress.values())
-    return [rank for rank, p in progress.items() if p[:2] == least]
-
-
-def describe(behind: list[int], progress: dict[int, Progress]) -> str:
-    """The verdict, and a table of the ranks."""
+    behind = [rank for rank, p in progress.items() if p[:2] == least]
     if len(progress) == 1:
-        return f"It is in iteration {progress[behind[0]].iteration}, {progress[behind[0]].where}"
+        return f"It is in iteration {least[0]}, {progress[behind[0]].where}"
     verdict = f"Behind: rank {', '.join(map(str, behind))}."
     if len(behind) == len(progress):
         verdict = "All ranks have come equally far."
-    table = tabulate(
-        [(rank, *p) for rank, p in progress.items()],
-        headers=["rank", "iteration", "collectives", "where"],
-    )
-    return f"{verdict}\n{table}"
+    rows = [(rank, *p) for rank, p in progress.items()]
+    return f"{verdict}\n{tabulate(rows, headers=['rank', *Progress._fields])}"
 
 
 def position(thread: int) -> str:
