@@ -1,7 +1,7 @@
 """The losses of the steps: how they are recorded, checked, and brought together across ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -87,25 +87,27 @@ class LossRecorder:
             FloatingPointError: if a loss is not finite, where it costs nothing to know.
             ValueError: for a name that is used here.
         """
-        taken = RESERVED if total is None or len(losses) == 1 else RESERVED | {total}
-        if not taken.isdisjoint(losses):
-            raise ValueError(f"{list(losses)}: no loss may have a name of {sorted(taken)}")
+        if not RESERVED.isdisjoint(losses):
+            raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
         check_now = self._alone and self.check_at_once
         values = {}
         for name, value in losses.items():
             if isinstance(value, Tensor):
-                check_now = check_now and value.is_cpu
-                value = value.item() if value.is_cpu else value.detach()  # free on the CPU
+                if value.is_cpu:
+                    value = value.item()  # no synchronisation on the CPU
+                else:
+                    value, check_now = value.detach(), False
             values[name] = value
-        if total is None:
-            names = [name for name in values if "loss" in name]
-        else:
+        names: Sequence[str] = (total,) if total else [name for name in values if "loss" in name]
+        if total:
+            if total in values and len(values) > 1:
+                raise ValueError(f"{total!r} is the name of the sum of the losses {list(values)}")
             # The sum comes first where metrics are shown.
-            values, names = {total: reduce(add, values.values()), **values}, [total]
+            values = {total: reduce(add, values.values()), **values}
         if check_now:
-            bad = [name for name in names if not math.isfinite(values[name])]
-            if bad and iteration not in self._tolerated:
-                raise _non_finite(iteration, values)
+            for name in names:
+                if not math.isfinite(values[name]) and iteration not in self._tolerated:
+                    raise _non_finite(iteration, values)
             self._checked = iteration + 1
         else:
             self._checked_names.update(names)
