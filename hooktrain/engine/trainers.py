@@ -399,13 +399,15 @@ class StepTrainer(ModelTrainer):
         first = self.iter == self.start_iter
         if first:
             counts = {name: w.inner_count for name, w in self._wrappers().items()}
-            self._expect_updates(dict.fromkeys(counts, 1), self.max_iter - self.iter)
+            # How often the model calls update_params in an iteration: as it did so far, else once.
+            each = {name: max(1, count // max(1, self.iter)) for name, count in counts.items()}
+            self._expect_updates(each, self.max_iter - self.iter)
         self._broke_off = True
         outputs = self._call_step(data)
         self._broke_off = False
         if first:  # it has shown how often the model calls update_params
             made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
-            if set(made.values()) != {1}:
+            if made != each:
                 self._expect_updates(made, self.max_iter - self.iter - 1)
         self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
 
