@@ -11,6 +11,7 @@ that it names, whatever its type. Inside a longer string it is replaced by the v
 import copy
 import re
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hooktrain.utils.registry import did_you_mean
@@ -57,9 +58,7 @@ class ConfigDict(dict[Any, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
-            raise AttributeError(
-                f"{name!r} is an attribute of every dict: write cfg[{name!r}] = ..."
-            )
+            raise AttributeError(f"every dict has an attribute {name!r}: use cfg[{name!r}] = ...")
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -136,12 +135,10 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
         ``cfg`` itself.
     """
     for path, (text, value) in vars(cfg).pop("_references", {}).items():
-        try:
-            changed = _at(cfg, path) != value
-        except (KeyError, IndexError, TypeError):  # it was deleted
-            continue
-        if not changed:
-            _put(cfg, path, text)
+        # Something on the way may have been deleted.
+        with suppress(KeyError, IndexError, TypeError):
+            if _at(cfg, path) == value:
+                _put(cfg, path, text)
     return cfg
 
 

@@ -1,7 +1,6 @@
 """Changes to a config from the command line, such as ``train.max_iter=100``."""
 
 import ast
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +15,8 @@ from hooktrain.config.config_dict import (
 from hooktrain.utils.registry import did_you_mean
 
 # What literal_eval does not read, but command lines and other config languages write.
-_WORDS = {
-    "true": True,
-    "false": False,
-    "null": None,
-    "inf": math.inf,
-    "-inf": -math.inf,
-    "nan": math.nan,
-}
+_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+_WORDS |= {word: float(word) for word in ("inf", "-inf", "nan")}
 
 
 def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
@@ -199,14 +199,10 @@ def build_train_loader(
         options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
 
     Raises:
-        TypeError: for an ``IterableDataset``: nothing can be skipped in it without reading.
+        TypeError: for a data set without a length, such as an ``IterableDataset``: nothing can be
+            skipped in it without reading. Give the trainer a torch ``DataLoader`` of it.
         ValueError: for an empty data set, or a batch size that the ranks cannot share.
     """
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"an IterableDataset has no positions to continue at: {dataset!r}. Give the trainer a "
-            f"torch DataLoader of it, or a loader with its own state_dict"
-        )
     world = comm.get_world_size()
     if total_batch_size < 1 or total_batch_size % world:
         raise ValueError(

@@ -268,7 +268,8 @@ class _Progress:
         done = str(self.batches)
         if self._total >= 0:
             done += f"/{self._total}"
-            line += f" ETA={timedelta(seconds=int(seconds * max(0, self._total - self.batches)))}"
+            left = seconds * max(0, self._total - self.batches)
+            line += f" ETA={timedelta(seconds=int(left))}"
         logger.info("Inference done %s. %s", done, line)
 
 

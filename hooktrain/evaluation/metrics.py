@@ -96,7 +96,13 @@ class ClassificationEvaluator(DatasetEvaluator):
 
         accuracies = (100 * correct.double() / images).tolist()  # nan for a class without samples
         if comm.is_main_process():
-            logger.info("Accuracy by class:\n%s", self._table(images, correct, accuracies))
+            shown = ["n/a" if math.isnan(a) else f"{a:.2f}" for a in accuracies]
+            rows = zip(self._class_names, images.tolist(), correct.tolist(), shown, strict=True)
+            headers = ["class", "images", "correct", "accuracy"]
+            align = ("left", "right", "right", "right")
+            # Without parsing of numbers names stay as they are: "007" is not 7.
+            table = tabulate(list(rows), headers, colalign=align, disable_numparse=True)
+            logger.info("Accuracy by class:\n%s", table)
         present = [accuracy for accuracy in accuracies if not math.isnan(accuracy)]
         return {
             "classification": {
@@ -122,13 +128,3 @@ class ClassificationEvaluator(DatasetEvaluator):
                 f"outputs, but got {labels.dtype} of shape {tuple(labels.shape)}"
             )
         return labels
-
-    def _table(self, images: Tensor, correct: Tensor, accuracies: list[float]) -> str:
-        shown = ["n/a" if math.isnan(a) else f"{a:.2f}" for a in accuracies]
-        rows = zip(self._class_names, images.tolist(), correct.tolist(), shown, strict=True)
-        return tabulate(
-            list(rows),
-            headers=["class", "images", "correct", "accuracy"],
-            colalign=("left", "right", "right", "right"),
-            disable_numparse=True,  # names stay as they are: "007" is not 7
-        )

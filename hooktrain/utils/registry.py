@@ -234,11 +234,8 @@ class Registry:
 
             MODELS.register_module(module=torchvision.models.resnet18)
         """
-        if not isinstance(name, str | Sequence | None):
-            raise TypeError(
-                f"name must be a string or several, but got {name!r}; a decorator is written with "
-                "parentheses, @REGISTRY.register_module()"
-            )
+        if callable(name):  # without parentheses
+            raise TypeError(f"write @REGISTRY.register_module() above {name!r}")
         return self.register(module, name=name, force=force)
 
     def get(self, name: str) -> Any:

@@ -55,7 +55,7 @@ def test_a_missing_key_suggests_the_nearest() -> None:
 def test_a_key_that_is_a_method_of_dict_is_reached_as_an_item_only() -> None:
     cfg = ConfigDict({"items": 3})
     assert cfg["items"] == 3
-    with pytest.raises(AttributeError, match=r"write cfg\['values'\] = "):
+    with pytest.raises(AttributeError, match=r"use cfg\['values'\] = "):
         cfg.values = 3  # type: ignore[assignment,method-assign]
     assert dict(cfg.items()) == {"items": 3}
 

@@ -286,7 +286,7 @@ def test_register_module_is_a_decorator_or_takes_the_module() -> None:
 
 
 def test_register_module_without_parentheses_says_how_it_is_written() -> None:
-    with pytest.raises(TypeError, match=r"written with parentheses, @REGISTRY.register_module\(\)"):
+    with pytest.raises(TypeError, match=r"write @REGISTRY.register_module\(\) above"):
 
         @Registry("things").register_module
         class Net:
