@@ -7,6 +7,7 @@ such as ``lr`` and ``weight_decay``. Groups made here also have ``param_names``,
 
 import logging
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -64,6 +65,17 @@ def walk_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Par
         entry = found.setdefault(parameter, ([], module, parameter))
         entry[0].append(".".join([*clean, leaf]))
     return list(found.values())
+
+
+def _group_trainable(
+    model: nn.Module, settings: Callable[[list[str], nn.Module, nn.Parameter], ParamGroup]
+) -> list[ParamGroup]:
+    """The trainable parameters in few groups, with what the function makes of each."""
+    return reduce_param_groups(
+        {**settings(names, module, parameter), "params": [parameter], "param_names": names[:1]}
+        for names, module, parameter in walk_parameters(model)
+        if parameter.requires_grad
+    )
 
 
 def get_default_optimizer_params(
@@ -125,27 +137,29 @@ def get_default_optimizer_params(
             "biases are set twice: by overrides['bias'], and by bias_lr_factor or weight_decay_bias"
         )
 
-    walked = walk_parameters(model)
-    _check_overrides(overrides, [name for names, _, _ in walked for name in names])
-    groups = []
-    for names, module, parameter in walked:
-        if not parameter.requires_grad:
-            continue
+    every_name = [name for names, _, _ in walk_parameters(model) for name in names]
+    for rule in overrides:
+        if not any(_rank(rule, every_name)):
+            near = did_you_mean(rule, [*every_name, *map(_last_part, every_name)])
+            raise ValueError(f"overrides: {rule!r} matches no parameter of the model{near}")
+
+    def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
         is_bias = _last_part(names[0]) == "bias"
-        settings: ParamGroup = {}
+        found: ParamGroup = {}
         if base_lr is not None:
             factor = 1.0 if lr_factor_func is None else lr_factor_func(names[0])
-            settings["lr"] = base_lr * factor * (bias_lr_factor if is_bias else 1.0)
+            found["lr"] = base_lr * factor * (bias_lr_factor if is_bias else 1.0)
         if weight_decay is not None:
-            settings["weight_decay"] = weight_decay
+            found["weight_decay"] = weight_decay
         if weight_decay_norm is not None and isinstance(module, _NORMS):
-            settings["weight_decay"] = weight_decay_norm
+            found["weight_decay"] = weight_decay_norm
         if weight_decay_bias is not None and is_bias:
-            settings["weight_decay"] = weight_decay_bias
+            found["weight_decay"] = weight_decay_bias
         for rule in sorted(overrides, key=lambda rule: _rank(rule, names)):
-            settings.update(overrides[rule] if any(_rank(rule, names)) else {})
-        groups.append({**settings, "params": [parameter], "param_names": names[:1]})
-    return reduce_param_groups(groups)
+            found.update(overrides[rule] if any(_rank(rule, names)) else {})
+        return found
+
+    return _group_trainable(model, settings)
 
 
 def _last_part(name: str) -> str:
@@ -159,13 +173,6 @@ def _rank(rule: str, names: Iterable[str]) -> tuple[int, int]:
     if any(fnmatchcase(name, rule) for name in names):
         return 2, sum(c not in "*?[]" for c in rule)
     return int(any(rule == _last_part(name) for name in names)), 0
-
-
-def _check_overrides(overrides: Mapping[str, Mapping[str, Any]], names: list[str]) -> None:
-    for rule in overrides:
-        if not any(_rank(rule, names)):
-            near = did_you_mean(rule, [*names, *map(_last_part, names)])
-            raise ValueError(f"overrides: {rule!r} matches no parameter of the model{near}")
 
 
 def paramwise_param_groups(
@@ -203,37 +210,34 @@ def paramwise_param_groups(
             base that is None; or if a parameter has two names for which the rules differ.
     """
     rules = {rule: value for rule, value in paramwise_cfg.items() if value is not None}
-    _check_rules(rules, base_lr, base_wd)
+    base = {"lr": base_lr, "weight_decay": base_wd}
+    _check_rules(rules, base)
     walked = walk_parameters(model)
-    frozen = [names[0] for names, _, parameter in walked if not parameter.requires_grad]
-    if frozen:
-        shown = _shortened(frozen)
+    if frozen := [names[0] for names, _, parameter in walked if not parameter.requires_grad]:
+        shown = reprlib.repr(frozen)
         logger.warning("%d parameters are frozen and not optimized: %s", len(frozen), shown)
     every_name = [f".{name}" for names, _, _ in walked for name in names]
     for key in rules.get("custom_keys", {}):
         if not any(key in name for name in every_name):  # one configuration may serve many models
-            hint = did_you_mean(key, {part for name in every_name for part in name.split(".")})
+            hint = did_you_mean(key, [part for name in every_name for part in name.split(".")])
             logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
-    groups = []
-    for names, module, parameter in walked:
-        if not parameter.requires_grad:
-            continue
-        first = _paramwise(names[0], module, parameter, rules, base_lr, base_wd)
-        for name in () if rules.get("bypass_duplicate") else names[1:]:
-            other = _paramwise(name, module, parameter, rules, base_lr, base_wd)
-            if other != first:
-                raise ValueError(
-                    f"{names[0]!r} and {name!r} are one parameter, and the rules differ: {first} "
-                    f"and {other}; with bypass_duplicate=True the first counts"
-                )
-        groups.append({**first, "params": [parameter], "param_names": names[:1]})
-    groups = reduce_param_groups(groups)
+
+    def settings(names: list[str], module: nn.Module, parameter: nn.Parameter) -> ParamGroup:
+        first, *others = [_paramwise(name, module, parameter, rules, base) for name in names]
+        if any(other != first for other in others) and not rules.get("bypass_duplicate"):
+            raise ValueError(
+                f"{names} are one parameter, and the rules differ: {first}, {others}; with "
+                "bypass_duplicate=True the first counts"
+            )
+        return first
+
+    groups = _group_trainable(model, settings)
     for group in groups:
-        logger.info("parameters with %s: %s", settings_of(group), _shortened(group["param_names"]))
+        logger.info("%s: parameters %s", settings_of(group), reprlib.repr(group["param_names"]))
     return groups
 
 
-def _check_rules(rules: Mapping[str, Any], base_lr: Any, base_wd: Any) -> None:
+def _check_rules(rules: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     known = ("custom_keys", "bypass_duplicate", *_MULTIPLIERS)
     for rule in rules:
         if rule not in known:
@@ -250,8 +254,8 @@ def _check_rules(rules: Mapping[str, Any], base_lr: Any, base_wd: Any) -> None:
     for rule, value in multipliers.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{rule} must be finite and not negative, but got {value!r}")
-        name, base = ("lr", base_lr) if rule.endswith("lr_mult") else ("weight_decay", base_wd)
-        if base is None:
+        name = "lr" if rule.endswith("lr_mult") else "weight_decay"
+        if base[name] is None:
             raise ValueError(f"{rule} multiplies {name}: the optimizer's must be configured")
 
 
@@ -260,8 +264,7 @@ def _paramwise(
     module: nn.Module,
     parameter: nn.Parameter,
     rules: Mapping[str, Any],
-    base_lr: Any,
-    base_wd: Any,
+    base: Mapping[str, Any],
 ) -> ParamGroup:
     """The settings of a parameter under one of its names."""
     is_norm, is_bias = isinstance(module, _NORMS), _last_part(name) == "bias"
@@ -283,10 +286,9 @@ def _paramwise(
         }
         decay_mult = next((rules[r] for r, applies in decays.items() if applies and r in rules), 1)
     # Settings that are the base's are written down too, so that equal groups look equal.
-    settings = {} if base_lr is None else {"lr": base_lr * lr_mult}
-    if base_wd is not None:
-        settings["weight_decay"] = base_wd * decay_mult
-    return {**settings, **custom}
+    settings = (("lr", lr_mult), ("weight_decay", decay_mult))
+    multiplied = {key: base[key] * mult for key, mult in settings if base[key] is not None}
+    return {**multiplied, **custom}
 
 
 def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
@@ -330,7 +332,3 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
 def settings_of(group: Mapping[str, Any]) -> ParamGroup:
     """A parameter group without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")

@@ -484,7 +484,7 @@ def test_frozen_parameters_are_left_out_with_one_warning(
     assert not {"frozen.weight", "frozen.bias"} & set(found)
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert record.message == (
-        "2 parameters are frozen and not optimized: frozen.weight, frozen.bias"
+        "2 parameters are frozen and not optimized: ['frozen.weight', 'frozen.bias']"
     )
 
 
@@ -496,8 +496,8 @@ def test_a_parameter_with_two_names_is_optimized_once() -> None:
 def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
     cfg: dict[str, Any] = {"custom_keys": {"head": {"lr_mult": 0.5}}}
     message = (
-        r"'embed.weight' and 'head.weight' are one parameter, and the rules differ: "
-        r"{'lr': 1.0} and {'lr': 0.5}; with bypass_duplicate=True the first counts"
+        r"\['embed.weight', 'head.weight'\] are one parameter, and the rules differ: "
+        r"{'lr': 1.0}, \[{'lr': 0.5}\]; with bypass_duplicate=True the first counts"
     )
     with pytest.raises(ValueError, match=message):
         paramwise(Tied(), cfg)
@@ -515,8 +515,8 @@ def test_the_groups_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         ours(nn.Linear(1, 1), {"bias_lr_mult": 2.0})
     assert [r.message for r in caplog.records] == [
-        "parameters with {'lr': 1.0, 'weight_decay': 10.0}: weight",
-        "parameters with {'lr': 2.0, 'weight_decay': 10.0}: bias",
+        "{'lr': 1.0, 'weight_decay': 10.0}: parameters ['weight']",
+        "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias']",
     ]
 
 
