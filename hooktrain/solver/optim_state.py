@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hooktrain.solver.param_groups import bare_name, settings_of, walk_parameters
 from hooktrain.utils.dtensor import shard_like
@@ -26,9 +26,7 @@ Places = dict[str, tuple[int, Any]]
 _KERNELS = ("foreach", "fused", "capturable")
 
 
-def optimizer_state_dict(
-    optimizer: torch.optim.Optimizer, model: nn.Module | None = None
-) -> dict[str, Any]:
+def optimizer_state_dict(optimizer: Optimizer, model: nn.Module | None = None) -> dict[str, Any]:
     """The state that torch gives, with names where torch has the positions of parameters.
 
     ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. torch's own
@@ -56,7 +54,7 @@ def optimizer_state_dict(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     state_dict: Mapping[str, Any],
     model: nn.Module | None = None,
 ) -> None:
@@ -83,30 +81,8 @@ def load_optimizer_state(
         if key not in state_dict:
             raise KeyError(f"the state of an optimizer needs {key!r}: it has {sorted(state_dict)}")
     here, saved = _places(optimizer, state_dict["param_groups"], model)
-    both = [(here[name][0], saved[name][0]) for name in here if name in saved]
-    origins = _most_frequent(both)
-    # Of the groups that a saved one was split into, only one is the same as before.
-    heirs = _most_frequent((b, a) for a, b in both)
-
-    ids = {k for _, k in saved.values()}
-    state = {k: item for k, item in state_dict["state"].items() if k not in ids}
-    rows = [(name, "missing", "dropped", "-") for name in saved if name not in here]
-    for position, (name, (group, parameter)) in enumerate(here.items()):
-        if name not in saved:
-            rows.append((name, "new", "-", "no state"))
-            continue
-        before, k = saved[name]
-        item = state_dict["state"].get(k, {})
-        if shape := _other_shape(optimizer, item, parameter):
-            rows.append((name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}"))
-            continue
-        if origins[group] != before or heirs[before] != group:
-            rows.append((name, "moved", f"group {before}", f"group {group}"))
-        if item:
-            state[position] = {
-                key: shard_like(value, parameter) if isinstance(value, Tensor) else value
-                for key, value in item.items()
-            }
+    origins = _most_frequent((here[name][0], saved[name][0]) for name in here if name in saved)
+    state, rows = _match(optimizer, state_dict["state"], here, saved)
     _warn(
         "The optimizer's parameters are not those of the checkpoint. What is kept for each of "
         "them was matched by name",
@@ -118,7 +94,7 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _names_here(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> list[str] | None:
+def _names_here(optimizer: Optimizer, model: nn.Module | None) -> list[str] | None:
     """The names of all parameters in order; None unless each has one for itself."""
     known = {} if model is None else {p: names[0] for names, _, p in walk_parameters(model)}
     names = []
@@ -137,7 +113,7 @@ def _names_saved(groups: ParamGroups) -> list[str] | None:
 
 
 def _places(
-    optimizer: torch.optim.Optimizer, saved: ParamGroups, model: nn.Module | None
+    optimizer: Optimizer, saved: ParamGroups, model: nn.Module | None
 ) -> tuple[Places, Places]:
     """The parameters here and the saved ones, by names that both sides share."""
     groups = optimizer.param_groups
@@ -171,11 +147,43 @@ def _most_frequent(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
     return dict(sorted(counts, key=lambda pair: (counts[pair], -pair[1])))
 
 
+def _match(
+    optimizer: Optimizer, states: Mapping[Any, Any], here: Places, saved: Places
+) -> tuple[dict[Any, Any], list[tuple[str, ...]]]:
+    """The state by present positions, and a row for each parameter that is not as before."""
+    both = [(here[name][0], saved[name][0]) for name in here if name in saved]
+    origins = _most_frequent(both)
+    # Of the groups that a saved one was split into, only one is the same as before.
+    heirs = _most_frequent((b, a) for a, b in both)
+    ids = {k for _, k in saved.values()}
+    state = {k: item for k, item in states.items() if k not in ids}
+    rows: list[tuple[str, ...]] = [
+        (name, "missing", "dropped", "-") for name in saved if name not in here
+    ]
+    for position, (name, (group, parameter)) in enumerate(here.items()):
+        if name not in saved:
+            rows.append((name, "new", "-", "no state"))
+            continue
+        before, k = saved[name]
+        item = states.get(k, {})
+        if shape := _other_shape(optimizer, item, parameter):
+            rows.append((name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}"))
+            continue
+        if (origins[group], heirs[before]) != (before, group):
+            rows.append((name, "moved", f"group {before}", f"group {group}"))
+        if item:
+            state[position] = {
+                key: shard_like(value, parameter) if isinstance(value, Tensor) else value
+                for key, value in item.items()
+            }
+    return state, rows
+
+
 def _other_shape(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameter: Tensor
+    optimizer: Optimizer, state: Mapping[str, Any], parameter: Tensor
 ) -> tuple[int, ...] | None:
     """The shape that a parameter had when its state was saved, if it was another."""
-    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    bases = (base for base in type(optimizer).__mro__ if base is not Optimizer)
     if not any(base.__module__.startswith("torch.optim") for base in bases):
         return None  # other optimizers may keep what they like
     # torch's keep tensors of the parameter's shape. Adafactor's means of rows and of columns have

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict
 from hooktrain.utils.dtensor import full_tensor
@@ -51,11 +51,11 @@ class OptimWrapper:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
         if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
             raise ValueError(
@@ -125,12 +125,14 @@ class OptimWrapper:
         They do where the backward pass completes a window. Call :meth:`backward` or
         :meth:`update_params` after the context, before the next forward pass.
         """
-        last, parallel = self.should_sync(), cast(Any, model)
-        if self.accumulative_counts > 1 and hasattr(model, "set_requires_gradient_sync"):
-            parallel.set_requires_gradient_sync(last)  # of fully_shard; it holds until the next
+        last = self.should_sync()
+        if last and self.accumulative_counts == 1:
+            return NOTHING
+        parallel: Any = model
+        if hasattr(model, "set_requires_gradient_sync"):  # of fully_shard; holds until the next
+            parallel.set_requires_gradient_sync(last)
         elif not last and hasattr(model, "no_sync"):  # of DistributedDataParallel
-            context: AbstractContextManager[Any] = parallel.no_sync()
-            return context
+            return cast(AbstractContextManager[Any], parallel.no_sync())
         return NOTHING
 
     def update_params(self, loss: Tensor) -> bool:
@@ -213,7 +215,7 @@ class OptimWrapper:
 
     def zero_grad(self) -> None:
         """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
-        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad()
             return
         # The same without torch's preparations for its profiler and compiler, which take longer
