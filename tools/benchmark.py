@@ -5,7 +5,7 @@
     python tools/benchmark.py fsdp
 
 Machines are noisy and drift, so a bare loop and hooktrain's are measured in pairs, and the result
-is the median over the pairs. For ``step`` each run is a process of its own, in alternating order.
+is the median over the pairs. For ``step`` each run is a new process, in alternating order.
 For ``ddp`` (a linear layer) and ``fsdp`` (a small transformer) two processes on the CPU train by
 both loops in turns.
 """

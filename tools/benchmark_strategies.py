@@ -2,7 +2,7 @@
 
     python tools/benchmark_strategies.py --config-file configs/digits_cnn.py --processes 2
 
-Each row is a run of tools/train_net.py in processes of its own, evaluated at its end: the median
+Each row is a run of tools/train_net.py in new processes, evaluated at its end: the median
 time of an iteration in its second half, and the last loss, which should hardly differ between rows.
 """
 

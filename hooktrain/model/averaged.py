@@ -1,7 +1,6 @@
 """Averages of the weights that a model has during training."""
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,8 +222,8 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         self, model: nn.Module, momentum: float = 0.0002, gamma: float = 100, **kwargs: Any
     ) -> None:
         super().__init__(model, momentum, **kwargs)
-        if not 0 < gamma < math.inf:
-            raise ValueError(f"gamma must be positive and finite: {gamma!r}")
+        if not gamma > 0:
+            raise ValueError(f"gamma must be positive: {gamma!r}")
         self.gamma = gamma
 
     def blending_weight(self, steps: int) -> float:

@@ -32,9 +32,9 @@ class BaseModel(nn.Module, ABC):
                     return scores.argmax(1)
                 return scores
 
-    Each method may be overridden. A model with a :meth:`train_step` of its own is made parallel by
-    :class:`~hooktrain.model.SeparateDistributedDataParallel`, or by a subclass of
-    :class:`~hooktrain.model.StepDistributedDataParallel` that has it too.
+    Each method may be overridden. A model with its own :meth:`train_step` needs
+    :class:`~hooktrain.model.SeparateDistributedDataParallel` on several ranks, or a subclass of
+    :class:`~hooktrain.model.StepDistributedDataParallel` that has this step too.
 
     Args:
         data_preprocessor: turns a batch into the arguments of :meth:`forward`: a module called with
@@ -104,7 +104,7 @@ class BaseModel(nn.Module, ABC):
                 which the means are added up.
 
         Returns:
-            The sum, and all values by name without gradient. The sum stands first as ``loss``; if
+            The sum, and all values by name without gradient. The sum is first, as ``loss``; if
             the model has an entry of that name beside other losses, it is ``total_loss``.
 
         Raises:
@@ -138,7 +138,7 @@ def train_step(
             forward with ``mode="loss"``, and its ``parse_losses`` takes what that returns.
         data: a batch, as the data loader gives it.
         optim_wrapper: the :class:`~hooktrain.solver.OptimWrapper`.
-        ddp: the DistributedDataParallel around the model, which is called in its place and
+        ddp: the DistributedDataParallel around the model, which is called instead of the model and
             communicates; None if there is none.
         check: log the parameters that the loss does not depend on, see
             :func:`detect_anomalous_params`.

@@ -15,8 +15,8 @@ from hooktrain.utils.registry import MODELS
 class BaseDataPreprocessor(nn.Module):
     """Moves a batch to the device where the preprocessor is.
 
-    It goes along with the model that it is a part of, by ``to``, ``cuda``, ``cpu`` and the like;
-    there is nothing in its state. Override :meth:`forward` to do more.
+    It moves with the model that it is a part of, by ``to``, ``cuda``, ``cpu`` and so on. It has no
+    state. Override :meth:`forward` to do more.
 
     Args:
         non_blocking: copy from pinned memory without waiting.
@@ -35,8 +35,8 @@ class BaseDataPreprocessor(nn.Module):
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in dicts, lists and tuples, and every other object with ``to``.
 
-        Containers are new, of the types that they were, and those given stay as they are. All
-        else, such as strings, ranges and None, is handed through.
+        Containers are copied and keep their types. Everything else, such as strings and None, is
+        returned as it is.
         """
         if callable(getattr(data, "to", None)) and not isinstance(data, type):
             options = {"non_blocking": True} if self.non_blocking else {}
@@ -57,7 +57,7 @@ class BaseDataPreprocessor(nn.Module):
 
         Args:
             data: the batch.
-            training: whether it is for training, for subclasses that then do something else.
+            training: whether it is for training. Subclasses may care.
 
         Returns:
             A dict of arguments by name, or a list or tuple of arguments. Here it is the batch, on
@@ -66,7 +66,7 @@ class BaseDataPreprocessor(nn.Module):
         return self.cast_data(data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Through here goes whatever moves a module. A buffer would know its device too, but
+        # Everything that moves a module calls this. A buffer would know its device too, but
         # DistributedDataParallel would broadcast it in every step.
         self._device = fn(torch.empty(0, device=self._device)).device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     Attributes:
         mean: float32 of shape (3, 1, 1) or (1, 1, 1), whatever the model is cast to; or None.
-        std: likewise.
+        std: the same.
 
     Raises:
         ValueError: for an argument out of range.
@@ -134,7 +134,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
         Args:
             data: has the images under ``"inputs"``: a list or tuple of shapes (C, H, W), or one
-                tensor of shape (N, C, H, W), of any data type. What else there is goes along.
+                tensor of shape (N, C, H, W), of any data type. Other entries are kept.
             training: makes no difference.
 
         Returns:

@@ -44,8 +44,8 @@ def shard_model(
 
     Args:
         model: the model.
-        wrap: the modules that are brought together one at a time, such as the blocks of a
-            transformer; what remains is one more unit. With none, the whole model is one.
+        wrap: the modules whose parameters are brought together one module at a time, such as the
+            blocks of a transformer. The rest is one more unit. With none, the whole model is one.
         mp_policy: the precision to compute and to communicate in; a dict is its arguments, with
             names for data types: ``{"param_dtype": "bfloat16", "reduce_dtype": "float32"}``.
         offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
@@ -95,16 +95,16 @@ def shard_model(
 
 
 def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> list[nn.Module]:
-    """The modules inside of a model that a rule means, outer ones before inner ones.
+    """The modules inside a model that a rule selects, outer ones before inner ones.
 
     Args:
-        model: the model, which is not meant itself.
+        model: is never selected itself.
         rule: classes or names of classes, or a function of full name and module.
         argument: its name in error messages.
 
     Raises:
         TypeError: if ``rule`` is a single class or name.
-        ValueError: if it means no module at all; an empty collection may.
+        ValueError: if it selects no module; an empty collection may.
     """
     if isinstance(rule, str | type):
         raise TypeError(f"{argument} must be a collection of classes or a function, not {rule!r}")
@@ -116,7 +116,7 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
         chosen = [m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule]
     if not chosen and (callable(rule) or rule):
         there = sorted({type(module).__name__ for _, module in inner})
-        raise ValueError(f"{argument}={rule!r} means none of the model's modules: {there}")
+        raise ValueError(f"{argument}={rule!r} selects none of the model's modules: {there}")
     return chosen
 
 
@@ -185,7 +185,7 @@ def init_deferred(model: nn.Module, device: torch.device | str) -> None:
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if real := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
-        raise ValueError(f"the model must be built on the meta device, but not so: {real}")
+        raise ValueError(f"the model must be built on the meta device, but these are not: {real}")
     tied = _tied(model)
     model.to_empty(device=device)
     _check_tied(model, tied, "shard the model first, or build it on its device")

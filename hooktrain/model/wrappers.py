@@ -40,7 +40,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
-        # torch's argument of this name is deprecated, and concerns the start too.
+        # torch's argument of this name is deprecated, and is about the start too.
         self.broadcast_buffers = broadcast_buffers
 
 
@@ -55,7 +55,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
 
     Args:
         module: the model, on its device. It has the ``data_preprocessor`` and ``parse_losses`` of a
-            BaseModel, and no ``train_step`` of its own, which would not be called.
+            BaseModel, and does not override ``train_step``, which would not be called.
         detect_anomalous_params: log in each step the parameters that the loss does not depend on,
             to find out why DDP fails or hangs. It takes time.
         **kwargs: those of :class:`NamingDistributedDataParallel`.
@@ -74,13 +74,13 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
             The values to log.
 
         Raises:
-            TypeError: if the model has a ``train_step`` of its own.
+            TypeError: if the model overrides ``train_step``.
         """
         own = getattr(type(self.module), "train_step", BaseModel.train_step)
         if own is not BaseModel.train_step:
             raise TypeError(
-                f"{type(self.module).__name__} has a train_step of its own, which would be left "
-                "out: use SeparateDistributedDataParallel, or a wrapper with that train_step"
+                f"{type(self.module).__name__} has its own train_step, which would not be called: "
+                "use SeparateDistributedDataParallel, or a wrapper with that train_step"
             )
         return train_step(self.module, data, optim_wrapper, self, self.detect_anomalous_params)
 
@@ -117,8 +117,8 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             ``detect_anomalous_params`` of StepDistributedDataParallel.
 
     Raises:
-        ValueError: if no child has trainable parameters; or if the model has some of its own, which
-            no child would exchange.
+        ValueError: if no child has trainable parameters, or if some are directly in the model,
+            where no child exchanges them.
     """
 
     def __init__(

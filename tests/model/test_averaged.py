@@ -530,8 +530,8 @@ def test_a_kind_that_says_nothing_is_told_what_to_override() -> None:
         (lambda m: MomentumAnnealingEMA(m, 0.0), r"momentum must be in \(0, 1\]: 0.0"),
         (lambda m: ExponentialMovingAverage(m, 99), r"momentum must be in \(0, 1\]: 99"),
         (lambda m: ExponentialMovingAverage(m, math.nan), "momentum must .*: nan"),
-        (lambda m: MomentumAnnealingEMA(m, gamma=0), "gamma must be positive and finite: 0"),
-        (lambda m: MomentumAnnealingEMA(m, gamma=math.inf), "gamma must .*: inf"),
+        (lambda m: MomentumAnnealingEMA(m, gamma=0), "gamma must be positive: 0"),
+        (lambda m: MomentumAnnealingEMA(m, gamma=math.nan), "gamma must .*: nan"),
     ],
 )
 def test_arguments_outside_of_their_range_are_refused(

@@ -19,7 +19,7 @@ from hooktrain.model import (
 
 @pytest.fixture
 def model() -> nn.Module:
-    """Batch norms at several depths, one with statistics and weights of its own."""
+    """Batch norms at several depths, one with other statistics and weights."""
     model = nn.Sequential(
         nn.Conv2d(2, 3, 1),
         nn.BatchNorm2d(3, eps=1e-3, momentum=0.3),
@@ -83,7 +83,7 @@ def test_without_channels_an_input_is_refused() -> None:
         BatchNormXd(3)(torch.ones(3))
 
 
-def test_a_norm_that_is_the_whole_model_is_returned_anew() -> None:
+def test_a_norm_that_is_the_whole_model_is_replaced_by_the_one_returned() -> None:
     norm = nn.BatchNorm1d(2)
     converted = convert_sync_batchnorm(norm)
     assert type(converted) is nn.SyncBatchNorm

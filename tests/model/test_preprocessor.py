@@ -68,7 +68,7 @@ def test_tensors_are_moved_wherever_they_are_and_containers_keep_their_types() -
     assert not data["c"]["d"].is_meta
 
 
-def test_kinds_of_dicts_and_lists_that_cannot_be_made_anew_are_kept_too() -> None:
+def test_kinds_of_dicts_and_lists_that_cannot_be_made_from_pairs_are_kept_too() -> None:
     one = torch.ones(1)
     groups = defaultdict(list, {"a": [one]})
     moved = there(groups)

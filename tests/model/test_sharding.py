@@ -310,7 +310,9 @@ def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
     assert select_modules(model, {Block}) == list(model.blocks)
     assert select_modules(model, lambda name, _: name.endswith(".1")) == [model.blocks[1]]
     assert select_modules(model, ()) == []
-    with pytest.raises(ValueError, match=r"means none of the model's modules: \['Block', 'Dropout"):
+    with pytest.raises(
+        ValueError, match=r"selects none of the model's modules: \['Block', 'Dropout"
+    ):
         select_modules(model, {nn.Conv2d})
     with pytest.raises(TypeError, match=r"wrap must be a collection .* not <class"):
         select_modules(model, Block, "wrap")  # type: ignore[arg-type]
@@ -415,7 +417,7 @@ def test_what_no_method_initialises_is_named_on_every_rank(two: list[dict[str, A
 def test_a_model_that_has_weights_keeps_them() -> None:
     model = on_meta(Layers)
     model.norm = nn.BatchNorm2d(3)
-    with pytest.raises(ValueError, match=r"not so: \['norm.bias', .*'norm.weight'\]"):
+    with pytest.raises(ValueError, match=r"are not: \['norm.bias', .*'norm.weight'\]"):
         init_deferred(model, "cpu")
     assert torch.equal(model.get_parameter("norm.weight"), torch.ones(3))
 

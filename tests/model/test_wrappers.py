@@ -153,7 +153,7 @@ def wrap_a_model_with_its_own_step() -> tuple[str, list[str]]:
 
 def test_a_models_own_train_step_is_not_passed_over(ranks: Any) -> None:
     message, values = ranks[0]["wrap_a_model_with_its_own_step"]
-    assert "OwnStep has a train_step of its own" in message
+    assert "OwnStep has its own train_step" in message
     assert "SeparateDistributedDataParallel" in message
     assert values == ["loss"]
 
