@@ -17,6 +17,7 @@ from hooktrain.demos import python_docs_vocabulary
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "text_gpt.py")
+PATHS = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
 TINY = [
     "model.size=tiny",
     "model.dropout=0.1",
@@ -39,7 +40,7 @@ def run(folder: Path, *args: str, exit_code: int = 0) -> str:
         [*command, *flags, *TINY, f"train.output_dir={folder}", *overrides],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
     )
     assert result.returncode == exit_code, result.stdout + result.stderr
     return result.stdout + result.stderr
