@@ -109,8 +109,9 @@ def load_model_state(
     """
     in_model = model.state_dict()
     loadable = _as_tensors(revise_names(state, revise_keys))
-    if not any(name.startswith("module.") for name in in_model):
-        loadable = strip_prefix(loadable, "module.")
+    in_wrapper = all(name.startswith("module.") for name in loadable)
+    if loadable and in_wrapper and not any(name.startswith("module.") for name in in_model):
+        loadable = take_prefix(loadable, "module")
     shapes = {name: tuple(v.shape) for name, v in loadable.items() if torch.is_tensor(v)}
     incorrect = [
         (name, shapes[name], tuple(value.shape))
@@ -184,29 +185,17 @@ def _problems(
         ("of the model are not in the checkpoint and keep their values", missing),
         ("of the checkpoint are not in the model and were not used", unexpected),
     ]
-    return [_table(problem, rows) for problem, rows in kinds if rows]
+    headers = ["name", "shape in file", "shape in model"]
+    return [
+        f"{len(rows)} parameters or buffers {problem}:\n"
+        + tabulate([[*map(str, row)] for row in rows], headers, disable_numparse=True)
+        for problem, rows in kinds
+        if rows
+    ]
 
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if torch.is_tensor(value) and not is_lazy(value) else "-"
-
-
-def _table(problem: str, rows: Sequence[tuple[str, Any, Any]]) -> str:
-    cells = [[str(cell) for cell in row] for row in rows]
-    headers = ["name", "shape in file", "shape in model"]
-    table = tabulate(cells, headers=headers, disable_numparse=True)
-    return f"{len(rows)} parameters or buffers {problem}:\n{table}"
-
-
-def strip_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
-    """A copy of a state dict without ``prefix``, if every name has it; else an equal copy.
-
-    >>> list(strip_prefix({"module.a": 1, "module.b": 2}, "module."))
-    ['a', 'b']
-    """
-    if all(name.startswith(prefix) for name in state):
-        return _renamed(state, lambda name: name.removeprefix(prefix))
-    return _renamed(state, lambda name: name)
 
 
 def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
@@ -338,14 +327,12 @@ def choose_parts(
             chosen[key] = {}
         elif chosen.get(key) != {}:  # not chosen as a whole
             _check_known(name, component, state[key], f"is not in {path}")
-            _check_loads_components(name, checkpointables[key])
+            if "only" not in inspect.signature(checkpointables[key].load_state_dict).parameters:
+                raise TypeError(
+                    f"cannot load {name!r} alone: load_state_dict takes no argument 'only'"
+                )
             chosen.setdefault(key, {"only": set()})["only"].add(component)
     return chosen
-
-
-def _check_loads_components(name: str, checkpointable: Any) -> None:
-    if "only" not in inspect.signature(checkpointable.load_state_dict).parameters:
-        raise TypeError(f"cannot load {name!r} alone: load_state_dict takes no argument 'only'")
 
 
 def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:

@@ -207,7 +207,7 @@ def die_in_a_save(folder: Path) -> None:
 
 def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     save_folder(small_state(1), tmp_path / "a")
-    with pytest.raises(RuntimeError, match=r"rank [01]"):
+    with pytest.raises(RuntimeError):
         run_ranks(die_in_a_save, 2, tmp_path)
     assert equal(load_folder(tmp_path / "a"), small_state(1))
     left = [path.name for path in tmp_path.iterdir() if path.name != "a"]

@@ -75,8 +75,8 @@ class BestCheckpointer(HookBase):
         except CorruptCheckpointError as error:
             logger.error("The next best model replaces a broken file: %s", error)
             return
-        if found and found["metric"] == self._val_metric and self._is_better(found["value"]):
-            self.best_metric, self.best_iter = found["value"], found["iteration"]
+        if found and found["metric"] == self._val_metric and self._is_better(found["best_metric"]):
+            self.load_state_dict(found)
 
     def _is_better(self, value: float) -> bool:
         best = self.best_metric
@@ -125,11 +125,7 @@ class BestCheckpointer(HookBase):
             tag=False,
             on_full=partial(self._go_on, before),
             iteration=iteration,
-            best={
-                "metric": self._val_metric,
-                "value": self.best_metric,
-                "iteration": self.best_iter,
-            },
+            best={"metric": self._val_metric, **self.state_dict()},
         )
 
     def _go_on(self, before: Mapping[str, Any], error: OSError) -> None:

@@ -160,7 +160,11 @@ def test_a_better_model_saved_after_the_resumed_checkpoint_is_kept(
     run(tmp_path, [0.25, 0.125], state=state, sharded=sharded)
     assert saved_iteration(tmp_path) == 0
     best = read_checkpoint(str(tmp_path / ("model_best" if sharded else "model_best.pth")))["best"]
-    assert best == {"metric": "acc", "value": 0.5 if saved_after else 0.25, "iteration": 0}
+    assert best == {
+        "metric": "acc",
+        "best_metric": 0.5 if saved_after else 0.25,
+        "best_iter": 0,
+    }
 
 
 def test_a_broken_best_file_is_told_and_replaced(
