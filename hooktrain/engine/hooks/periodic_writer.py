@@ -52,18 +52,14 @@ class PeriodicWriter(HookBase):
 
     def after_step(self) -> None:
         """Write where a period ends."""
-        if self.is_due(self._period):
-            for writer in self._writers:
-                self._write(writer)
-
-    def _write(self, writer: EventWriter) -> None:
-        try:
-            writer.write()
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            name = type(writer).__name__
-            logger.error("%s: NOT WRITTEN: %s. Training goes on and tries again", name, error)
+        for writer in self._writers if self.is_due(self._period) else ():
+            try:
+                writer.write()
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                name = type(writer).__name__
+                logger.error("%s: NOT WRITTEN: %s. Training goes on and tries again", name, error)
 
     def after_train(self) -> None:
         """Write what came last, such as the final evaluation, and close every writer."""
