@@ -160,7 +160,7 @@ class Checkpointer:
         if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
             raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
         if self.save_dir:
-            self.wait()
+            self.wait()  # first, since what failed may change a state
             items = {"model": self.model, **self.checkpointables}
             state = {key: item.state_dict() for key, item in items.items()} | extra
             self.write(name, state, tag=tag, on_saved=on_saved, on_full=on_full)
