@@ -39,15 +39,12 @@ def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
     count("a file", lambda: file.save("a"))
     count("finding and reading a file", lambda: file.resume_or_load(""))
     shards = Checkpointer(trainer.model, folder / "shards", trainer=trainer, sharded=True)
-    count("a folder in the foreground, the first", lambda: shards.save("a"))
-    count("a folder in the foreground, others", lambda: shards.save("b"))
+    count("a folder in the foreground", lambda: shards.save("a"))
     count("finding and reading a folder", lambda: shards.resume_or_load(""))
     beside = Checkpointer(
         trainer.model, folder / "beside", trainer=trainer, sharded=True, background=True
     )
-    count("a folder in the background, the first, begun", lambda: beside.save("a"))
-    count("a folder in the background, named", beside.wait)
-    count("a folder in the background, others, begun", lambda: beside.save("b"))
+    count("a folder in the background, on the main thread", lambda: beside.save("a"))
     beside.wait()
 
 
