@@ -6,7 +6,6 @@ not call makes the others wait until the process group's timeout.
 """
 
 import os
-from collections.abc import Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -171,22 +170,6 @@ def broadcast(obj: T, src: int = 0) -> T:
     return box[0]
 
 
-def scatter(objects: Sequence[T], src: int = 0) -> T:
-    """Give every rank its own picklable object from the list of rank `src`. Collective.
-
-    Args:
-        objects: one for each rank, in the order of ranks; not looked at on other ranks than `src`.
-        src: the rank that sends.
-    """
-    if get_world_size() == 1:
-        return objects[0]
-    box: list[Any] = [None]
-    sent = list(objects) if get_rank() == src else None
-    dist.scatter_object_list(box, sent, src=src, group=_object_group())
-    received: T = box[0]
-    return received
-
-
 def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum a tensor in CPU memory over all ranks, in place. Collective.
 
@@ -283,5 +266,5 @@ def _size_with_this_rank(group: ProcessGroup) -> int:
 
 
 def _check_rank(name: str, rank: int) -> None:
-    if not 0 <= rank < get_world_size():  # torch would wait for it
+    if not 0 <= rank < get_world_size():  # torch waits for it
         raise ValueError(f"{name} must be a rank in [0, {get_world_size()}), got {rank!r}")

@@ -38,7 +38,6 @@ def visit() -> dict[str, Any]:
     seen["gather on 2"] = comm.gather(rank * 10, dst=2)
     seen["gather on 4"] = error_of(comm.gather, rank, dst=4)
     seen["broadcast"] = comm.broadcast(f"from {rank}", src=3)
-    seen["scatter"] = comm.scatter([f"for {i} from {rank}" for i in range(WORLD_SIZE)], src=2)
     values = torch.tensor([1.0, float(rank)], dtype=torch.float64)
     seen["all_reduce"] = comm.all_reduce(values)
     seen["all_reduce in place"] = seen["all_reduce"] is values
@@ -160,12 +159,6 @@ def test_broadcast_gives_every_rank_the_object_of_the_source(ranks: list[dict[st
     assert [r["broadcast"] for r in ranks] == ["from 3"] * 4
 
 
-def test_scatter_gives_every_rank_its_own_from_the_list_of_the_source(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert [r["scatter"] for r in ranks] == [f"for {i} from 2" for i in range(4)]
-
-
 def test_all_reduce_sums_in_place_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for r in ranks:
         assert torch.equal(r["all_reduce"], torch.tensor([4.0, 6.0], dtype=torch.float64))
@@ -256,7 +249,6 @@ def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     assert comm.all_gather(obj) == [obj]
     assert comm.gather(obj) == [obj]
     assert comm.broadcast(obj) is obj
-    assert comm.scatter([obj]) is obj
     values = torch.ones(2)
     assert comm.all_reduce(values) is values
     assert torch.equal(values, torch.ones(2))
