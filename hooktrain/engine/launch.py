@@ -1,5 +1,6 @@
 """Start the processes of a distributed run, or join those that a launcher has started."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -31,6 +32,8 @@ from hooktrain.utils import comm
 
 __all__ = ["DEFAULT_TIMEOUT", "launch"]
 
+logger = logging.getLogger(__name__)
+
 _FIRST_ERROR = "hooktrain/first_error"
 # When a process has failed, the others have this long to end, and as long again after a SIGTERM.
 _GRACE_SECONDS = 4.0
@@ -49,7 +52,7 @@ def launch(
     """Run ``main_func(*args)`` in every process of a distributed run.
 
     - Under torchrun, srun or mpirun, which have started the processes already, this one joins
-      them, where these say; see :func:`~hooktrain.strategy.environment.find_place`.
+      the others; see :func:`~hooktrain.strategy.environment.find_place`.
     - A single process is a plain call, without a process group.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
@@ -144,6 +147,7 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
     for file in context.error_files:  # torch leaves them behind
         Path(file).unlink(missing_ok=True)
     if failure and signals:  # that is what the process died of, so let it end this one too
+        logger.error("%s", failure)
         signal.raise_signal(signals[0])
     if failure:
         raise RuntimeError(failure)
