@@ -1,12 +1,27 @@
+"""Metrics as lines of JSON: written, cut on a resume, read back."""
+
+import json
+import logging
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from json_toys import lines
 
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage, JSONWriter, json_writer, load_json_metrics
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The file as strict JSON: no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
 def test_a_line_has_sorted_keys_and_the_smoothed_values(path: Path) -> None:
@@ -150,3 +165,155 @@ def test_only_the_main_process_touches_the_file(
             writer.write()
     assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
     assert path.read_text() == "old\n"
+
+
+def test_a_new_run_moves_the_old_file_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path.write_text('{"iteration": 1, "loss": 1.0}\n')
+    path.with_name("metrics.json.1").write_text("still older\n")
+    writer = JSONWriter(path)
+    writer.rewind(0)
+    assert "metrics.json.2" in caplog.text
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 2.0)
+        writer.write()
+    writer.close()
+    assert lines(path) == [{"iteration": 0, "loss": 2.0}]
+    assert path.with_name("metrics.json.1").read_text() == "still older\n"
+    assert lines(path.with_name("metrics.json.2")) == [{"iteration": 1, "loss": 1.0}]
+
+
+def test_one_writer_can_begin_a_new_run(path: Path) -> None:
+    writer = JSONWriter(path)
+    for _ in range(2):
+        writer.rewind(0)
+        with EventStorage() as storage:
+            storage.put_scalar("loss", 1.0)
+            writer.write()
+    writer.close()
+    for file in (path, path.with_name("metrics.json.1")):
+        assert lines(file) == [{"iteration": 0, "loss": 1.0}]
+
+
+def test_a_new_run_without_an_old_file_or_with_an_empty_one_moves_nothing(path: Path) -> None:
+    for _ in range(2):
+        JSONWriter(path).rewind(0)
+        JSONWriter(path).rewind(7)
+        path.touch()
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
+
+
+def test_a_resumed_run_keeps_the_complete_lines_before_it(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = '{"iteration": 19, "loss": 1.0}\n{"iteration": 29, "loss": "NaN"}\n'
+    path.write_text(good + "[1, 2]\n{}\n" + '{"iteration": 30, "loss": 2.0}\n{"iteration": 40, "lo')
+    JSONWriter(path).rewind(30)
+    assert path.read_text() == good
+    assert "left out 3 lines" in caplog.text
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
+
+
+def test_a_failing_rewind_keeps_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = '{"iteration": 19, "loss": 1.0}\n{"iteration": 39, "loss": 1.0}\n'
+    path.write_text(before)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "broken disk")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="broken disk"):
+        JSONWriter(path).rewind(30)
+    assert path.read_text() == before
+
+
+def run(
+    path: Path, start: int, stop: int, storage: EventStorage, checkpoint: int = -1
+) -> dict[str, Any]:
+    """Iterations with a write after every 20th; returns the state after one of them."""
+    state: dict[str, Any] = {}
+    writer = JSONWriter(path)
+    writer.rewind(start)
+    with storage:
+        for storage.iter in range(start, stop):
+            storage.put_scalar("loss", math.sin(storage.iter))
+            if storage.iter % 15 == 14:
+                storage.put_scalar("accuracy", float(storage.iter), smoothing_hint=False)
+            if storage.iter % 7 == 6:
+                storage.put_scalar("late", 1.0 * storage.iter, cur_iter=storage.iter - 5)
+            if storage.iter % 20 == 19:
+                writer.write()
+            if storage.iter == checkpoint:
+                state = storage.state_dict()
+    writer.close()
+    return state
+
+
+@pytest.mark.parametrize("checkpoint", [0, 14, 19, 20, 29, 30, 38, 39, 40, 44, 59, 60])
+def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one(
+    checkpoint: int, tmp_path: Path
+) -> None:
+    run(tmp_path / "whole.json", 0, 100, EventStorage())
+
+    path = tmp_path / "resumed.json"
+    state = run(path, 0, 67, EventStorage(), checkpoint)
+    with open(path, "a") as file:
+        file.write('{"iteration": 7')  # killed while it wrote
+    storage = EventStorage()
+    storage.load_state_dict(state)
+    run(path, checkpoint + 1, 100, storage)
+    assert path.read_text() == (tmp_path / "whole.json").read_text()
+
+
+def test_a_late_value_from_after_the_checkpoint_is_kept_and_not_repeated(path: Path) -> None:
+    """As of an evaluation that takes longer than the run from one checkpoint to the next."""
+    storage = EventStorage()
+
+    def put(name: str, iteration: int) -> None:
+        storage.put_scalar(name, 0.5, smoothing_hint=False, cur_iter=iteration)
+        writer.write()
+
+    with storage:
+        writer = JSONWriter(path)
+        put("accuracy", 10)
+        put("loss", 19)
+        state = storage.state_dict()
+        put("loss", 39)
+        put("accuracy", 15)
+        writer.close()
+        storage.load_state_dict(state)
+        writer = JSONWriter(path)
+        writer.rewind(20)
+        put("loss", 39)
+        put("accuracy", 15)
+        writer.close()
+    assert lines(path) == [
+        {"accuracy": 0.5, "iteration": 10},
+        {"iteration": 19, "loss": 0.5},
+        {"accuracy": 0.5, "iteration": 15},
+        {"iteration": 39, "loss": 0.5},
+    ]
+
+
+def test_a_file_that_was_cut_off_does_not_spoil_the_next_line(path: Path) -> None:
+    path.write_text('{"iteration": 1, "loss": 1.0}\n{"iterat')
+    writer = JSONWriter(path)
+    with EventStorage(2) as storage:
+        storage.put_scalar("loss", 2.0)
+        writer.write()
+    writer.close()
+    assert load_json_metrics(path) == [{"iteration": 1, "loss": 1.0}, {"iteration": 2, "loss": 2.0}]
+
+
+def test_loading_tells_what_it_leaves_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_bytes(b'{"iteration": 1}\n\xff\xfe\n{"iteration": 2}\n{"ite')
+    assert load_json_metrics(path) == [{"iteration": 1}, {"iteration": 2}]
+    assert "left out 2 lines" in caplog.text
+    assert "line 2" in caplog.text
+    with pytest.raises(FileNotFoundError):
+        load_json_metrics(path.with_name("other.json"))
+
+
+def test_a_window_below_one_is_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
+        JSONWriter(path, window_size=0)
