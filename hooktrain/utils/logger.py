@@ -18,7 +18,7 @@ _KeyPart = Literal["caller", "message"]
 
 
 class _StdoutHandler(logging.StreamHandler[Any]):
-    """Writes to what `sys.stdout` is at the moment, not to what it was when logging was set up."""
+    """Writes to what ``sys.stdout`` is at the moment, not to what it was when logging was set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -66,11 +66,11 @@ def setup_logger(
     Args:
         output: a file if it ends in .txt or .log, else a folder that gets a log.txt; both are
             created if need be, and appended to if there already. None writes no file.
-        distributed_rank: ranks above 0 write to a file of their own, with `.rank{N}` added to its
+        distributed_rank: ranks above 0 write to a file of their own, with ``.rank{N}`` added to its
             name, and not to the terminal.
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR are heeded).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: stands for `name` in coloured lines; None is "ht" for "hooktrain", and the name
+        abbrev_name: stands for ``name`` in coloured lines; None is "ht" for "hooktrain", and the name
             itself for others.
         enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.
@@ -97,7 +97,7 @@ def setup_logger(
 
 
 def close_logger(name: str = "hooktrain") -> None:
-    """Undo `setup_logger`: remove its handlers, close its file, go back to logging's defaults."""
+    """Undo ``setup_logger``: remove its handlers, close its file, go back to logging's defaults."""
     logger = logging.getLogger(name)
     for handler in list(logger.handlers):
         if isinstance(handler, _StdoutHandler | _FileHandler):
@@ -131,12 +131,12 @@ def log_first_n(
     """Log only the first n times.
 
     Args:
-        lvl: the level, such as `logging.INFO`.
+        lvl: the level, such as ``logging.INFO``.
         msg: the message.
         n: how many times, at least 1.
         name: of the logger; None is the caller's module.
         key: what is counted: calls from one line ("caller"), equal messages ("message"), or equal
-            messages from one line (`("caller", "message")`).
+            messages from one line (``("caller", "message")``).
     """
     _check_count(n)
     parts = (key,) if isinstance(key, str) else tuple(key)
@@ -157,7 +157,7 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
     """Log the first of every n calls from one line of code.
 
     Args:
-        lvl: the level, such as `logging.INFO`.
+        lvl: the level, such as ``logging.INFO``.
         msg: the message.
         n: the period in calls, at least 1.
         name: of the logger; None is the caller's module.
@@ -174,7 +174,7 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
     """Log from one line of code unless that was done less than n seconds ago.
 
     Args:
-        lvl: the level, such as `logging.INFO`.
+        lvl: the level, such as ``logging.INFO``.
         msg: the message.
         n: seconds.
         name: of the logger; None is the caller's module.
