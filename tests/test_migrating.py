@@ -23,10 +23,13 @@ from toy import linear_trainer
 GUIDE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
 SCRIPTS = dict(re.findall(r"<!-- test: ([\w-]+) -->\n```python\n(.*?)```", GUIDE, re.DOTALL))
 
-# Runs each script in a folder of its own, as `python script.py` there would.
+# Runs each script in a folder of its own, as `python script.py` there would. The trainer seeds each
+# iteration, and the others draw from one stream. Without that, both draw the same numbers.
 _RUN = """
 import os, runpy, sys, torch
+from hooktrain.engine import train_loop
 torch.set_num_threads(1)
+train_loop.seed_step = lambda *_: None
 folders, sys.argv = sys.argv[1:], ["script.py"]
 for folder in folders:
     os.chdir(folder)

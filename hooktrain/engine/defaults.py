@@ -35,15 +35,21 @@ from hooktrain.utils.registry import MODEL_WRAPPERS, unwrap_model
 logger = logging.getLogger(__name__)
 
 
-def create_ddp_model(model: nn.Module, *, type: str | None = None, **kwargs: Any) -> nn.Module:
+def create_ddp_model(
+    model: nn.Module,
+    *,
+    type: str | None = None,
+    fp16_compression: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
     """Wrap a model in DistributedDataParallel if there are several ranks.
 
     Args:
         model: a model on its device.
         type: the name of the wrapper in ``MODEL_WRAPPERS``; None is that of
             :func:`~hooktrain.strategy.wrapper_for`.
-        **kwargs: ``fp16_compression=True`` exchanges gradients in float16. The others are passed
-            to the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+        fp16_compression: exchange gradients in float16.
+        **kwargs: of the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
         KeyError: if there is no such wrapper.
@@ -53,7 +59,7 @@ def create_ddp_model(model: nn.Module, *, type: str | None = None, **kwargs: Any
             MODEL_WRAPPERS.get(type)  # a typo is found with one process too
         return model
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return wrap_in_ddp(model, device, type=type, **kwargs)
+    return wrap_in_ddp(model, device, type=type, fp16_compression=fp16_compression, **kwargs)
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
