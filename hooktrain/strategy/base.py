@@ -145,7 +145,7 @@ class BaseStrategy(ABC):
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"{type(self).__name__} has no {name!r}: does setup(), or prepare(), come later?"
+                f"{type(self).__name__} has no {name!r}: if setup() or prepare() makes it, call it"
             )
 
     def setup(self) -> None:

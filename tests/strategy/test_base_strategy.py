@@ -62,9 +62,9 @@ def test_the_constructor_only_stores(tmp_path: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert list(tmp_path.iterdir()) == []
     for name in ("seed", "timestamp", "log_dir", "experiment_name", "launcher", "device"):
-        with pytest.raises(AttributeError, match=r"has no '\w+': does setup\(\), or prepare"):
+        with pytest.raises(AttributeError, match=r"has no '\w+': if setup\(\) or prepare"):
             getattr(made, name)
-    with pytest.raises(AttributeError, match=r"has no 'model': does setup"):
+    with pytest.raises(AttributeError, match="has no 'model': if setup"):
         made.model_state_dict()
     with pytest.raises(AttributeError, match=r"has no 'optim_wrapper': "):
         made.optim_state_dict()
