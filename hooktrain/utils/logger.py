@@ -18,7 +18,7 @@ _KeyPart = Literal["caller", "message"]
 
 
 class _StdoutHandler(logging.StreamHandler[Any]):
-    """Writes to what ``sys.stdout`` is at the moment, not to what it was when logging was set up."""
+    """Writes to what ``sys.stdout`` is now, not to what it was when logging was set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -70,8 +70,8 @@ def setup_logger(
             name, and not to the terminal.
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR are heeded).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: stands for ``name`` in coloured lines; None is "ht" for "hooktrain", and the name
-            itself for others.
+        abbrev_name: stands for ``name`` in coloured lines; None is "ht" for "hooktrain", and the
+            name itself for others.
         enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.
 
