@@ -75,7 +75,7 @@ def test_memory_is_logged_exactly_max_runs_times(
 ) -> None:
     device = FakeDevice()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     with caplog.at_level("INFO"):
         linear_trainer(TorchMemoryStats(period=2, max_runs=3)).train(0, 20)
