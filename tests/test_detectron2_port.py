@@ -9,8 +9,7 @@ import torch
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.config import LazyCall as L
-from hooktrain.config import instantiate
+from hooktrain.config import LazyCall as L, instantiate
 from hooktrain.data import build_train_loader
 from hooktrain.demos import DigitsCNN, DigitsDataset
 from hooktrain.engine import (

@@ -1,27 +1,20 @@
 """Data: samplers, data sets, and loaders that resume."""
 
-from hooktrain.data.dataset import DatasetFromList, MapDataset, ToIterableDataset
-from hooktrain.data.loader import TrainLoader, build_test_loader, build_train_loader
-from hooktrain.data.samplers import (
-    GroupedBatchSampler,
-    InferenceSampler,
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
-    StreamSampler,
-    TrainingSampler,
+from hooktrain.data.dataset import (
+    DatasetFromList as DatasetFromList,
+    MapDataset as MapDataset,
+    ToIterableDataset as ToIterableDataset,
 )
-
-__all__ = [
-    "DatasetFromList",
-    "GroupedBatchSampler",
-    "InferenceSampler",
-    "MapDataset",
-    "RandomSubsetTrainingSampler",
-    "RepeatFactorTrainingSampler",
-    "StreamSampler",
-    "ToIterableDataset",
-    "TrainLoader",
-    "TrainingSampler",
-    "build_test_loader",
-    "build_train_loader",
-]
+from hooktrain.data.loader import (
+    TrainLoader as TrainLoader,
+    build_test_loader as build_test_loader,
+    build_train_loader as build_train_loader,
+)
+from hooktrain.data.samplers import (
+    GroupedBatchSampler as GroupedBatchSampler,
+    InferenceSampler as InferenceSampler,
+    RandomSubsetTrainingSampler as RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler as RepeatFactorTrainingSampler,
+    StreamSampler as StreamSampler,
+    TrainingSampler as TrainingSampler,
+)

@@ -1,40 +1,24 @@
 """Demonstrations: data sets, models, evaluators and hooks that nothing else depends on."""
 
 from hooktrain.demos.digits import (
-    CLASS_NAMES,
-    DigitsCNN,
-    DigitsDataset,
-    RandomShift,
-    load_digits,
-    trained_digits_cnn,
+    CLASS_NAMES as CLASS_NAMES,
+    DigitsCNN as DigitsCNN,
+    DigitsDataset as DigitsDataset,
+    RandomShift as RandomShift,
+    load_digits as load_digits,
+    trained_digits_cnn as trained_digits_cnn,
 )
-from hooktrain.demos.gan import DigitsGAN, SampleQualityEvaluator, fixed_latents
-from hooktrain.demos.samples import SampleWriter, TextSampler
+from hooktrain.demos.gan import (
+    DigitsGAN as DigitsGAN,
+    SampleQualityEvaluator as SampleQualityEvaluator,
+    fixed_latents as fixed_latents,
+)
+from hooktrain.demos.samples import SampleWriter as SampleWriter, TextSampler as TextSampler
 from hooktrain.demos.text import (
-    BitsPerCharacterEvaluator,
-    CharVocabulary,
-    PythonDocs,
-    TextDataset,
-    TextGPT,
-    python_docs_vocabulary,
+    BitsPerCharacterEvaluator as BitsPerCharacterEvaluator,
+    CharVocabulary as CharVocabulary,
+    PythonDocs as PythonDocs,
+    TextDataset as TextDataset,
+    TextGPT as TextGPT,
+    python_docs_vocabulary as python_docs_vocabulary,
 )
-
-__all__ = [
-    "CLASS_NAMES",
-    "BitsPerCharacterEvaluator",
-    "CharVocabulary",
-    "DigitsCNN",
-    "DigitsDataset",
-    "DigitsGAN",
-    "PythonDocs",
-    "RandomShift",
-    "SampleQualityEvaluator",
-    "SampleWriter",
-    "TextDataset",
-    "TextGPT",
-    "TextSampler",
-    "fixed_latents",
-    "load_digits",
-    "python_docs_vocabulary",
-    "trained_digits_cnn",
-]

@@ -1,31 +1,18 @@
 """The trainer: the loop, the step, the hooks, and how a script is started."""
 
-from hooktrain.engine import hooks
+from hooktrain.engine import hooks as hooks
 from hooktrain.engine.defaults import (
-    DefaultTrainer,
-    create_ddp_model,
-    default_argument_parser,
-    default_hooks,
-    default_setup,
-    default_writers,
+    DefaultTrainer as DefaultTrainer,
+    create_ddp_model as create_ddp_model,
+    default_argument_parser as default_argument_parser,
+    default_hooks as default_hooks,
+    default_setup as default_setup,
+    default_writers as default_writers,
 )
-from hooktrain.engine.launch import DEFAULT_TIMEOUT, launch
-from hooktrain.engine.train_loop import HookBase, TrainerBase
-from hooktrain.engine.trainers import AMPTrainer, SimpleTrainer, StepTrainer
-
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "AMPTrainer",
-    "DefaultTrainer",
-    "HookBase",
-    "SimpleTrainer",
-    "StepTrainer",
-    "TrainerBase",
-    "create_ddp_model",
-    "default_argument_parser",
-    "default_hooks",
-    "default_setup",
-    "default_writers",
-    "hooks",
-    "launch",
-]
+from hooktrain.engine.launch import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT, launch as launch
+from hooktrain.engine.train_loop import HookBase as HookBase, TrainerBase as TrainerBase
+from hooktrain.engine.trainers import (
+    AMPTrainer as AMPTrainer,
+    SimpleTrainer as SimpleTrainer,
+    StepTrainer as StepTrainer,
+)

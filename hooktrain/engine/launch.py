@@ -22,15 +22,13 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 from hooktrain.strategy.environment import (
-    DEFAULT_TIMEOUT,
+    DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
     find_place,
     infer_launcher,
     join_processes,
     leave_processes,
 )
 from hooktrain.utils import comm
-
-__all__ = ["DEFAULT_TIMEOUT", "launch"]
 
 logger = logging.getLogger(__name__)
 

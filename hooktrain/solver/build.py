@@ -14,11 +14,13 @@ from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.group_scheduler import INF, GroupParamScheduler, HasParamGroups
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
-from hooktrain.solver.param_groups import ParamGroup, paramwise_param_groups, walk_parameters
 from hooktrain.solver.param_groups import (
+    ParamGroup,
     get_default_optimizer_params as get_default_optimizer_params,
+    paramwise_param_groups,
+    reduce_param_groups as reduce_param_groups,
+    walk_parameters,
 )
-from hooktrain.solver.param_groups import reduce_param_groups as reduce_param_groups
 from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,

@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from hooktrain.solver.group_scheduler import INF as INF
-from hooktrain.solver.group_scheduler import GroupParamScheduler, HasParamGroups, read
+from hooktrain.solver.group_scheduler import INF as INF, GroupParamScheduler, HasParamGroups, read
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name

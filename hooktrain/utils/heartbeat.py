@@ -2,8 +2,6 @@
 
 import time
 
-__all__ = ["beat", "last_beat"]
-
 _last = 0.0
 
 

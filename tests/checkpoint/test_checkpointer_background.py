@@ -13,8 +13,12 @@ import torch
 from checkpoint_toys import Counter, equal, model_of
 from torch import nn
 
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, folders
-from hooktrain.checkpoint import checkpointer as checkpointer_module
+from hooktrain.checkpoint import (
+    Checkpointer,
+    PeriodicCheckpointer,
+    checkpointer as checkpointer_module,
+    folders,
+)
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.utils.file_io import is_disk_full

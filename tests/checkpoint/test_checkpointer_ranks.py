@@ -30,8 +30,7 @@ from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.folders import read_folder, split_state
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA
-from hooktrain.engine.hooks import PeriodicCheckpointer as PeriodicHook
+from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as PeriodicHook
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part

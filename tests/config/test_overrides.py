@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hooktrain.config import ConfigDict, LazyCall, LazyConfig, apply_overrides
 

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hooktrain.model import BaseDataPreprocessor, ImgDataPreprocessor
@@ -14,8 +13,7 @@ from hooktrain.utils.registry import MODELS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from mmengine.model import BaseDataPreprocessor as TheirBase
-    from mmengine.model import ImgDataPreprocessor as TheirImages
+    from mmengine.model import BaseDataPreprocessor as TheirBase, ImgDataPreprocessor as TheirImages
 
 SAME_EACH_TIME = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 

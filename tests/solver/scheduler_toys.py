@@ -6,8 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 import hooktrain.solver.param_scheduler as ours
 

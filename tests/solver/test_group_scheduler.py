@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from scheduler_toys import (
     SAME_EACH_TIME,
     THEIR_MIXINS,

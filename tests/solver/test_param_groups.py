@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings as examples, strategies as st
 from torch import nn
 
 from hooktrain.solver import (

@@ -1,7 +1,6 @@
 """Saves checkpoints while training."""
 
-from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
+from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.train_loop import HookBase
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR as TorchExponentialLR
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.lr_scheduler import StepLR as TorchStepLR
+from torch.optim.lr_scheduler import (
+    ExponentialLR as TorchExponentialLR,
+    ReduceLROnPlateau,
+    StepLR as TorchStepLR,
+)
 
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
