@@ -2,12 +2,14 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hooktrain"
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 # A module may import from a lower floor, or from its own folder without going round in a circle.
 FLOORS = {
@@ -102,6 +104,21 @@ def test_imports_of_the_package_are_absolute_and_stand_at_the_top_of_a_file() ->
         if relative or inner:
             wrong.append((name, sorted(inner), len(relative), len(top)))
     assert wrong == []
+
+
+def test_docs_architecture_names_every_file_of_the_package_with_its_floor() -> None:
+    rows = re.findall(r"^\| (\d) \| `(.*?)` \| (.*) \|$", ARCHITECTURE.read_text("utf-8"), re.M)
+    named = [
+        (int(floor), f + file)
+        for floor, f, text in rows
+        for file in re.findall(r"`(\w+\.py)`", text)
+    ]
+    there = [
+        (FLOORS[home(name)], name.replace(".", "/").removeprefix("hooktrain/") + ".py")
+        for name in modules()
+        if not name.endswith("__init__")
+    ]
+    assert sorted(named) == sorted(there)
 
 
 def test_the_engine_is_imported_without_what_is_heavy_and_seldom_used() -> None:
