@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -102,6 +103,7 @@ class DatasetFromList(Dataset[Any]):
         return pickle.loads(self._bytes[self._ends[index] : self._ends[index + 1]].numpy().data)
 
 
+@dataclass(eq=False)
 class ToIterableDataset(IterableDataset[Any]):
     """A data set read in the order of a sampler.
 
@@ -114,17 +116,10 @@ class ToIterableDataset(IterableDataset[Any]):
             are the same for any number of workers.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        sampler: Sampler[int],
-        shard_sampler: bool = True,
-        shard_chunk_size: int = 1,
-    ) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
-        self.shard_sampler = shard_sampler
-        self.shard_chunk_size = shard_chunk_size
+    dataset: Any
+    sampler: Sampler[int]
+    shard_sampler: bool = True
+    shard_chunk_size: int = 1
 
     def __iter__(self) -> Iterator[Any]:
         indices, worker = iter(self.sampler), get_worker_info()

@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
 from hooktrain.utils import comm
+from hooktrain.utils.env import preserved_rng_state
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
@@ -21,6 +23,7 @@ Key = tuple[int, int]
 _SAMPLE, _SAMPLER = 1, 2
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """An endless stream of batches that knows its position.
 
@@ -36,25 +39,18 @@ class TrainLoader:
         sampler: gives the indices.
         total_batch_size: samples in a batch of all ranks together.
         seed: of the stream.
+        adopt_seed: the seed was drawn, so that of a loaded state takes its place.
+        options: of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: Sampler[int],
-        total_batch_size: int,
-        seed: int,
-        adopt_seed: bool,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
-        self.total_batch_size = total_batch_size
-        self.seed = seed
-        self.batches = 0
-        self._adopt_seed = adopt_seed
-        self._options = options
+    dataset: Dataset[Any]
+    sampler: Sampler[int]
+    total_batch_size: int
+    seed: int
+    adopt_seed: bool
+    options: Mapping[str, Any]
+    batches: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         loader = DataLoader(
@@ -62,7 +58,7 @@ class TrainLoader:
             batch_sampler=self._keys(),
             # A separate generator: to start iterating draws nothing from the trainer's.
             generator=torch.Generator().manual_seed(self.seed),
-            **self._options,
+            **self.options,
         )
         # The workers start now, not at the first batch.
         return self._count(iter(loader), in_process=loader.num_workers == 0)
@@ -70,7 +66,7 @@ class TrainLoader:
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
             # What is read in this process must not change the random numbers of the step.
-            with _generators_kept() if in_process else nullcontext():
+            with preserved_rng_state() if in_process else nullcontext():
                 batch = next(batches)
             self.batches += 1
             yield batch
@@ -105,7 +101,7 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        drawn = ("seed", "sampler_seed") if self._adopt_seed else ()
+        drawn = ("seed", "sampler_seed") if self.adopt_seed else ()
         for name, value in self._identity().items():
             saved = state_dict.get(name)
             if saved != value and (saved is None or name not in drawn):
@@ -113,7 +109,7 @@ class TrainLoader:
                     f"the position in the data is one of a stream with {name}={saved!r}, "
                     f"but now {name}={value!r}; use the saved value, or resume without the data"
                 )
-        if self._adopt_seed:
+        if self.adopt_seed:
             self.seed = self.sampler.seed = state_dict["seed"]  # type: ignore[attr-defined]
         self.batches = state_dict["batches"]
 
@@ -135,7 +131,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with _generators_kept():
+        with preserved_rng_state():
             _seed_generators(mix(seed, _SAMPLER, epoch))
             indices = iter(sampler)
             first = next(indices, None)
@@ -156,18 +152,6 @@ class SeededDataset(Dataset[Any]):
         position, index = key
         _seed_generators(mix(self.seed, _SAMPLE, position))
         return self.dataset[index]
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Afterwards the global generators are as before."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def _seed_generators(seed: int) -> None:

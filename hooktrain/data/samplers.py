@@ -8,7 +8,7 @@ ranks nor of workers changes what is in a global batch, and skipping to a positi
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -59,10 +59,9 @@ class StreamSampler(Sampler[int]):
         while start >= (length := self.epoch_length(epoch)):
             start -= length
             epoch += 1
-        while True:
-            yield from self.epoch_indices(epoch)[start:].tolist()
-            start = 0
-            epoch += 1
+        yield from self.epoch_indices(epoch)[start:].tolist()
+        for later in count(epoch + 1):
+            yield from self.epoch_indices(later).tolist()
 
     def __iter__(self) -> Iterator[int]:
         return islice(self.stream(), self._rank, None, self._world_size)

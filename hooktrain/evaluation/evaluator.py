@@ -139,14 +139,15 @@ def inference_on_dataset(
     with mode, torch.no_grad():
         callbacks["on_start"]()
         batches = in_step(data_loader) if together else ((batch, True) for batch in data_loader)
-        for inputs, own in progress.over(batches):
+        for inputs, own in batches:
+            progress.lap("Dataloading")
             callbacks["before_inference"]()
             outputs = forward(inputs)
             callbacks["after_inference"]()
             progress.lap("Inference")
             if own:
                 evaluator.process(inputs, outputs)
-            progress.lap("Eval")
+            progress.end_batch()
         callbacks["on_end"]()
     if progress.batches == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
@@ -208,31 +209,12 @@ class _Progress:
     """
 
     def __init__(self, total: int, accelerator: torch.device | None) -> None:
+        logger.info("Start inference on %s batches", "?" if total < 0 else total)
         self._total = total
         self._accelerator = accelerator
-        self.batches = 0
-        logger.info("Start inference on %s batches", "?" if total < 0 else total)
-        self._restart()
-        self._last_line = self._start
-
-    def _restart(self) -> None:
-        self._measured = 0
-        self._seconds = {"Dataloading": 0.0, "Inference": 0.0, "Eval": 0.0}
-        self._start = self._lap_end = perf_counter()
-
-    def over(self, data_loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches. Call :meth:`lap` to say where the time in between went."""
-        for batch in data_loader:
-            self.lap("Dataloading")
-            yield batch
-            heartbeat.beat()
-            self.batches += 1
-            self._measured += 1
-            if perf_counter() - self._last_line >= _SECONDS_BETWEEN_LINES:
-                self._log_line()
-            if self.batches == min(_WARMUP_BATCHES, self._total - 1):
-                self._synchronize()
-                self._restart()
+        self.batches = self._warmup = 0
+        self._seconds = dict.fromkeys(("Dataloading", "Inference", "Eval"), 0.0)
+        self._lap_end = self._last_line = perf_counter()
 
     def lap(self, name: str) -> None:
         """Count the time since the last lap under a name."""
@@ -240,17 +222,27 @@ class _Progress:
         self._seconds[name] += now - self._lap_end
         self._lap_end = now
 
+    def end_batch(self) -> None:
+        """Count a batch, and log a line if it is time."""
+        self.lap("Eval")
+        heartbeat.beat()
+        self.batches += 1
+        if self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._log_line()
+        if self.batches == min(_WARMUP_BATCHES, self._total - 1):
+            self._synchronize()
+            self._warmup = self.batches
+            self._seconds = dict.fromkeys(self._seconds, 0.0)
+
     def log_summary(self) -> None:
         """Log the whole time, and that of the model alone, without the first few batches."""
         self._synchronize()
-        whole = self._lap_end - self._start
-        for name, seconds in (("", whole), ("pure compute ", self._seconds["Inference"])):
+        measured, ranks = max(1, self.batches - self._warmup), comm.get_world_size()
+        whole, compute = sum(self._seconds.values()), self._seconds["Inference"]
+        for name, seconds in (("", whole), ("pure compute ", compute)):
+            mean = f"{seconds / measured:.6f} s / iter per device, on {ranks} devices"
             logger.info(
-                "Total inference %stime: %s (%.6f s / iter per device, on %d devices)",
-                name,
-                timedelta(seconds=int(seconds)),
-                seconds / max(1, self._measured),
-                comm.get_world_size(),
+                "Total inference %stime: %s (%s)", name, timedelta(seconds=int(seconds)), mean
             )
 
     def _synchronize(self) -> None:
@@ -262,15 +254,14 @@ class _Progress:
     def _log_line(self) -> None:
         self._synchronize()
         self._last_line = self._lap_end
-        seconds = (self._lap_end - self._start) / self._measured
-        parts = [f"{n}: {s / self._measured:.4f} s/iter." for n, s in self._seconds.items()]
-        line = f"{' '.join(parts)} Total: {seconds:.4f} s/iter."
-        done = str(self.batches)
+        mean = {n: s / (self.batches - self._warmup) for n, s in self._seconds.items()}
+        mean["Total"] = sum(mean.values())
+        parts = " ".join(f"{name}: {seconds:.4f} s/iter." for name, seconds in mean.items())
+        of = eta = ""
         if self._total >= 0:
-            done += f"/{self._total}"
-            left = seconds * max(0, self._total - self.batches)
-            line += f" ETA={timedelta(seconds=int(left))}"
-        logger.info("Inference done %s. %s", done, line)
+            left = timedelta(seconds=int(mean["Total"] * max(0, self._total - self.batches)))
+            of, eta = f"/{self._total}", f" ETA={left}"
+        logger.info("Inference done %d%s. %s%s", self.batches, of, parts, eta)
 
 
 def _accelerator(model: Any) -> torch.device | None:

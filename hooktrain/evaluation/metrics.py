@@ -30,8 +30,6 @@ class ClassificationEvaluator(DatasetEvaluator):
     """
 
     def __init__(self, class_names: Sequence[str], label_key: str = "label") -> None:
-        if isinstance(class_names, str) or len(class_names) == 0:
-            raise ValueError(f"class_names must be a list of names, but got {class_names!r}")
         self._class_names = tuple(class_names)
         self._label_key = label_key
         self.reset()
@@ -117,14 +115,11 @@ class ClassificationEvaluator(DatasetEvaluator):
         if key not in inputs:
             raise KeyError(f"label_key {key!r} is not in the batch{did_you_mean(key, inputs)}")
         labels = torch.as_tensor(inputs[key])
-        if outputs.dim() != 2 or outputs.shape[1] != classes:
+        fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
+        if not fits or labels.is_floating_point():
             raise ValueError(
                 f"outputs must be logits of shape (N, {classes}), as there are {classes} "
-                f"class_names, but got {tuple(outputs.shape)}"
-            )
-        if labels.shape != outputs.shape[:1] or labels.is_floating_point():
-            raise ValueError(
-                f"{key!r} must hold integers of shape ({len(outputs)},), one for each of the "
-                f"outputs, but got {labels.dtype} of shape {tuple(labels.shape)}"
+                f"class_names, and {key!r} integers of shape (N,), but got {tuple(outputs.shape)} "
+                f"and {labels.dtype} of shape {tuple(labels.shape)}"
             )
         return labels

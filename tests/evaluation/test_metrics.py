@@ -132,19 +132,13 @@ def test_outputs_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("labels", [torch.zeros(3).long(), torch.zeros(2, 1).long()])
 def test_labels_of_a_wrong_shape_are_refused(labels: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"integers of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"integers of shape \(N,\).*int64 of shape"):
         evaluate((labels, logits_for([0, 0])))
 
 
 def test_labels_that_are_no_integers_are_refused() -> None:
     with pytest.raises(ValueError, match="float32"):
         evaluate((torch.zeros(2), logits_for([0, 0])))
-
-
-@pytest.mark.parametrize("names", [[], "cat"])
-def test_class_names_must_be_a_list_of_names(names: Any) -> None:
-    with pytest.raises(ValueError, match="class_names"):
-        ClassificationEvaluator(names)
 
 
 def _evaluate_share(shares: list[list[int]], with_bad_label: bool) -> Any:
