@@ -27,32 +27,29 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_one_collective_a_period_is_counted_and_its_bytes_are_known(
+def test_the_maximum_and_the_sum_of_a_period_are_counted_with_their_bytes(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--worlds 8 4096 --losses 3 --rounds 1 --iterations 40"
     real = comm._object_group
     tool.main(["ranks", *options.split()])
     rows = [cells(line)[:4] for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
-    # A number; of 20 iterations a waiting time of each rank, and 8 rows of 3 losses and the sum.
-    sizes = [8 * (1 + 20 * (ranks + 8 * 4)) for ranks in (8, 4096)]
-    assert rows[2:] == [
-        ["1", "3", "0", "0"],
-        ["8", "3", "1", str(sizes[0])],
-        ["4,096", "3", "1", str(sizes[1])],
-    ]
+    # The maximum has two numbers and one of each iteration. The sum has two of each iteration for
+    # each of three losses and their sum.
+    size = str(8 * (2 + 20) + 8 * 2 * 20 * 4)
+    assert rows[2:] == [["1", "3", "0", "0"], ["8", "3", "2", size], ["4,096", "3", "2", size]]
     assert comm._object_group is real
 
 
 def test_a_collective_that_somebody_adds_to_a_period_is_counted(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tool.traffic(512, 1)[0] == 1
+    assert tool.traffic(512, 1)[0] == 2
     synchronize = tool.SimpleTrainer.synchronize
     monkeypatch.setattr(
         tool.SimpleTrainer, "synchronize", lambda self: comm.any_rank(False) or synchronize(self)
     )
-    assert tool.traffic(512, 1)[0] == 2
+    assert tool.traffic(512, 1)[0] == 3
 
 
 def test_the_costs_of_a_checkpoint_follow_from_its_size(
