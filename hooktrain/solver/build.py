@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hooktrain.config import instantiate
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
-from hooktrain.solver.group_scheduler import INF, GroupParamScheduler, HasParamGroups
+from hooktrain.solver.group_scheduler import INF, GroupParamScheduler
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.param_groups import (
@@ -125,14 +125,12 @@ def _fused_by_default(optimizer: Any, options: Mapping[str, Any], groups: list[P
     reveals. Not the CPU: its fused kernels silently give wrong results where a parameter, its
     gradient and its state differ in their strides (torch 2.13).
     """
-    choices = ("fused", "foreach", "differentiable")
-    if optimizer not in (torch.optim.Adam, torch.optim.AdamW):
+    choices = {"fused", "foreach", "differentiable"}
+    chosen = any(choices & some.keys() for some in (options, *groups))
+    if chosen or optimizer not in (torch.optim.Adam, torch.optim.AdamW):
         return False
-    return not any(choice in some for some in (options, *groups) for choice in choices) and all(
-        type(p) is nn.Parameter and p.is_floating_point() and p.is_cuda
-        for group in groups
-        for p in group["params"]
-    )
+    parameters = [p for group in groups for p in group["params"]]
+    return all(type(p) is nn.Parameter and p.is_floating_point() and p.is_cuda for p in parameters)
 
 
 def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | OptimWrapperDict:
@@ -175,20 +173,19 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | Opt
             "optimizer wrapper should be an OptimWrapper, a torch optimizer or a dict, "
             f"but got {cfg!r}"
         )
+    if cfg.get("optimizer") is None and cfg.get("constructor") is None:
+        return _build_each(model, cfg)
+    wrapper: OptimWrapper | OptimWrapperDict
     if isinstance(cfg.get("optimizer"), Optimizer):
         wrapper = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
-    elif cfg.get("optimizer") is not None or cfg.get("constructor") is not None:
-        if model is None:
-            raise ValueError(f"a model is needed to build an optimizer for, from {dict(cfg)!r}")
-        rest = dict(cfg)
-        kind = rest.pop("constructor", None) or DefaultOptimWrapperConstructor
-        rules = rest.pop("paramwise_cfg", None)
-        construct = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
-        wrapper = construct(optim_wrapper_cfg=rest, paramwise_cfg=rules)(model)
-    else:
-        return _build_each(model, cfg)
-    if not isinstance(wrapper, OptimWrapper | OptimWrapperDict):
-        raise TypeError(f"{dict(cfg)!r} must give an OptimWrapper, but gave {wrapper!r}")
+        return wrapper
+    if model is None:
+        raise ValueError(f"a model is needed to build an optimizer for, from {dict(cfg)!r}")
+    rest = dict(cfg)
+    kind = rest.pop("constructor", None) or DefaultOptimWrapperConstructor
+    rules = rest.pop("paramwise_cfg", None)
+    construct = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
+    wrapper = construct(optim_wrapper_cfg=rest, paramwise_cfg=rules)(model)
     return wrapper
 
 
@@ -201,17 +198,15 @@ def _build_each(model: nn.Module | None, cfg: Mapping[str, Any]) -> OptimWrapper
         raise ValueError(f"the configuration of a {kind!r} needs 'optimizer'{near}")
     wrappers: dict[str, Any] = {}
     for name, item in items.items():
-        part = None
         is_built = not isinstance(item, Mapping) or isinstance(item.get("optimizer"), Optimizer)
-        if model is not None and not is_built:
-            part = unwrap_model(model).get_submodule(name)
+        part = None if model is None or is_built else unwrap_model(model).get_submodule(name)
         wrappers[name] = build_optim_wrapper(part, item)
     return OptimWrapperDict(**wrappers)
 
 
 def build_param_scheduler(
     scheduler: Any,
-    optim_wrapper: HasParamGroups | OptimWrapperDict,
+    optim_wrapper: Optimizer | OptimWrapper | OptimWrapperDict,
     default_args: Mapping[str, Any] | None = None,
 ) -> list[Any] | dict[str, list[Any]]:
     """Build the schedulers of one or several optimizers, as the ``LRScheduler`` hook takes them.
@@ -260,7 +255,9 @@ def build_param_scheduler(
     }
 
 
-def _build_scheduler(config: Any, optimizer: HasParamGroups, defaults: Mapping[str, Any]) -> Any:
+def _build_scheduler(
+    config: Any, optimizer: Optimizer | OptimWrapper, defaults: Mapping[str, Any]
+) -> Any:
     if isinstance(config, Built):
         return config
     if not isinstance(config, Mapping) or "type" not in config:
@@ -270,24 +267,15 @@ def _build_scheduler(config: Any, optimizer: HasParamGroups, defaults: Mapping[s
     arguments = {"optimizer": optimizer, **defaults, **config}
     run = {key: arguments.pop(key, None) for key in ("max_epochs", "max_iters", "epoch_length")}
     target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
-    if isinstance(target, type) and issubclass(target, GroupParamScheduler):
-        _set_end(target, arguments, run)
+    needs = getattr(target, "NEEDS", None)  # of our family, whose range ends with the run
+    if needs is not None and arguments.get("end") is None:
+        length = "max_epochs" if arguments.get("by_epoch", True) else "max_iters"
+        if run[length] is None and needs and not any(map(arguments.get, needs)):
+            raise ValueError(
+                f"{target.__name__} needs {' or '.join(needs)}, or {length} in default_args"
+            )
+        arguments["end"] = run[length] or INF
     if arguments.pop("convert_to_iter_based", False):
         target = target.build_iter_from_epoch
         arguments["epoch_length"] = run["epoch_length"]
     return PARAM_SCHEDULERS.build({"type": target, **arguments})
-
-
-def _set_end(
-    scheduler: type[GroupParamScheduler], arguments: dict[str, Any], run: Mapping[str, Any]
-) -> None:
-    """Let the range end with the run, unless the configuration says otherwise."""
-    if arguments.get("end") is not None:
-        return
-    key = "max_epochs" if arguments.get("by_epoch", True) else "max_iters"
-    if run[key] is None and scheduler.NEEDS and not any(map(arguments.get, scheduler.NEEDS)):
-        raise ValueError(
-            f"{key} must be specified in default_args, or {' or '.join(scheduler.NEEDS)} in the "
-            f"configuration of {scheduler.__name__}, which cannot do without an end"
-        )
-    arguments["end"] = run[key] or INF

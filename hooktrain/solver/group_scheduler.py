@@ -4,9 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+from torch.optim import Optimizer
+
+from hooktrain.solver.optim_wrapper import OptimWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -16,14 +19,6 @@ INF = 10**9  # The end of a range without one.
 
 # The arguments that count steps.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
-
-
-class HasParamGroups(Protocol):
-    """A torch optimizer or an :class:`~hooktrain.solver.OptimWrapper`."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups."""
 
 
 def read(group: dict[str, Any], name: str) -> Any:
@@ -83,7 +78,7 @@ class GroupParamScheduler:
     # The attributes that change from step to step and are part of the state.
     PROGRESS: ClassVar[tuple[str, ...]] = ("start_values", "written_values")
 
-    optimizer: HasParamGroups = field(repr=False)
+    optimizer: Optimizer | OptimWrapper = field(repr=False)
     param_name: str
     _: KW_ONLY
     begin: int = 0
@@ -133,7 +128,7 @@ class GroupParamScheduler:
     @classmethod
     def build_iter_from_epoch(
         cls: type[S],
-        optimizer: HasParamGroups,
+        optimizer: Optimizer | OptimWrapper,
         *,
         epoch_length: int | None = None,
         **arguments: Any,

@@ -6,7 +6,7 @@ group, positions mean other parameters; names do not.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -38,7 +38,7 @@ def optimizer_state_dict(optimizer: Optimizer, model: nn.Module | None = None) -
             group. Where some have no name, or two have the same, the state has positions.
     """
     state = optimizer.state_dict()
-    names = _names_here(optimizer, model)
+    names = _names(optimizer.param_groups, model)
     if names is None:
         return state
     ids = [k for group in state["param_groups"] for k in group["params"]]
@@ -77,47 +77,37 @@ def load_optimizer_state(
         KeyError: if ``state`` or ``param_groups`` is missing.
         ValueError: if groups of other sizes have no names, or no name is on both sides.
     """
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise KeyError(f"the state of an optimizer needs {key!r}: it has {sorted(state_dict)}")
-    here, saved = _places(optimizer, state_dict["param_groups"], model)
-    origins = _most_frequent((here[name][0], saved[name][0]) for name in here if name in saved)
-    state, rows = _match(optimizer, state_dict["state"], here, saved)
-    _warn(
-        "The optimizer's parameters are not those of the checkpoint. What is kept for each of "
-        "them was matched by name",
-        ["parameter", "change", "in the checkpoint", "here"],
-        rows,
-    )
-    sources = {g: state_dict["param_groups"][source] for g, source in origins.items()}
+    states, saved_groups = state_dict["state"], state_dict["param_groups"]
+    here, saved = _places(optimizer.param_groups, saved_groups, model)
+    # The saved group that most parameters of a group were in, and the other way round. Of the
+    # groups that a saved one was split into, only one is the same as before.
+    counts = Counter((here[name][0], saved[name][0]) for name in here if name in saved)
+    origins = dict(sorted(counts, key=lambda pair: (counts[pair], -pair[1])))
+    heirs = {b: a for a, b in sorted(counts, key=lambda pair: (counts[pair], -pair[0]))}
+    same_groups = {(a, b) for a, b in origins.items() if heirs[b] == a}
+    state = _match(optimizer, states, here, saved, same_groups)
+    sources = {g: saved_groups[source] for g, source in origins.items()}
     groups = _fit_groups(optimizer.param_groups, sources)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _names_here(optimizer: Optimizer, model: nn.Module | None) -> list[str] | None:
+def _names(groups: ParamGroups, model: nn.Module | None = None) -> list[str] | None:
     """The names of all parameters in order; None unless each has one for itself."""
     known = {} if model is None else {p: names[0] for names, _, p in walk_parameters(model)}
     names = []
-    for group in optimizer.param_groups:
-        own = group.get("param_names", [""] * len(group["params"]))
-        names += [known.get(p, bare_name(n)) for p, n in zip(group["params"], own, strict=True)]
-    return names if all(names) and len(set(names)) == len(names) else None
-
-
-def _names_saved(groups: ParamGroups) -> list[str] | None:
-    """The same for saved groups, torch's with ``param_names`` too."""
-    names = [n for group in groups for n in group.get("param_names", group["params"])]
-    if not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
+    for group in groups:
+        own = group.get("param_names", group["params"])
+        names += [known.get(p, name) for p, name in zip(group["params"], own, strict=True)]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         return None
     return [bare_name(name) for name in names]
 
 
 def _places(
-    optimizer: Optimizer, saved: ParamGroups, model: nn.Module | None
+    groups: ParamGroups, saved: ParamGroups, model: nn.Module | None
 ) -> tuple[Places, Places]:
     """The parameters here and the saved ones, by names that both sides share."""
-    groups = optimizer.param_groups
-    names, saved_names = _names_here(optimizer, model), _names_saved(saved)
+    names, saved_names = _names(groups, model), _names(saved)
     if names is None or saved_names is None:
         sizes, saved_sizes = ([len(g["params"]) for g in some] for some in (groups, saved))
         if sizes != saved_sizes:
@@ -134,32 +124,24 @@ def _places(
             f"state ({', '.join(saved_names[:3])}, ...): it is of another model. To start from its "
             "weights alone, go on without the optimizer's state (train.resume_parts)"
         )
-    both = []
-    for found, some in ((names, groups), (saved_names, saved)):
-        places = [(g, item) for g, group in enumerate(some) for item in group["params"]]
-        both.append(dict(zip(found, places, strict=True)))
-    return both[0], both[1]
-
-
-def _most_frequent(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """For each first number the second one it comes with most often; the lowest of several."""
-    counts = Counter(pairs)
-    return dict(sorted(counts, key=lambda pair: (counts[pair], -pair[1])))
+    here, there = (
+        [(g, item) for g, group in enumerate(some) for item in group["params"]]
+        for some in (groups, saved)
+    )
+    return dict(zip(names, here, strict=True)), dict(zip(saved_names, there, strict=True))
 
 
 def _match(
-    optimizer: Optimizer, states: Mapping[Any, Any], here: Places, saved: Places
-) -> tuple[dict[Any, Any], list[tuple[str, ...]]]:
-    """The state by present positions, and a row for each parameter that is not as before."""
-    both = [(here[name][0], saved[name][0]) for name in here if name in saved]
-    origins = _most_frequent(both)
-    # Of the groups that a saved one was split into, only one is the same as before.
-    heirs = _most_frequent((b, a) for a, b in both)
+    optimizer: Optimizer,
+    states: Mapping[Any, Any],
+    here: Places,
+    saved: Places,
+    same_groups: set[tuple[int, int]],
+) -> dict[Any, Any]:
+    """The state by present positions. A table tells which parameters are not as before."""
     ids = {k for _, k in saved.values()}
     state = {k: item for k, item in states.items() if k not in ids}
-    rows: list[tuple[str, ...]] = [
-        (name, "missing", "dropped", "-") for name in saved if name not in here
-    ]
+    rows = [(name, "missing", "dropped", "-") for name in saved if name not in here]
     for position, (name, (group, parameter)) in enumerate(here.items()):
         if name not in saved:
             rows.append((name, "new", "-", "no state"))
@@ -169,22 +151,28 @@ def _match(
         if shape := _other_shape(optimizer, item, parameter):
             rows.append((name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}"))
             continue
-        if (origins[group], heirs[before]) != (before, group):
+        if (group, before) not in same_groups:
             rows.append((name, "moved", f"group {before}", f"group {group}"))
         if item:
             state[position] = {
                 key: shard_like(value, parameter) if isinstance(value, Tensor) else value
                 for key, value in item.items()
             }
-    return state, rows
+    _warn(
+        "The optimizer's parameters are not those of the checkpoint. What is kept for each of "
+        "them was matched by name",
+        ["parameter", "change", "in the checkpoint", "here"],
+        rows,
+    )
+    return state
 
 
 def _other_shape(
     optimizer: Optimizer, state: Mapping[str, Any], parameter: Tensor
 ) -> tuple[int, ...] | None:
     """The shape that a parameter had when its state was saved, if it was another."""
-    bases = (base for base in type(optimizer).__mro__ if base is not Optimizer)
-    if not any(base.__module__.startswith("torch.optim") for base in bases):
+    kinds = {*type(optimizer).__mro__} - {Optimizer}
+    if not any(kind.__module__.startswith("torch.optim") for kind in kinds):
         return None  # other optimizers may keep what they like
     # torch's keep tensors of the parameter's shape. Adafactor's means of rows and of columns have
     # size 1 in the other dimension.

@@ -57,10 +57,8 @@ class OptimWrapper:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
-        if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
-            raise ValueError(
-                f"accumulative_counts must be an integer of at least 1: {accumulative_counts!r}"
-            )
+        if accumulative_counts < 1:
+            raise ValueError(f"accumulative_counts must be at least 1: {accumulative_counts!r}")
         self.optimizer = optimizer
         self.accumulative_counts = accumulative_counts
         self.after_backward: Callable[[], None] | None = None
@@ -83,10 +81,9 @@ class OptimWrapper:
 
     def get_lr(self) -> dict[str, list[float]]:
         """``{"lr": [one rate a group]}``, after ``{"base_lr": [rate]}`` where there is one."""
-        rates = {"lr": [float(group["lr"]) for group in self.optimizer.param_groups]}
-        if self.base_param_settings is None:
-            return rates
-        return {"base_lr": [float(self.base_param_settings["lr"])], **rates}
+        base = self.base_param_settings
+        rates = {} if base is None else {"base_lr": [float(base["lr"])]}
+        return {**rates, "lr": [float(group["lr"]) for group in self.optimizer.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """``{"momentum": [one a group]}``: the momentum, else the first beta, else 0."""
@@ -147,8 +144,8 @@ class OptimWrapper:
         """
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"update_params takes one loss, a tensor with a single element, but got {loss!r}; "
-                f"of several losses give their sum, as model.parse_losses(losses)[0] does"
+                f"update_params takes one loss, a tensor, but got {loss!r}; of several give their "
+                "sum, as model.parse_losses(losses)[0] does"
             )
         self.backward(self.scale_loss(loss))
         if not self.should_update():

@@ -304,11 +304,6 @@ def test_a_constructor_gets_the_rest_of_the_configuration() -> None:
         assert cfg == before
 
 
-def test_a_constructor_must_give_a_wrapper() -> None:
-    with pytest.raises(TypeError, match="must give an OptimWrapper, but gave 3"):
-        build_optim_wrapper(linear(), {"constructor": lambda **kwargs: lambda model: 3})
-
-
 def test_references_and_lazy_calls_of_a_configuration_are_resolved() -> None:
     model = linear()
     lazy = LazyCall(torch.optim.SGD)(params=model.parameters(), lr="${lr}")

@@ -231,7 +231,7 @@ def test_an_incomplete_state_is_refused(key: str) -> None:
     optimizer = sgd(groups_of(net("a")))
     state = optimizer.state_dict()
     del state[key]
-    with pytest.raises(KeyError, match=f"needs '{key}'"):
+    with pytest.raises(KeyError, match=key):
         load_optimizer_state(optimizer, state)
 
 

@@ -90,9 +90,9 @@ def test_wrong_clipping_is_refused(clip: Any) -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="optimizer must be"):
         OptimWrapper(linear())  # type: ignore[arg-type]
-    for bad in (0, -1, 1.5):
+    for bad in (0, -1):
         with pytest.raises(ValueError, match=f"accumulative_counts must be .*{bad}"):
-            OptimWrapper(sgd(linear()), accumulative_counts=bad)  # type: ignore[arg-type]
+            OptimWrapper(sgd(linear()), accumulative_counts=bad)
 
 
 @pytest.mark.parametrize("losses", [{"loss": torch.ones(())}, [torch.ones(())], 1.0])
