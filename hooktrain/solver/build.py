@@ -32,6 +32,7 @@ from hooktrain.utils.registry import (
 )
 
 Built = GroupParamScheduler | LRScheduler | ParamScheduler
+Schedulers = list[Any] | dict[str, list[Any]]  # of one optimizer, or by the names of several
 
 for _name, _found in vars(torch.optim).items():
     if isinstance(_found, type) and issubclass(_found, Optimizer) and _found is not Optimizer:
@@ -208,7 +209,7 @@ def build_param_scheduler(
     scheduler: Any,
     optim_wrapper: Optimizer | OptimWrapper | OptimWrapperDict,
     default_args: Mapping[str, Any] | None = None,
-) -> list[Any] | dict[str, list[Any]]:
+) -> Schedulers:
     """Build the schedulers of one or several optimizers, as the ``LRScheduler`` hook takes them.
 
     Args:
@@ -253,6 +254,35 @@ def build_param_scheduler(
         name: list(build_param_scheduler(by_name[name], wrapper, default_args))
         for name, wrapper in optim_wrapper.items()
     }
+
+
+def scheduler_states(schedulers: Schedulers) -> Any:
+    """The states of schedulers, in a list or in lists by name, as these are.
+
+    A pure function of progress has none, which is an empty dict.
+    """
+    if isinstance(schedulers, dict):
+        return {name: scheduler_states(each) for name, each in schedulers.items()}
+    return [getattr(scheduler, "state_dict", dict)() for scheduler in schedulers]
+
+
+def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
+    """Give the schedulers what :func:`scheduler_states` gave.
+
+    Raises:
+        ValueError: if it is of more or fewer schedulers, or of others by name.
+    """
+    ours, saved = (s if isinstance(s, dict) else {"": s} for s in (schedulers, states))
+    counts, were = ({name: len(each) for name, each in some.items()} for some in (ours, saved))
+    if counts != were:
+        raise ValueError(
+            f"the state has so many schedulers: {were}, and this run: {counts}. Set up the same, "
+            "or resume without the schedulers' state"
+        )
+    for name, each in ours.items():
+        for scheduler, state in zip(each, saved[name], strict=True):
+            if state:
+                scheduler.load_state_dict(state)
 
 
 def _build_scheduler(

@@ -129,8 +129,7 @@ def get_default_optimizer_params(
     """
     bias_lr_factor = 1.0 if bias_lr_factor is None else bias_lr_factor
     if base_lr is None and (lr_factor_func is not None or bias_lr_factor != 1.0):
-        name = "bias_lr_factor" if lr_factor_func is None else "lr_factor_func"
-        raise ValueError(f"{name} needs base_lr, the learning rate to multiply")
+        raise ValueError("lr_factor_func and bias_lr_factor need base_lr, the rate to multiply")
     overrides = {} if overrides is None else overrides
     if "bias" in overrides and (bias_lr_factor != 1.0 or weight_decay_bias is not None):
         raise ValueError(
@@ -270,12 +269,11 @@ def _paramwise(
     is_norm, is_bias = isinstance(module, _NORMS), _last_part(name) == "bias"
     dotted = name if "." in name else f".{name}"
     custom_keys = rules.get("custom_keys", {})
-    keys = [key for key in custom_keys if key in dotted]
-    if keys:
+    custom: ParamGroup = {}
+    if keys := [key for key in custom_keys if key in dotted]:
         custom = dict(custom_keys[min(keys, key=lambda key: (-len(key), key))])
         lr_mult, decay_mult = custom.pop("lr_mult", 1), custom.pop("decay_mult", 1)
     else:
-        custom = {}
         lr_mult = rules.get("bias_lr_mult", 1) if is_bias and not is_norm else 1
         is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
         decays = {

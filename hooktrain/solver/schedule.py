@@ -344,14 +344,9 @@ class WarmupParamScheduler(ParamScheduler):
         if not self.warmup_factor >= 0:
             raise ValueError(f"warmup_factor must not be negative: {self.warmup_factor!r}")
         if not 0 <= self.warmup_length <= 1:
-            raise ValueError(
-                "warmup_length is a share of the run, in [0, 1] (for a number of iterations divide "
-                f"it by max_iter): {self.warmup_length!r}"
-            )
+            raise ValueError(f"warmup_length is a share of the run, in [0, 1]: {self!r}")
         if self.warmup_method not in ("linear", "constant"):
-            raise ValueError(
-                f"warmup_method must be 'linear' or 'constant': {self.warmup_method!r}"
-            )
+            raise ValueError(f"warmup_method must be 'linear' or 'constant': {self!r}")
 
     def _value_at(self, where: float) -> float:
         length = self.warmup_length
@@ -408,12 +403,11 @@ class LRMultiplier(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
-        factor = self._multiplier(min(self.last_epoch / self._max_iter, 1.0))
+        where = self.last_epoch / self._max_iter
+        factor = self._multiplier(where if where < 1.0 else 1.0)
         return [base * factor for base in self.base_lrs]
 
-    def get_last_lr(self) -> list[float | Tensor]:
-        """The rates set last, one float a group."""
-        return self.get_lr()
+    get_last_lr = get_lr
 
     def step(self, epoch: int | None = None) -> None:
         """Go on by one step, or to step ``epoch``, and set the rates.
@@ -422,20 +416,17 @@ class LRMultiplier(LRScheduler):
             ValueError: a group was added to the optimizer, for which there is no base rate.
         """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        groups, bases = self.optimizer.param_groups, self.base_lrs
-        if len(groups) != len(bases):
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_lrs):
             raise ValueError(
                 f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
-                f"for {len(bases)}: make a new one after adding groups"
+                f"for {len(self.base_lrs)}: make a new one after adding groups"
             )
-        where = self.last_epoch / self._max_iter
-        factor = self._multiplier(where if where < 1.0 else 1.0)
-        for i, group in enumerate(groups):
+        for group, rate in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
-                # In place, for captured graphs; no synchronisation.
-                group["lr"].fill_(bases[i] * factor)
+                group["lr"].fill_(rate)  # In place, for captured graphs; no synchronisation.
             else:
-                group["lr"] = bases[i] * factor
+                group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""
@@ -450,13 +441,8 @@ class LRMultiplier(LRScheduler):
             KeyError: an entry is missing.
         """
         base_lrs, step = list(state_dict["base_lrs"]), state_dict["last_epoch"]
-        groups = self.optimizer.param_groups
-        if len(base_lrs) != len(groups):
-            logger.warning(
-                "The state is of %d parameter groups, and the optimizer has %d: the base rates are "
-                "their initial_lr",
-                *(len(base_lrs), len(groups)),
-            )
+        if len(base_lrs) != len(self.optimizer.param_groups):
+            logger.warning("The state has %d groups: initial_lr is used instead", len(base_lrs))
             base_lrs = self._initial_lrs()
         self.base_lrs = base_lrs
         self.step(step)

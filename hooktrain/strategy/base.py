@@ -22,6 +22,7 @@ from hooktrain.solver import (
     build_optim_wrapper,
     build_param_scheduler,
 )
+from hooktrain.solver.build import load_scheduler_states, scheduler_states
 from hooktrain.strategy.environment import (
     Environment,
     Launcher,
@@ -385,11 +386,8 @@ class BaseStrategy(ABC):
 
         A pure function of progress has none, which is an empty dict.
         """
-        by_name: dict[str, list[Any]] = {
-            name: [getattr(scheduler, "state_dict", dict)() for scheduler in each]
-            for name, each in _by_name(self.param_schedulers).items()
-        }
-        return by_name if isinstance(self.param_schedulers, dict) else by_name[""]
+        states: list[Any] | dict[str, list[Any]] = scheduler_states(self.param_schedulers)
+        return states
 
     def load_model_state_dict(
         self,
@@ -418,17 +416,7 @@ class BaseStrategy(ABC):
         Raises:
             ValueError: if it is of more or fewer schedulers, or of others by name.
         """
-        ours, theirs = _by_name(self.param_schedulers), _by_name(state_dict)
-        counts, saved = ({k: len(v) for k, v in each.items()} for each in (ours, theirs))
-        if counts != saved:
-            raise ValueError(
-                f"the checkpoint has so many schedulers: {saved}, and this run: {counts}. Set up "
-                "the same, or give resume_param_scheduler=False to begin with new ones"
-            )
-        pairs = [pair for name in ours for pair in zip(ours[name], theirs[name], strict=True)]
-        for scheduler, state in pairs:
-            if state:
-                scheduler.load_state_dict(state)
+        load_scheduler_states(self.param_schedulers, state_dict)
 
     def save_checkpoint(
         self,
@@ -669,8 +657,3 @@ def wrappers_of(optim_wrapper: OptimWrapper | OptimWrapperDict) -> list[OptimWra
     if isinstance(optim_wrapper, OptimWrapperDict):
         return list(optim_wrapper.values())
     return [optim_wrapper]
-
-
-def _by_name(items: list[Any] | dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """By the name of the optimizer; what belongs to the only one is under ""."""
-    return items if isinstance(items, dict) else {"": items}

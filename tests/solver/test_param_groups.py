@@ -207,8 +207,8 @@ def test_an_override_that_matches_nothing_is_an_error(rule: str, message: str) -
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"bias_lr_factor": 2.0}, "bias_lr_factor needs base_lr"),
-        ({"lr_factor_func": len}, "lr_factor_func needs base_lr"),
+        ({"bias_lr_factor": 2.0}, "and bias_lr_factor need base_lr"),
+        ({"lr_factor_func": len}, "lr_factor_func and .* need base_lr"),
         ({"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}}, "biases are set twice"),
     ],
 )

@@ -263,8 +263,8 @@ ONE = ConstantParamScheduler(1.0)
         (lambda: CompositeParamScheduler([ONE] * 2, [1.5, -0.5], ["fixed"] * 2), "not be negative"),
         (lambda: CompositeParamScheduler([ONE], [1.0], ["linear"]), "interval_scaling.*'linear'"),
         (lambda: WarmupParamScheduler(ONE, -0.1, 0.1), "warmup_factor must not be negative: -0.1"),
-        (lambda: WarmupParamScheduler(ONE, 0.1, 1000), r"in \[0, 1\].*max_iter.*: 1000"),
-        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or 'constant': 'exp'"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 1000), r"in \[0, 1\]: .*warmup_length=1000"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or 'constant': .*'exp'"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(

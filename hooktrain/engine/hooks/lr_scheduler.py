@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
+from hooktrain.solver.build import load_scheduler_states, scheduler_states
 from hooktrain.solver.group_scheduler import INF, GroupParamScheduler
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,8 @@ class LRScheduler(HookBase):
         self._metric = metric
         self._epoch_length = epoch_length
         self._by_epoch = by_epoch
-        # Each with the name of its optimizer; the only one has none.
-        self._schedulers: list[tuple[str, Any]] = []
-        self._watched: list[tuple[int, str, Any]] = []
+        self._schedulers: dict[str, list[Any]] = {}  # the only optimizer has the name ""
+        self._watched: list[tuple[str, Any]] = []  # the metric, and who steps with it
         self._seen_iters: dict[int, int] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -75,24 +75,28 @@ class LRScheduler(HookBase):
         if self.scheduler is None:
             self.scheduler = trainer.scheduler
         named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
-        self._schedulers, self._watched = [], []
+        self._schedulers, self._watched = {}, []
         self._recorded: list[tuple[str, dict[str, Any], str]] = []
         self._each_iteration: list[Callable[[], None]] = []
         self._each_epoch: list[Callable[[], None]] = []
         for name, given in named.items():
             optimizer = self._optimizer_of(name)
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
-            recorded = {"lr": None}
+            each = self._schedulers[name] = []
             for s in given if isinstance(given, Sequence) else [given]:
                 if isinstance(s, ParamScheduler):
                     # Made again in each run: it covers the whole length, which may have changed.
                     s = LRMultiplier(optimizer, s, trainer.max_iter, last_iter=trainer.iter - 1)
-                if getattr(s, "param_name", None) == "momentum":
-                    recorded["momentum"] = None
-                self._add(name, s)
-            self._recorded += [(f"{name}.{key}" if name else key, group, key) for key in recorded]
+                self._decide_when_to_step(s)
+                each.append(s)
+            momentum = any(getattr(s, "param_name", None) == "momentum" for s in each)
+            for key in ("lr", "momentum") if momentum else ("lr",):
+                self._recorded.append((f"{name}.{key}" if name else key, group, key))
         if self._loaded is not None:
-            self._load(self._loaded)
+            # detectron2's is the state of the only one.
+            states = self._loaded.get("schedulers", {"": [self._loaded]})
+            load_scheduler_states(self._schedulers, states)
+            self._seen_iters = dict(self._loaded.get("seen_iters", {}))
             self._loaded = None
 
     def _optimizer_of(self, name: str) -> Any:
@@ -102,8 +106,7 @@ class LRScheduler(HookBase):
         found = found[name] if name or isinstance(found, Mapping) else found
         return getattr(found, "optimizer", found)
 
-    def _add(self, name: str, s: Any) -> None:
-        """Take in a scheduler, and decide when it steps."""
+    def _decide_when_to_step(self, s: Any) -> None:
         metric = self._metric if isinstance(s, ReduceLROnPlateau) else getattr(s, "monitor", None)
         if isinstance(s, GroupParamScheduler):
             # Without a range, a plateau has no use for epochs.
@@ -113,14 +116,13 @@ class LRScheduler(HookBase):
         if by_epoch and not self._epoch_length:
             raise ValueError(f"{s!r} counts epochs: give epoch_length=, or make it by_epoch=False")
         if metric is not None:
-            self._watched.append((len(self._schedulers), metric, s))
+            self._watched.append((metric, s))
         elif isinstance(s, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs metric=, the name of the metric to watch")
         if by_epoch:
             self._each_epoch.append(s.step)
         elif metric is None:
             self._each_iteration.append(s.step)
-        self._schedulers.append((name, s))
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
@@ -132,7 +134,7 @@ class LRScheduler(HookBase):
         if self._each_epoch and self.is_due(self._epoch_length or 0, at_end=None):
             for step in self._each_epoch:
                 step()
-        for i, metric, scheduler in self._watched:
+        for i, (metric, scheduler) in enumerate(self._watched):
             measured_at = storage.latest_iter(metric)
             if measured_at is not None and measured_at > self._seen_iters.get(i, -1):
                 self._seen_iters[i] = measured_at
@@ -141,7 +143,7 @@ class LRScheduler(HookBase):
 
     def after_train(self) -> None:
         """Say so if a metric to watch was never there."""
-        for i, metric, _ in self._watched:
+        for i, (metric, _) in enumerate(self._watched):
             if i not in self._seen_iters:
                 logger.warning("There was no metric %r, so its schedule never stepped", metric)
 
@@ -158,24 +160,15 @@ class LRScheduler(HookBase):
         return rates.index(Counter(rates).most_common(1)[0][0])
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedulers' states, each with the name of its optimizer."""
+        """The schedulers' states, by the names of their optimizers."""
         if self._loaded is not None or not self._schedulers:
             return dict(self._loaded or {})
-        states = [(name, s.state_dict()) for name, s in self._schedulers]
+        states = scheduler_states(self._schedulers)
         return {"schedulers": states, "seen_iters": dict(self._seen_iters)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state until training starts: only then a multiplier has its scheduler."""
         self._loaded = dict(state_dict)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        states = state.get("schedulers", [("", state)])  # detectron2's is that of the only one.
-        saved, mine = ([name for name, _ in pairs] for pairs in (states, self._schedulers))
-        if saved != mine:
-            raise ValueError(f"the state is of other schedulers: for {saved}, and these for {mine}")
-        for (_, scheduler), (_, its_state) in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(its_state)
-        self._seen_iters = dict(state.get("seen_iters", {}))
 
 
 ParamSchedulerHook = LRScheduler

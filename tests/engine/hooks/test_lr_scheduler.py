@@ -297,9 +297,9 @@ def test_a_state_that_is_saved_before_training_is_the_loaded_one() -> None:
 @pytest.mark.parametrize(
     ("name", "schedulers", "there_are"),
     [
-        ("", slice(1), "['']"),
-        ("", slice(3), "['', '', '']"),
-        ("a", slice(4), "['a', 'a', 'a', 'a']"),
+        ("", slice(1), "{'': 1}"),
+        ("", slice(3), "{'': 3}"),
+        ("a", slice(4), "{'a': 4}"),
     ],
 )
 def test_the_state_of_other_schedulers_is_refused(
@@ -310,7 +310,7 @@ def test_the_state_of_other_schedulers_is_refused(
     given = {name: all_kinds(second)[schedulers]}
     second.register_hooks([LRScheduler({name: second.optimizer}, given, epoch_length=3)])
     second.load_state_dict(first.state_dict())
-    expected = f"for ['', '', '', ''], and these for {there_are}"
+    expected = f"so many schedulers: {{'': 4}}, and this run: {there_are}"
     with pytest.raises(ValueError, match=re.escape(expected)):
         second.train(max_iter=4)
 
