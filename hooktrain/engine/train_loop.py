@@ -267,7 +267,7 @@ class TrainerBase:
         rank = comm.get_rank()
         self.synchronize()  # a stop that was asked for before the first step
         for iteration in range(self.start_iter, self.max_iter):
-            if self.stop_reason is not None:
+            if self.stop_reason is not None and self.can_save:
                 self.max_iter = iteration
                 self.synchronize()  # the period that the stop cuts short
                 break
@@ -330,8 +330,8 @@ class TrainerBase:
         """Ask for an early, orderly end of the run, from any hook or rank.
 
         The current iteration is completed. Then all ranks stop at the same iteration: at once in
-        a single process, else at the next exchange, every ``sync_period`` iterations. ``max_iter``
-        becomes the number of finished iterations, so that the final checkpoint, evaluation and
+        a single process, else at the next exchange, every ``sync_period`` iterations; where a
+        window of accumulation is open, at its end. ``max_iter`` becomes the number of finished iterations, so that the final checkpoint, evaluation and
         logs happen as at any end.
         """
         if self._stop_request is None:

@@ -88,7 +88,7 @@ class Preemption(HookBase):
     def after_step(self) -> None:
         """Save and exit, if this process is alone and has got a signal, or if the ranks agree."""
         reason = self.trainer.stop_reason
-        if reason is not None and reason.startswith(_REASON):
+        if reason is not None and reason.startswith(_REASON) and self.trainer.can_save:
             self._exit(signal.Signals[reason.removeprefix(_REASON)])
         if self._received is not None and comm.get_world_size() == 1 and self.trainer.can_save:
             self._exit(signal.Signals(self._received[0]))
