@@ -25,5 +25,5 @@ from hooktrain.model.wrappers import (
     NamingDistributedDataParallel as NamingDistributedDataParallel,
     SeparateDistributedDataParallel as SeparateDistributedDataParallel,
     StepDistributedDataParallel as StepDistributedDataParallel,
-    is_model_wrapper as is_model_wrapper,
 )
+from hooktrain.utils.registry import is_model_wrapper as is_model_wrapper

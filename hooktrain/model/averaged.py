@@ -100,14 +100,16 @@ class BaseAveragedModel(nn.Module):
                 torch._foreach_copy_(averages, weights)
             elif self._steps % self.interval == 0:
                 self._average(averages, weights)
-        self._count(self._steps + 1)
+        self._steps += 1
+        self.steps += 1
 
     @torch.no_grad()
     def reset(self, model: nn.Module) -> None:
         """Start again from the present weights of the model."""
         for averages, weights in self._groups(model).values():
             torch._foreach_copy_(averages, weights)
-        self._count(0)
+        self._steps = 0
+        self.steps.zero_()
 
     @contextmanager
     def swap(self, model: nn.Module) -> Iterator[None]:
@@ -142,10 +144,6 @@ class BaseAveragedModel(nn.Module):
         else:
             for average, weight in zip(averages, weights, strict=True):
                 self.avg_func(average, weight, self._steps)
-
-    def _count(self, steps: int) -> None:
-        self._steps = steps
-        self.steps.fill_(steps)
 
     def _groups(self, model: nn.Module) -> dict[Any, tuple[list[Tensor], list[Tensor]]]:
         """The tensors of the average and of the model, one group for each kernel.
@@ -244,8 +242,7 @@ class StochasticWeightAverage(BaseAveragedModel):
         return 1 / (steps // self.interval + 1)
 
 
-def _read_steps(average: nn.Module, _: Any) -> None:
-    assert isinstance(average, BaseAveragedModel)
+def _read_steps(average: Any, _: Any) -> None:
     average._steps = int(average.steps)  # waits for the device
 
 

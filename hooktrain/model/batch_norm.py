@@ -99,14 +99,12 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
     Args:
         model: is called with each batch, without gradients, in the mode that it is in.
         data_loader: at least ``num_iters`` batches. No more are drawn from it.
-        num_iters: at least 1.
+        num_iters: how many batches; with 0 nothing changes.
 
     Raises:
         RuntimeError: if a layer is used twice in one forward pass: it has no single statistics.
-        ValueError: if ``num_iters`` is not positive, or the loader of any rank is shorter.
+        ValueError: if the loader of any rank is shorter.
     """
-    if num_iters < 1:
-        raise ValueError(f"num_iters must be at least 1: {num_iters!r}")
     layers = _statistics(model)
     if not layers:
         return

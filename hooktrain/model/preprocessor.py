@@ -116,8 +116,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ValueError("bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them")
         if (mean is None) != (std is None):
             raise ValueError(f"mean and std belong together, but got {mean!r} and {std!r}")
-        if pad_size_divisor < 1:
-            raise ValueError(f"pad_size_divisor must be at least 1, but got {pad_size_divisor!r}")
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
@@ -143,12 +141,10 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
         Raises:
             KeyError: if there is no ``"inputs"``.
-            TypeError: if ``data`` is not a dict, or the images are not tensors.
-            ValueError: if their shapes are others.
+            TypeError: if ``data`` is not a dict.
+            ValueError: if the shapes of the images are others.
         """
-        if not isinstance(data, Mapping):
-            raise TypeError(f"data must be a dict with the images as 'inputs', but got {data!r}")
-        moved = dict(self.cast_data(data))
+        moved = {**self.cast_data(data)}
         moved["inputs"] = self._batch(moved["inputs"])
         moved.setdefault("data_samples", None)
         return moved
@@ -167,9 +163,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def _checked_shapes(self, images: Any) -> list[tuple[int, ...]]:
         """The shapes of the single images."""
-        sequence = isinstance(images, Tensor | list | tuple)
-        if not sequence or not all(isinstance(image, Tensor) for image in images):
-            raise TypeError(f"inputs must be a tensor or a list of tensors, but got {images!r}")
         shapes = [tuple(image.shape) for image in images]
         if {len(shape) for shape in shapes} != {3}:
             raise ValueError(f"inputs must be one or more images of shape (C, H, W), not {shapes}")

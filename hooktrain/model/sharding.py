@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -60,15 +59,12 @@ def shard_model(
         The model.
 
     Raises:
-        RuntimeError: without a process group.
         ValueError: for a rule that matches nothing or that tears apart a shared parameter, or an
             unknown option of ``mp_policy``.
         TypeError: for a rule or policy of another kind.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    if not dist.is_initialized():
-        raise RuntimeError("a model is sharded over ranks: initialise the process group first")
     units = select_modules(model, wrap, "wrap")
     if mesh is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,19 +126,15 @@ def build_mp_policy(
 
     Raises:
         TypeError: for an unknown option.
-        ValueError: for an unknown data type.
+        AttributeError: for an unknown data type.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    options = dict(policy or {})
-    for key, value in options.items():
-        if isinstance(value, str):
-            options[key] = getattr(torch, value, None)
-            if not isinstance(options[key], torch.dtype):
-                raise ValueError(f"mp_policy[{key!r}] must be a torch data type, but got {value!r}")
-    return MixedPrecisionPolicy(**options)
+    options = (policy or {}).items()
+    typed = {k: getattr(torch, value) if isinstance(value, str) else value for k, value in options}
+    return MixedPrecisionPolicy(**typed)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

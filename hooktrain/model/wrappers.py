@@ -6,19 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.base_model import BaseModel, train_step
 from hooktrain.utils.registry import MODEL_WRAPPERS
-
-MODEL_WRAPPERS.register(DistributedDataParallel)
-MODEL_WRAPPERS.register(DataParallel)
-
-
-def is_model_wrapper(model: nn.Module) -> bool:
-    """Whether a model is wrapped in something of ``MODEL_WRAPPERS``, which has it as ``module``."""
-    wrappers = tuple(obj for _, obj in MODEL_WRAPPERS if isinstance(obj, type))
-    return isinstance(model, wrappers)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -112,22 +103,15 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
     Args:
         module: the model, on its device; it is changed.
         broadcast_buffers: see :class:`~hooktrain.model.NamingDistributedDataParallel`.
-        find_unused_parameters: see :class:`torch.nn.parallel.DistributedDataParallel`.
-        **kwargs: passed on for each child, such as ``device_ids``, or the
-            ``detect_anomalous_params`` of StepDistributedDataParallel.
+        **kwargs: passed on for each child, such as ``device_ids``, ``find_unused_parameters``, or
+            the ``detect_anomalous_params`` of StepDistributedDataParallel.
 
     Raises:
         ValueError: if no child has trainable parameters, or if some are directly in the model,
             where no child exchanges them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        broadcast_buffers: bool = False,
-        find_unused_parameters: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
         # A DDP by type, so that all who look for one to get at its `module` find this one too. The
         # work is done by the DDPs around the children: this has none of a DDP's attributes.
         nn.Module.__init__(self)
@@ -139,12 +123,9 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
         if not trained:
             raise ValueError(f"no child of {type(module).__name__} has trainable parameters")
-        kwargs |= {
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused_parameters": find_unused_parameters,
-        }
         inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}
         rest = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]
+        kwargs["broadcast_buffers"] = broadcast_buffers
         parts = {child: _Part(child, **kwargs) for child in trained}
         # named_children() leaves out the second name of a child.
         for name, child in module._modules.items():
@@ -180,11 +161,6 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         """Register a communication hook with the DDP around each child."""
         for part in self._parts():
             part.register_comm_hook(state, hook)
-
-    def train(self, mode: bool = True) -> "SeparateDistributedDataParallel":
-        """Set the mode of the wrapper and the model."""
-        nn.Module.train(self, mode)
-        return self
 
     def _parts(self) -> list["_Part"]:
         return [child for child in self.module.children() if isinstance(child, _Part)]

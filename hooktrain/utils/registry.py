@@ -17,9 +17,6 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-# Distinguishes register() from register(None), which is refused.
-_NO_OBJECT = object()
-
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """The end of an error message about a name that does not exist.
@@ -184,11 +181,7 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(
-        self,
-        obj: Any = _NO_OBJECT,
-        *,
-        name: str | Sequence[str] | None = None,
-        force: bool = False,
+        self, obj: Any = None, *, name: str | Sequence[str] | None = None, force: bool = False
     ) -> Any:
         """Register an object, or return a decorator that does.
 
@@ -202,13 +195,10 @@ class Registry:
 
         Raises:
             ValueError: If a name is taken and ``force`` is not set. Nothing was registered.
-            TypeError: If the object is None.
             AttributeError: If it has no ``__name__`` and none is given.
         """
-        if obj is _NO_OBJECT:
-            return lambda decorated: self.register(decorated, name=name, force=force)
         if obj is None:
-            raise TypeError(f"None cannot be registered in the registry {self.name!r}")
+            return lambda decorated: self.register(decorated, name=name, force=force)
         keys = [name] if isinstance(name, str) else name or [obj.__name__]
         for key in keys:
             if key in self and not force:
@@ -220,10 +210,7 @@ class Registry:
         return obj
 
     def register_module(
-        self,
-        name: str | Sequence[str] | None = None,
-        force: bool = False,
-        module: Any = _NO_OBJECT,
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: Any = None
     ) -> Any:
         """:meth:`register` with MMEngine's name and arguments: a decorator, or given a module.
 
@@ -308,17 +295,24 @@ OPTIM_WRAPPER_CONSTRUCTORS = Registry("constructors of optimizer wrappers")
 PARAM_SCHEDULERS = Registry("parameter schedulers")
 STRATEGIES = Registry("strategies")
 
+MODEL_WRAPPERS.register(nn.DataParallel)
+MODEL_WRAPPERS.register(nn.parallel.DistributedDataParallel)
+
+
+def is_model_wrapper(model: nn.Module) -> bool:
+    """Whether a model is wrapped in something of ``MODEL_WRAPPERS``, which has it as ``module``."""
+    wrappers = tuple(wrapper for _, wrapper in MODEL_WRAPPERS if isinstance(wrapper, type))
+    return isinstance(model, wrappers)
+
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside all wrappers, in any order.
 
-    Wrappers are torch's data parallel ones, those in ``MODEL_WRAPPERS``, which have the model as
-    ``module``, and ``torch.compile``.
+    Wrappers are those in ``MODEL_WRAPPERS``, torch's data parallel ones among them, which have the
+    model as ``module``, and ``torch.compile``.
     """
-    registered = [wrapper for _, wrapper in MODEL_WRAPPERS if isinstance(wrapper, type)]
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, *registered)
     while True:
-        if isinstance(model, wrappers):
+        if is_model_wrapper(model):
             model = model.get_submodule("module")
         elif "_orig_mod" in model._modules:  # importing the class of torch.compile takes seconds
             model = model.get_submodule("_orig_mod")

@@ -424,7 +424,7 @@ def test_a_wrapper_is_told_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None
     registry = Registry("model wrappers")
     registry.register(lambda model: model, name="a function")
     registry.register(Mine)
-    monkeypatch.setattr("hooktrain.model.wrappers.MODEL_WRAPPERS", registry)
+    monkeypatch.setattr("hooktrain.utils.registry.MODEL_WRAPPERS", registry)
     assert is_model_wrapper(Mine())
 
 

@@ -222,13 +222,6 @@ def test_force_replaces_what_is_registered() -> None:
     assert len(registry) == 1
 
 
-def test_none_cannot_be_registered() -> None:
-    registry = Registry("things")
-    with pytest.raises(TypeError, match="None cannot be registered in the registry 'things'"):
-        registry.register(None, name="x")
-    assert "x" not in registry
-
-
 def test_an_unknown_name_suggests_the_nearest() -> None:
     registry = Registry("backbone")
     registry.register(Outer, name="ResNet50")
