@@ -46,11 +46,14 @@ class HookBase:
             not shift the others.
         on_every_rank: whether all ranks have this hook, so that it may call collectives. The
             trainer sets it before ``before_train``.
+        needs_every_rank: whether the hook calls collectives in any case, so that a run must not
+            begin without it on some rank.
     """
 
     trainer: Any = None
     key: str | None = None
     on_every_rank: bool = True
+    needs_every_rank: bool = False
 
     def before_train(self) -> None:
         """Called once before the first iteration."""
@@ -259,8 +262,15 @@ class TrainerBase:
                 f"gather_metric_period (sync_period) must be the same on all ranks, not {periods}"
             )
         everywhere = set.intersection(*(set(of_rank) for of_rank, _ in gathered))
+        missed = []
         for name, hook in self._named_hooks().items():
             hook.on_every_rank = name in everywhere
+            if hook.needs_every_rank and not hook.on_every_rank:
+                missed.append(name)
+        if comm.any_rank(bool(missed)):
+            raise RuntimeError(
+                f"register on every rank, not only on some: {missed or 'hooks of another rank'}"
+            )
 
     def _run_iterations(self) -> None:
         assert self.seed is not None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.utils import comm, heartbeat
+from hooktrain.utils import comm, timer
 from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.registry import did_you_mean
 
@@ -225,7 +225,7 @@ class _Progress:
     def end_batch(self) -> None:
         """Count a batch, and log a line if it is time."""
         self.lap("Eval")
-        heartbeat.beat()
+        timer.beat()
         self.batches += 1
         if self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._log_line()

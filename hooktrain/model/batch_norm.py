@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hooktrain.utils import comm, heartbeat
+from hooktrain.utils import comm, timer
 
 
 class BatchNormXd(nn.BatchNorm2d):
@@ -114,7 +114,7 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
             for statistics in layers:
                 statistics.used = False
             model(batch)
-            heartbeat.beat()
+            timer.beat()
             seen += 1
     sums = torch.cat([*(s.sums.flatten() for s in layers), layers[0].sums.new_tensor([seen])])
     if comm.get_world_size() > 1:

@@ -1,6 +1,19 @@
-"""A stopwatch."""
+"""A stopwatch, and the time of the last sign of progress."""
 
 import time
+
+_last_beat = 0.0
+
+
+def beat() -> None:
+    """Say that the main thread makes progress, in loops that take long, such as evaluations."""
+    global _last_beat
+    _last_beat = time.monotonic()
+
+
+def last_beat() -> float:
+    """When that was said last, by ``time.monotonic()``; 0 before the first time."""
+    return _last_beat
 
 
 class Timer:

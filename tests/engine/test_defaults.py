@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import (
     DefaultTrainer,
@@ -135,10 +136,10 @@ def test_without_tensorboard_the_other_writers_do(
     assert kinds == [CommonMetricPrinter, JSONWriter]
 
 
-def test_the_default_hooks_evaluate_then_write_then_save() -> None:
+def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None:
     made = default_hooks(
         scheduler=ConstantParamScheduler(1.0),
-        checkpointer=None,  # type: ignore[arg-type]
+        checkpointer=Checkpointer(nn.Linear(1, 1), tmp_path),
         checkpoint_period=5,
         eval_function=dict,
         best_metric="accuracy",

@@ -10,7 +10,6 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
-from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.registry import did_you_mean
@@ -54,6 +53,7 @@ class BestCheckpointer(HookBase):
             raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
         self._period = eval_period
         self._checkpointer = checkpointer
+        self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._val_metric = val_metric
         self._sign = 1 if mode == "max" else -1
         self._file_prefix = file_prefix
@@ -62,11 +62,10 @@ class BestCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Learn of a better model that was saved after the checkpoint that the run resumes from."""
-        check_on_every_rank(self, self._checkpointer)
         if self.trainer.start_iter and self._checkpointer.save_to_disk:
             folder = self._checkpointer.save_dir
-            for name in checkpoint_names(folder):
-                if name in (self._file_prefix, self._file_prefix + ".pth"):
+            for name in (self._file_prefix, f"{self._file_prefix}.pth"):
+                if name in checkpoint_names(folder):
                     self._learn_from(os.path.join(folder, name))
 
     def _learn_from(self, path: str) -> None:
@@ -110,14 +109,15 @@ class BestCheckpointer(HookBase):
         value, measured_at = latest
         if measured_at == self.best_iter:
             return
-        best = "none" if self.best_metric is None else f"{self.best_metric:.5f}"
-        values = (self._val_metric, value, measured_at, best, self.best_iter)
-        if not self._is_better(value):
-            logger.info("Not saving: %s is %.5f at iteration %d, the best is %s at %s", *values)
+        is_better, before = self._is_better(value), self.state_dict()
+        logger.info(
+            "%s is %.5f at iteration %d, the best before is %s at %s: %s",
+            *(self._val_metric, value, measured_at, self.best_metric, self.best_iter),
+            "saving the best model" if is_better else "not saving",
+        )
+        if not is_better:
             return
-        logger.info("Saving the best model: %s is %.5f at iteration %d, before %s at %s", *values)
-        before = self.state_dict()
-        self.best_metric, self.best_iter = float(value), int(measured_at)
+        self.best_metric, self.best_iter = value, measured_at
         if self.on_every_rank:
             self.trainer.prepare_checkpoint()
         self._checkpointer.save(

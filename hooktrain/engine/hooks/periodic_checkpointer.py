@@ -1,20 +1,7 @@
 """Saves checkpoints while training."""
 
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer as PlainPeriodicCheckpointer
+from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.train_loop import HookBase
-
-
-def check_on_every_rank(hook: HookBase, checkpointer: Checkpointer) -> None:
-    """Refuse a hook that saves sharded checkpoints on some of the ranks only.
-
-    Raises:
-        RuntimeError: since it would wait for the others without end.
-    """
-    if checkpointer.sharded and not hook.on_every_rank:
-        raise RuntimeError(
-            "every rank writes its part of a sharded checkpoint: register "
-            f"{type(hook).__name__} on every rank, not only on some"
-        )
 
 
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
@@ -30,11 +17,15 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
 
     _is_put_off = False
 
+    @property
+    def needs_every_rank(self) -> bool:  # type: ignore[override]
+        """Every rank writes its part of a sharded checkpoint."""
+        return self.checkpointer.sharded
+
     def before_train(self) -> None:
-        """Learn where the run begins and ends; see also :func:`check_on_every_rank`."""
+        """Learn where the run begins and ends."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
-        check_on_every_rank(self, self.checkpointer)
         if self.trainer.start_iter == 0:
             self.checkpointer.begin_anew()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.agreement import on_all_ranks
-from hooktrain.engine.hooks.periodic_checkpointer import check_on_every_rank
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
@@ -55,6 +54,7 @@ class Preemption(HookBase):
         file_prefix: str = "model",
     ) -> None:
         self.checkpointer = checkpointer
+        self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._signals = tuple(signal.Signals(number) for number in signals)
         self._file_prefix = file_prefix
         self._previous: dict[signal.Signals, Any] = {}
@@ -63,7 +63,6 @@ class Preemption(HookBase):
 
     def before_train(self) -> None:
         """Install the handlers."""
-        check_on_every_rank(self, self.checkpointer)
         self._received = None
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Signals are not heeded: the training does not run in the main thread")

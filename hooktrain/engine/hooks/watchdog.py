@@ -1,11 +1,11 @@
 """Names the rank that hangs."""
 
+import json
 import logging
 import math
 import os
 import sys
 import threading
-import time
 import traceback
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.utils import comm, heartbeat
+from hooktrain.utils import comm, timer
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ EXIT_HUNG = 124  # as that of timeout(1)
 
 
 class Progress(NamedTuple):
-    """How far a rank has come. What is compared comes first."""
+    """How far a rank has come."""
 
     iteration: int
     collectives: int
@@ -31,18 +31,19 @@ class Progress(NamedTuple):
 class Watchdog(HookBase):
     """Says which rank hangs, and where, when a run makes no progress.
 
-    A thread of each rank looks at the time since the rank's last iteration began or ended. When
-    that exceeds ``timeout_s``, the rank prints to its stderr how far every rank has come, which
-    of them are behind, and the stack of each of its own threads. A rank that hangs makes the
-    others wait for it, so all of them report; behind are those that have begun fewer collectives
-    or iterations than others. The ranks share their progress through the store of the process
-    group, four times in ``timeout_s`` and at most once in ten seconds. There is no collective, and
-    a step costs two calls of a clock.
+    A thread of each rank looks four times in ``timeout_s``, and at least every ten seconds, for
+    progress since it looked last. After ``timeout_s`` without any, the rank prints to its stderr
+    how far every rank has come, which of them are behind, and the stack of each of its own
+    threads. A rank that hangs makes the others wait for it, so all of them report; behind are those
+    that have begun fewer iterations or collectives than others. The ranks share their progress
+    through the store of the process group. There is no collective, and a step costs two calls of a
+    clock.
 
     ``timeout_s`` must exceed the longest iteration, also the first one with its compilation, and
     the longest save. Each batch of :func:`~hooktrain.evaluation.inference_on_dataset` counts as
-    progress. Call :func:`hooktrain.utils.heartbeat.beat` inside of anything else that takes long.
-    The final evaluation is watched if the hook is registered last.
+    progress. Call :func:`hooktrain.utils.timer.beat` inside of anything else that takes long.
+    The final evaluation is watched if the hook is registered last. A process that was suspended
+    does not hang.
 
     Args:
         timeout_s: in seconds, above 0.
@@ -62,7 +63,6 @@ class Watchdog(HookBase):
         self.timeout_s = timeout_s
         self.on_timeout = on_timeout
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def before_train(self) -> None:
         """Begin to watch."""
@@ -80,62 +80,65 @@ class Watchdog(HookBase):
     def before_step(self) -> None:
         """Progress: an iteration begins."""
         self._iteration = self.trainer.iter
-        heartbeat.beat()
+        timer.beat()
 
     def after_step(self) -> None:
         """Progress: an iteration ends."""
-        self.before_step()
+        timer.beat()
 
     def after_train(self) -> None:
         """Stop watching."""
         self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.join()
 
     def _watch(self) -> None:
-        reported = None
         pause = min(10.0, self.timeout_s / 4)
-        while True:
-            beat = (self._iteration, heartbeat.last_beat())
-            stalled = time.monotonic() - beat[1]
-            hangs = stalled >= self.timeout_s and reported != beat and not self._end.is_set()
-            progress = self._share_progress(read=hangs)
-            if hangs:
-                reported = beat
-                self._report(stalled, progress)
-            left = self.timeout_s - stalled
-            if self._end.wait(min(pause, left) if left > 0 else pause):
-                return
+        limit = math.ceil(self.timeout_s / pause)
+        seen, looks = timer.last_beat(), 0
+        while not self._end.wait(pause):
+            # Looks are counted, since the clock also runs while the process is suspended.
+            beat = timer.last_beat()
+            looks = looks + 1 if beat == seen else 0
+            seen = beat
+            self._share_progress()
+            if looks == limit:
+                self._report()
 
-    def _share_progress(self, read: bool) -> dict[int, Progress]:
-        """Write this rank's progress to the store; return it by rank, and others' if asked."""
-        rank, ranks = comm.get_rank(), comm.get_world_size()
-        group: Any = dist.group.WORLD if ranks > 1 else None
+    def _share_progress(self) -> None:
+        """Write this rank's progress to the store."""
+        group: Any = dist.group.WORLD if comm.get_world_size() > 1 else None
         collectives = 0 if group is None else group._get_sequence_number_for_group()
-        found = {rank: Progress(self._iteration, collectives, position(self._watched))}
-        try:
-            if self._store is not None:
-                self._store.set(_key(rank), "\n".join(map(str, found[rank])))
-                for other in set(range(ranks)) - {rank} if read else ():
-                    if self._store.check([_key(other)]):  # get() would wait for it
-                        words = self._store.get(_key(other)).decode().split("\n", 2)
-                        found[other] = Progress(int(words[0]), int(words[1]), words[2])
-        except RuntimeError as error:  # torch's DistError: the process that holds the store is gone
-            logger.warning("Watchdog: cannot reach the other ranks: %s", error)
-            self._store = None
-        return dict(sorted(found.items()))
+        place = traceback.extract_stack(sys._current_frames()[self._watched])[-1]
+        where = f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
+        self._progress = Progress(self._iteration, collectives, where)
+        if self._store is not None:
+            try:
+                self._store.set(_key(comm.get_rank()), json.dumps(self._progress))
+            except RuntimeError as error:  # the process that holds the store is gone
+                logger.warning("Watchdog: cannot reach the other ranks: %s", error)
+                self._store = None
 
-    def _report(self, stalled: float, progress: dict[int, Progress]) -> None:
+    def _report(self) -> None:
+        rank, ranks = comm.get_rank(), comm.get_world_size()
+        progress = {rank: self._progress}
+        for other in range(ranks) if self._store is not None else ():
+            if self._store.check([_key(other)]):  # get() would wait for it
+                progress[other] = Progress(*json.loads(self._store.get(_key(other))))
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = [
+            f"Stack of thread {names.get(ident, ident)!r} of rank {rank}:\n"
+            f"{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        ]
         verdict = (
-            f"Watchdog: rank {comm.get_rank()} has made no progress for {stalled:.1f} s, over its "
-            f"limit of {self.timeout_s:g} s. {describe(progress)}"
+            f"Watchdog: rank {rank} has made no progress for its limit of {self.timeout_s:g} s. "
+            f"{describe(progress)}"
         )
         logger.critical("%s", verdict)
-        sys.stderr.write(f"{verdict}\n{all_stacks()}")
+        sys.stderr.write("\n".join([verdict, *stacks]))
         sys.stderr.flush()
         if self.on_timeout == "abort":
-            logging.shutdown()  # nothing of Python's own end happens in os._exit()
+            logging.shutdown()  # os._exit() leaves out what Python does at its end
             os._exit(EXIT_HUNG)
 
 
@@ -146,31 +149,9 @@ def _key(rank: int) -> str:
 def describe(progress: dict[int, Progress]) -> str:
     """Which ranks the others wait for, and a table of all."""
     least = min(p[:2] for p in progress.values())
-    behind = [rank for rank, p in progress.items() if p[:2] == least]
-    if len(progress) == 1:
-        return f"It is in iteration {least[0]}, {progress[behind[0]].where}"
-    verdict = f"Behind: rank {', '.join(map(str, behind))}."
+    behind = [str(rank) for rank, p in progress.items() if p[:2] == least]
+    verdict = f"Behind: rank {', '.join(behind)}."
     if len(behind) == len(progress):
         verdict = "All ranks have come equally far."
-    rows = [(rank, *p) for rank, p in progress.items()]
+    rows = [(rank, *p) for rank, p in sorted(progress.items())]
     return f"{verdict}\n{tabulate(rows, headers=['rank', *Progress._fields])}"
-
-
-def position(thread: int) -> str:
-    """Where a thread is, in a few words; "" if it has ended."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return ""
-    code = frame.f_code
-    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
-
-
-def all_stacks() -> str:
-    """The Python stack of every thread of this process, the newest call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    rank = comm.get_rank()
-    return "".join(
-        f"Stack of thread {names.get(ident, ident)!r} of rank {rank}:\n"
-        f"{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )

@@ -9,7 +9,12 @@ from torch import nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
+from hooktrain.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    PeriodicCheckpointer,
+    Preemption,
+)
 from hooktrain.utils import comm
 from toy import Idle, linear_trainer
 
@@ -148,16 +153,6 @@ def test_inside_a_window_a_save_is_put_off(
     assert names(tmp_path) == [*(f"model_{i:07d}.pth" for i in saved), "model_final.pth"]
 
 
-def test_shards_are_saved_by_every_rank_or_not_at_all(tmp_path: Path) -> None:
-    trainer = linear_trainer()
-    checkpointer = Checkpointer(trainer.model, tmp_path, sharded=True, trainer=trainer)
-    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 1)])
-    hook = trainer._hooks[0]
-    trainer.start_iter, hook.on_every_rank = 0, False
-    with pytest.raises(RuntimeError, match="register PeriodicCheckpointer on every rank"):
-        hook.before_train()
-
-
 @pytest.mark.parametrize("period", [0, -1])
 def test_a_period_below_one_is_refused(tmp_path: Path, period: int) -> None:
     with pytest.raises(ValueError, match=str(period)):
@@ -176,3 +171,22 @@ def on_main_only(folder: Path) -> Any:
 
 def test_it_works_registered_on_the_main_rank_only(tmp_path: Path) -> None:
     assert run_ranks(on_main_only, 2, tmp_path) == [3, 3]
+
+
+def shards_on_main_only(folder: Path) -> str:
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, folder, sharded=True, trainer=trainer)
+    saving = [
+        PeriodicCheckpointer(checkpointer, 2),
+        BestCheckpointer(2, checkpointer, "accuracy"),
+        Preemption(checkpointer),
+    ]
+    trainer.register_hooks(saving if comm.is_main_process() else [])
+    with pytest.raises(RuntimeError, match="register on every rank") as caught:
+        trainer.train(0, 4)
+    return str(caught.value).partition(": ")[2]
+
+
+def test_shards_are_saved_by_every_rank_or_not_at_all(tmp_path: Path) -> None:
+    names = "['PeriodicCheckpointer', 'BestCheckpointer', 'Preemption']"
+    assert run_ranks(shards_on_main_only, 2, tmp_path) == [names, "hooks of another rank"]
