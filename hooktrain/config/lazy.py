@@ -105,8 +105,8 @@ class LazyConfig:
 
         Raises:
             ValueError: If the file is no ``.py`` file, or a reference names nothing.
-            FileNotFoundError: If there is no such file.
-            ImportError: If a relative import names a file that does not exist.
+            FileNotFoundError: If there is no such file, or none that a relative import names.
+            ImportError: If files import each other in a circle.
             KeyError: If there is no global of that name.
         """
         path = _python_file(filename)
@@ -199,17 +199,9 @@ def _import_relative(importer: Path, name: str, fromlist: Sequence[str], level: 
     """What ``from <dots><name> import <fromlist>`` gives in the config file ``importer``."""
     target = Path(*importer.parts[:-level]).joinpath(*name.split("."))
     file = target.with_name(f"{target.name}.py")
-    # From a folder, its files are imported.
-    from_folder = not name or (target.is_dir() and not file.is_file())
-    files = [target / f"{item}.py" for item in fromlist] if from_folder else [file]
-    for needed in files:
-        if not needed.is_file():
-            statement = f"from {'.' * level}{name} import {', '.join(fromlist)}"
-            raise ImportError(
-                f"relative import {statement!r} in {importer}: {needed} does not exist"
-            )
-    if not from_folder:
+    if name and (file.is_file() or not target.is_dir()):
         return _run(file)
-    module = ModuleType(f"config:{target}")
-    vars(module).update(zip(fromlist, map(_run, files), strict=True))
+    module = ModuleType(f"config:{target}")  # a folder, from which files are imported
+    for item in fromlist:
+        setattr(module, item, _run(target / f"{item}.py"))
     return module

@@ -62,15 +62,13 @@ def _apply(cfg: ConfigDict, override: str) -> None:
             node[part] = {}
         node = node[_existing_key(node, parts[:depth], override)]
     last = parts[-1]
-    appends = isinstance(node, list) and last == str(len(node))
     if sign == "~":
         del node[_existing_key(node, parts, override)]
-    elif sign == "+" and appends:
+    elif sign == "+" and isinstance(node, list) and last == str(len(node)):
         node.append(to_config(parse_value(text, override)))
-    elif sign == "+" and isinstance(node, dict) and find_key(node, last) is None:
-        node[last] = parse_value(text, override)
     else:
-        key = _existing_key(node, parts, override)
+        new = sign == "+" and isinstance(node, dict) and find_key(node, last) is None
+        key = last if new else _existing_key(node, parts, override)
         node[key] = to_config(parse_value(text, override))
 
 
