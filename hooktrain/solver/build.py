@@ -174,10 +174,11 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | Opt
             "optimizer wrapper should be an OptimWrapper, a torch optimizer or a dict, "
             f"but got {cfg!r}"
         )
-    if cfg.get("optimizer") is None and cfg.get("constructor") is None:
+    optimizer = cfg.get("optimizer")
+    if optimizer is None and cfg.get("constructor") is None:
         return _build_each(model, cfg)
     wrapper: OptimWrapper | OptimWrapperDict
-    if isinstance(cfg.get("optimizer"), Optimizer):
+    if isinstance(optimizer, Optimizer):
         wrapper = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
         return wrapper
     if model is None:
@@ -246,10 +247,7 @@ def build_param_scheduler(
                 f"names {sorted(optim_wrapper)}"
             )
     if set(by_name) != set(optim_wrapper):
-        raise KeyError(
-            f"the schedulers are for {sorted(by_name)}, and the optimizers are "
-            f"{sorted(optim_wrapper)}"
-        )
+        raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {[*optim_wrapper]}")
     return {
         name: list(build_param_scheduler(by_name[name], wrapper, default_args))
         for name, wrapper in optim_wrapper.items()

@@ -98,9 +98,10 @@ def _names(groups: ParamGroups, model: nn.Module | None = None) -> list[str] | N
     for group in groups:
         own = group.get("param_names", group["params"])
         names += [known.get(p, name) for p, name in zip(group["params"], own, strict=True)]
-    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+    if not all(isinstance(name, str) for name in names):
         return None
-    return [bare_name(name) for name in names]
+    bare = [bare_name(name) for name in names]
+    return bare if len(set(bare)) == len(bare) else None
 
 
 def _places(

@@ -206,8 +206,7 @@ class OptimWrapper:
             return
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        norm = self._clip(parameters) if parameters else None
-        if norm is not None:
+        if parameters and (norm := self._clip(parameters)) is not None:
             self._put_scalar("grad_norm", norm)
 
     def zero_grad(self) -> None:
@@ -275,12 +274,12 @@ def _clipping(config: Mapping[str, Any]) -> Callable[[list[Tensor]], Tensor | No
         )
     if kind == "value":
         return lambda parameters: nn.utils.clip_grad_value_(parameters, limit)
-    return lambda parameters: _clip_norm(parameters, limit, norm_type)
 
+    def clip_norm(parameters: list[Tensor]) -> Tensor:
+        # As clip_grad_norm_ of torch; ranks that hold shards exchange one number.
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
-def _clip_norm(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """As :func:`torch.nn.utils.clip_grad_norm_`; ranks that hold shards exchange one number."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return clip_norm

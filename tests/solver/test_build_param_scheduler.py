@@ -144,7 +144,7 @@ def test_several_optimizers_may_have_different_schedulers() -> None:
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a", "B"]])
 def test_the_names_must_be_those_of_the_optimizers(names: list[str]) -> None:
-    with pytest.raises(KeyError, match=r"the optimizers are \['a', 'b'\]"):
+    with pytest.raises(KeyError, match=r"and optimizers are \['a', 'b'\]"):
         build_param_scheduler({name: {"type": "LinearLR"} for name in names}, two(), RUN)
 
 

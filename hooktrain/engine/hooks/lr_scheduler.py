@@ -77,8 +77,7 @@ class LRScheduler(HookBase):
         named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
         self._schedulers, self._watched = {}, []
         self._recorded: list[tuple[str, dict[str, Any], str]] = []
-        self._each_iteration: list[Callable[[], None]] = []
-        self._each_epoch: list[Callable[[], None]] = []
+        self._steps: list[tuple[int, Callable[[], None]]] = []  # with their periods
         for name, given in named.items():
             optimizer = self._optimizer_of(name)
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
@@ -89,19 +88,19 @@ class LRScheduler(HookBase):
                     s = LRMultiplier(optimizer, s, trainer.max_iter, last_iter=trainer.iter - 1)
                 self._decide_when_to_step(s)
                 each.append(s)
-            momentum = any(getattr(s, "param_name", None) == "momentum" for s in each)
-            for key in ("lr", "momentum") if momentum else ("lr",):
-                self._recorded.append((f"{name}.{key}" if name else key, group, key))
+            prefix = f"{name}." if name else ""
+            self._recorded.append((f"{prefix}lr", group, "lr"))
+            if any(getattr(s, "param_name", None) == "momentum" for s in each):
+                self._recorded.append((f"{prefix}momentum", group, "momentum"))
         if self._loaded is not None:
-            # detectron2's is the state of the only one.
-            states = self._loaded.get("schedulers", {"": [self._loaded]})
-            load_scheduler_states(self._schedulers, states)
-            self._seen_iters = dict(self._loaded.get("seen_iters", {}))
-            self._loaded = None
+            state, self._loaded = self._loaded, None
+            # detectron2's is the state of the only scheduler.
+            load_scheduler_states(self._schedulers, state.get("schedulers", {"": [state]}))
+            self._seen_iters = dict(state.get("seen_iters", {}))
 
     def _optimizer_of(self, name: str) -> Any:
-        own: Any = self._optimizer or getattr(self.trainer, "optim_wrapper", None)
-        found = own or self.trainer.optimizer
+        wrapper = getattr(self.trainer, "optim_wrapper", None)
+        found: Any = self._optimizer or wrapper or self.trainer.optimizer
         # Several optimizers refuse to be without a name, and only one refuses to have a name.
         found = found[name] if name or isinstance(found, Mapping) else found
         return getattr(found, "optimizer", found)
@@ -113,26 +112,23 @@ class LRScheduler(HookBase):
             by_epoch = s.by_epoch and (metric is None or (s.begin, s.end) != (0, INF))
         else:
             by_epoch = self._by_epoch and not isinstance(s, LRMultiplier | ReduceLROnPlateau)
-        if by_epoch and not self._epoch_length:
+        period = self._epoch_length if by_epoch else 1
+        if not period:
             raise ValueError(f"{s!r} counts epochs: give epoch_length=, or make it by_epoch=False")
         if metric is not None:
             self._watched.append((metric, s))
         elif isinstance(s, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs metric=, the name of the metric to watch")
-        if by_epoch:
-            self._each_epoch.append(s.step)
-        elif metric is None:
-            self._each_iteration.append(s.step)
+        if by_epoch or metric is None:
+            self._steps.append((period, s.step))
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
         storage = self._storage
         for name, group, key in self._recorded:
             storage.put_scalar(name, group[key], smoothing_hint=False)
-        for step in self._each_iteration:
-            step()
-        if self._each_epoch and self.is_due(self._epoch_length or 0, at_end=None):
-            for step in self._each_epoch:
+        for period, step in self._steps:
+            if period == 1 or self.is_due(period, at_end=None):
                 step()
         for i, (metric, scheduler) in enumerate(self._watched):
             measured_at = storage.latest_iter(metric)
@@ -163,8 +159,8 @@ class LRScheduler(HookBase):
         """The schedulers' states, by the names of their optimizers."""
         if self._loaded is not None or not self._schedulers:
             return dict(self._loaded or {})
-        states = scheduler_states(self._schedulers)
-        return {"schedulers": states, "seen_iters": dict(self._seen_iters)}
+        seen = dict(self._seen_iters)
+        return {"schedulers": scheduler_states(self._schedulers), "seen_iters": seen}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state until training starts: only then a multiplier has its scheduler."""
