@@ -36,10 +36,10 @@ def shard_model(
 ) -> nn.Module:
     """Shard a model in place; the parameters become DTensors, so make the optimizer afterwards.
 
-    Every rank must hold the same values, or the model is on the meta device (see
-    :func:`init_deferred`). Call the model itself, not its ``forward``. If its step calls its
-    children instead, name each of these in ``wrap``. Buffers are not sharded, and the ranks do not
-    exchange them.
+    Initialise the process group first. Every rank must hold the same values, or the model is on
+    the meta device (see :func:`init_deferred`). Call the model itself, not its ``forward``. If its
+    step calls its children instead, name each of these in ``wrap``. Buffers are not sharded, and
+    the ranks do not exchange them.
 
     Args:
         model: the model.
@@ -59,9 +59,9 @@ def shard_model(
         The model.
 
     Raises:
-        ValueError: for a rule that matches nothing or that tears apart a shared parameter, or an
-            unknown option of ``mp_policy``.
-        TypeError: for a rule or policy of another kind.
+        ValueError: for a rule that matches nothing or that tears apart a shared parameter.
+        TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
+        AttributeError: for an unknown data type in ``mp_policy``.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

@@ -57,9 +57,10 @@ class FSDPStrategy(BaseStrategy):
         kwargs: see :class:`BaseStrategy`.
 
     Raises:
-        TypeError: for another kind of ``mp_policy``.
-        ValueError: for an unknown option or ``state_dict_cfg``; or in :meth:`wrap_model`, if the
-            rule does not fit.
+        TypeError: for an unknown option of ``mp_policy``.
+        AttributeError: for an unknown data type in it.
+        ValueError: for another ``state_dict_cfg``; or in :meth:`wrap_model`, if the rule does not
+            fit.
         RuntimeError: in :meth:`wrap_model`, without a process group.
     """
 
