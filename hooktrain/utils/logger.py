@@ -1,13 +1,13 @@
 """Logging to the terminal and to a file, and helpers that log less often than they are called."""
 
 import logging
+import math
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -90,7 +90,13 @@ def setup_logger(
         stdout.setFormatter(_ColorFormatter(name, abbreviated) if color else plain)
         logger.addHandler(stdout)
     if output is not None:
-        file = _FileHandler(_log_file(Path(output), distributed_rank), encoding="utf-8")
+        path = Path(output)
+        if path.suffix not in (".txt", ".log"):
+            path = path / "log.txt"
+        if distributed_rank > 0:
+            path = path.with_name(f"{path.name}.rank{distributed_rank}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _FileHandler(path, encoding="utf-8")
         file.setFormatter(plain)
         logger.addHandler(file)
     return logger
@@ -105,14 +111,6 @@ def close_logger(name: str = "hooktrain") -> None:
             handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
-
-
-def _log_file(output: Path, distributed_rank: int) -> Path:
-    file = output if output.suffix in (".txt", ".log") else output / "log.txt"
-    if distributed_rank > 0:
-        file = file.with_name(f"{file.name}.rank{distributed_rank}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file
 
 
 _first_n: Counter[object] = Counter()
@@ -133,24 +131,19 @@ def log_first_n(
     Args:
         lvl: the level, such as ``logging.INFO``.
         msg: the message.
-        n: how many times, at least 1.
+        n: how many times.
         name: of the logger; None is the caller's module.
         key: what is counted: calls from one line ("caller"), equal messages ("message"), or equal
             messages from one line (``("caller", "message")``).
     """
-    _check_count(n)
     parts = (key,) if isinstance(key, str) else tuple(key)
     if not parts or not set(parts) <= {"caller", "message"}:
         raise ValueError(f"key must be 'caller', 'message' or a tuple of them, got {key!r}")
-    frame = sys._getframe(1)
-    counted = (
-        lvl,
-        _call_site(frame) if "caller" in parts else None,
-        msg if "message" in parts else None,
-    )
+    site, logger = _caller(name)
+    counted = (lvl, "caller" in parts and site, "message" in parts and msg)
     _first_n[counted] += 1
     if _first_n[counted] <= n:
-        _logger_of(frame, name).log(lvl, msg, stacklevel=2)
+        logger.log(lvl, msg, stacklevel=2)
 
 
 def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
@@ -162,12 +155,10 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
         n: the period in calls, at least 1.
         name: of the logger; None is the caller's module.
     """
-    _check_count(n)
-    frame = sys._getframe(1)
-    site = (lvl, _call_site(frame))
-    _every_n[site] += 1
-    if (_every_n[site] - 1) % n == 0:
-        _logger_of(frame, name).log(lvl, msg, stacklevel=2)
+    site, logger = _caller(name)
+    _every_n[lvl, site] += 1
+    if (_every_n[lvl, site] - 1) % n == 0:
+        logger.log(lvl, msg, stacklevel=2)
 
 
 def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = None) -> None:
@@ -179,12 +170,11 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
         n: seconds.
         name: of the logger; None is the caller's module.
     """
-    frame = sys._getframe(1)
-    site = (lvl, _call_site(frame))
+    site, logger = _caller(name)
     now = time.monotonic()
-    if site not in _last_logged_at or now - _last_logged_at[site] >= n:
-        _last_logged_at[site] = now
-        _logger_of(frame, name).log(lvl, msg, stacklevel=2)
+    if now - _last_logged_at.get((lvl, site), -math.inf) >= n:
+        _last_logged_at[lvl, site] = now
+        logger.log(lvl, msg, stacklevel=2)
 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
@@ -199,16 +189,12 @@ def create_small_table(small_dict: Mapping[str, Any]) -> str:
     )
 
 
-def _check_count(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n!r}")
+def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
+    """The line that called a helper, and the logger of that name or of the line's module.
 
-
-def _call_site(frame: FrameType) -> tuple[str, int]:
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _logger_of(frame: FrameType, name: str | None) -> logging.Logger:
-    """The logger of that name, or of the frame's module; a script counts as the package."""
+    A script counts as the package.
+    """
+    frame = sys._getframe(2)
     module = str(frame.f_globals.get("__name__", "__main__")) if name is None else name
-    return logging.getLogger("hooktrain" if module == "__main__" else module)
+    logger = logging.getLogger("hooktrain" if module == "__main__" else module)
+    return (frame.f_code.co_filename, frame.f_lineno), logger

@@ -5,10 +5,9 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hooktrain.utils import comm
 from hooktrain.utils.events.storage import get_event_storage
@@ -35,8 +34,8 @@ class JSONWriter(EventWriter):
     back.
 
     What ``write()`` has written survives the process, however that ends; ``close()`` brings it to
-    the disk, which takes too long to do each time. The file is opened by the first ``write()``
-    that has something to write, also after ``close()``.
+    the disk, which takes too long to do each time. The file is made by the first ``write()`` that
+    has something to write.
 
     Args:
         json_file: the file; its folder is made if there is none.
@@ -46,7 +45,7 @@ class JSONWriter(EventWriter):
     def __init__(self, json_file: str | os.PathLike[str], window_size: int = 20) -> None:
         self._path = Path(json_file)
         self._unwritten = UnwrittenScalars(window_size)
-        self._file: IO[str] | None = None
+        self._unsynced = False
 
     def write(self) -> None:
         """Append what is new.
@@ -66,17 +65,8 @@ class JSONWriter(EventWriter):
                 raise ValueError("no metric may be named 'iteration': each line has that already")
             line = lines.setdefault(iteration, {"iteration": iteration})
             line[name] = value if math.isfinite(value) else _SPELLED[str(value)]
-        if self._file is None:
-            self._file = _open_to_append(self._path)
-        try:
-            self._file.write("".join(_ENCODER.encode(line) + "\n" for line in lines.values()))
-            self._file.flush()
-        except OSError:
-            # What is left in the file's buffer would be written once more by the next attempt.
-            file, self._file = self._file, None
-            with suppress(OSError):
-                file.close()
-            raise
+        _append(self._path, "".join(_ENCODER.encode(line) + "\n" for line in lines.values()))
+        self._unsynced = True
         for iteration, line in lines.items():
             self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)
 
@@ -108,12 +98,11 @@ class JSONWriter(EventWriter):
             self._unwritten.mark_written(line.keys() - {"iteration"}, line["iteration"])
 
     def close(self) -> None:
-        """Bring the file to the disk and close it."""
-        file, self._file = self._file, None
-        if file is not None:
-            with file:
-                file.flush()
+        """Bring the file to the disk."""
+        if self._unsynced:
+            with open(self._path, "ab") as file:
                 os.fsync(file.fileno())
+            self._unsynced = False
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -150,12 +139,11 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         logger.warning(message, path, len(broken), broken[0])
 
 
-def _open_to_append(path: Path) -> IO[str]:
+def _append(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - stays open between writes
-    if file.tell():
-        with open(path, "rb") as end:
-            end.seek(-1, os.SEEK_END)
-            if end.read() != b"\n":
-                file.write("\n")  # the last line is incomplete; do not spoil ours
-    return file
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                text = "\n" + text  # the last line is incomplete; do not spoil ours
+        file.write(text.encode())

@@ -138,9 +138,9 @@ def test_a_write_can_be_read_at_once_and_closing_brings_it_to_the_disk(
 def test_what_could_not_be_written_is_still_news_and_comes_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_real, full = json_writer._open_to_append, [Path("/dev/full")]
+    append, full = json_writer._append, [Path("/dev/full")]
     monkeypatch.setattr(
-        json_writer, "_open_to_append", lambda p: open_real(full.pop() if full else p)
+        json_writer, "_append", lambda path, text: append(full.pop() if full else path, text)
     )
     writer = JSONWriter(path)
     with EventStorage() as storage:
