@@ -331,12 +331,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             if "optimizer" in cfg:
                 raise ValueError("the configuration has both optimizer and optim_wrapper")
             return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
-        cfg.optimizer.params.model = model
-        try:
-            optimizer = instantiate(cfg.optimizer)
-        finally:
-            # The configuration stays plain data.
-            del cfg.optimizer.params["model"]
+        # A copy with the model in it: the configuration stays plain data.
+        params = {**cfg.optimizer.params, "model": model}
+        optimizer = instantiate({**cfg.optimizer, "params": params})
         train = cfg.train
         options = {"accumulative_counts": train.accumulative_counts, "clip_grad": train.clip_grad}
         if train.amp.enabled:

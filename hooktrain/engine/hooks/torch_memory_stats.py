@@ -32,7 +32,6 @@ class TorchMemoryStats(HookBase):
             )
         self._period = period
         self._max_runs = max_runs
-        self._runs = 0
 
     def before_train(self) -> None:
         """Start counting."""

@@ -24,7 +24,7 @@ class TorchProfiler(HookBase):
     Args:
         enable_predicate: called with the trainer before each step; true means to profile it.
         output_dir: the folder to write to.
-        activities: see the profiler; None takes the CPU, and CUDA if there is one.
+        activities: see the profiler; None takes the CPU, and the accelerator if there is one.
         save_tensorboard: which of the two formats to write.
     """
 
@@ -49,15 +49,12 @@ class TorchProfiler(HookBase):
             self._profiler.__enter__()
 
     def _make_profiler(self) -> Any:
-        activities, handler = self._activities, None
-        if activities is None:
-            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            activities = [ProfilerActivity.CPU, *cuda]
+        handler = None
         if self._save_tensorboard:
             folder = self._output_dir / "log" / f"profiler-tensorboard-iter{self.trainer.iter}"
             handler = tensorboard_trace_handler(str(folder), worker_name=f"worker{comm.get_rank()}")
         return profile(
-            activities=activities,
+            activities=self._activities,
             record_shapes=True,
             profile_memory=True,
             with_stack=True,
