@@ -268,9 +268,7 @@ class BaseStrategy(ABC):
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
-        if self.sync_bn is None:
-            return model
-        return convert_sync_batchnorm(model, self.sync_bn)
+        return model if self.sync_bn is None else convert_sync_batchnorm(model, self.sync_bn)
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """Bring a model to :attr:`device`, and give it the first rank's weights. A collective.
@@ -378,8 +376,7 @@ class BaseStrategy(ABC):
 
     def optim_state_dict(self) -> State:
         """The state of the optimizer and its wrapper."""
-        state: State = self.optim_wrapper.state_dict()
-        return state
+        return self.optim_wrapper.state_dict()
 
     def scheduler_state_dict(self) -> list[Any] | dict[str, list[Any]]:
         """The states of the schedulers; by name, where there are several optimizers.

@@ -17,13 +17,10 @@ from hooktrain.model.sharding import (
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy.base import BaseStrategy, ModelSource, State, wrappers_of
 from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.registry import STRATEGIES, did_you_mean, unwrap_model
+from hooktrain.utils.registry import STRATEGIES, unwrap_model
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-# MMEngine calls one file for each rank "local".
-_STATES = {"full": False, "sharded": True, "local": True}
 
 
 @STRATEGIES.register_module()
@@ -77,11 +74,8 @@ class FSDPStrategy(BaseStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if state_dict_cfg not in _STATES:
-            raise ValueError(
-                f"state_dict_cfg must be 'full' or 'sharded', but got {state_dict_cfg!r}"
-                f"{did_you_mean(state_dict_cfg, _STATES)}"
-            )
+        if state_dict_cfg not in ("full", "sharded", "local"):
+            raise ValueError(f"state_dict_cfg must be 'full' or 'sharded', got {state_dict_cfg!r}")
         self.sharding: dict[str, Any] = {
             "wrap": wrap,
             "mp_policy": build_mp_policy(mp_policy),
@@ -90,8 +84,8 @@ class FSDPStrategy(BaseStrategy):
             "reshard_after_forward": reshard_after_forward,
         }
         self.deferred_init = deferred_init
-        self.saves_shards = _STATES[state_dict_cfg]
-        self._names = WeakIdKeyDictionary()  # of the parameters as they were before
+        self.saves_shards = state_dict_cfg != "full"  # MMEngine says "local" for "sharded"
+        self._names: Any = WeakIdKeyDictionary()  # of the parameters as they were before
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -143,15 +137,14 @@ class FSDPStrategy(BaseStrategy):
         sharded = dict(self.model.named_parameters())
         for optimizer in (wrapper.optimizer for wrapper in wrappers_of(built)):
             for group in optimizer.param_groups:
-                if optimizer.state and any(p in self._names for p in group["params"]):
+                names = [self._names.get(p) for p in group["params"]]
+                if optimizer.state and any(names):
                     raise RuntimeError(
                         "the optimizer has made steps for the model as it was before it was "
                         "sharded: prepare the model first, or load the optimizer's state afterwards"
                     )
-                params = group["params"]
-                group["params"] = [
-                    sharded[self._names[p]] if p in self._names else p for p in params
-                ]
+                pairs = zip(names, group["params"], strict=True)
+                group["params"] = [sharded[name] if name else p for name, p in pairs]
         return built
 
     def model_state_dict(self) -> State:

@@ -1,8 +1,8 @@
 """Who am I among the processes of this run, and how do I talk to the others.
 
-Every function works without `torch.distributed` too: a single process is rank 0 of 1. Those called
-collective below must be called by every rank (of the group), in the same order; a rank that does
-not call makes the others wait until the process group's timeout.
+Every function works without ``torch.distributed`` too: a single process is rank 0 of 1. Those that
+are called collective below must be called by every rank (of the group), in the same order; a rank
+that does not call makes the others wait until the process group's timeout.
 """
 
 import os
@@ -40,7 +40,7 @@ def is_main_process() -> bool:
 def create_local_process_group(num_workers_per_machine: int) -> None:
     """Make one process group for each machine. Collective.
 
-    `launch()` has called this already. Calling it again replaces the groups.
+    ``launch()`` has called this already. Calling it again replaces the groups.
 
     Args:
         num_workers_per_machine: processes on each machine, the same number on all of them; a
@@ -52,23 +52,15 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     sizes = all_gather(num_workers_per_machine)
     if len(set(sizes)) > 1:
         raise ValueError(f"num_workers_per_machine must be the same on every rank, got {sizes}")
-    if num_workers_per_machine < 1 or get_world_size() % num_workers_per_machine:
-        raise ValueError(
-            f"num_workers_per_machine must divide the world size {get_world_size()}, "
-            f"got {num_workers_per_machine!r}"
-        )
-    for first in range(0, get_world_size(), num_workers_per_machine):
-        ranks = list(range(first, first + num_workers_per_machine))
-        group = dist.new_group(ranks)  # every rank takes part in making every group
-        if get_rank() in ranks:
-            _local_groups[_default_group()] = group
+    group, _ = dist.new_subgroups(num_workers_per_machine)  # type: ignore[no-untyped-call]
+    _local_groups[_default_group()] = group
 
 
 def get_local_process_group() -> ProcessGroup:
     """The group of the processes on this machine.
 
     Raises:
-        RuntimeError: there is none: neither `launch()` nor `create_local_process_group()` was
+        RuntimeError: there is none: neither ``launch()`` nor ``create_local_process_group()`` was
             called since the process group was initialised.
     """
     group = _local_group()
@@ -123,7 +115,7 @@ def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
         group: a process group with this rank in it; None is all ranks.
 
     Returns:
-        The objects in the order of ranks; `[data]` itself, not a copy, in a single process.
+        The objects in the order of ranks; ``[data]`` itself, not a copy, in a single process.
     """
     if get_world_size() == 1:
         return [data]
@@ -137,32 +129,29 @@ def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     """Bring every rank's picklable object to one rank. Collective within the group.
 
     Args:
-        data: as for `all_gather`.
-        dst: the rank that receives, numbered in the whole run also when `group` is given.
-        group: a process group with this rank and `dst` in it; None is all ranks.
+        data: as for ``all_gather``.
+        dst: the rank that receives, by its number in the whole run, also when ``group`` is given.
+        group: a process group with this rank and ``dst`` in it; None is all ranks.
 
     Returns:
-        On `dst` the objects in the order of ranks, an empty list elsewhere; `[data]` itself, not a
-        copy, in a single process.
+        On ``dst`` the objects in the order of ranks, an empty list elsewhere; ``[data]`` itself,
+        not a copy, in a single process.
     """
-    _check_rank("dst", dst)
     if get_world_size() == 1:
         return [data]
     group = _object_group() if group is None else group
-    size = _size_with_this_rank(group)
-    gathered: list[Any] = [None] * size if get_rank() == dst else []
+    gathered: list[Any] = [None] * _size_with_this_rank(group) if get_rank() == dst else []
     dist.gather_object(data, gathered or None, dst=dst, group=group)
     return gathered
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Give every rank the picklable object of rank `src`. Collective.
+    """Give every rank the picklable object of rank ``src``. Collective.
 
     Args:
-        obj: what to send; not looked at on other ranks than `src`.
+        obj: what to send; not looked at on other ranks than ``src``.
         src: the rank that sends.
     """
-    _check_rank("src", src)
     if get_world_size() == 1:
         return obj
     box = [obj]
@@ -177,10 +166,10 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
     Args:
         values: of the same shape on every rank.
-        op: another `torch.distributed.ReduceOp`, such as `MAX`.
+        op: another ``torch.distributed.ReduceOp``, such as ``MAX``.
 
     Returns:
-        `values`.
+        ``values``.
     """
     if get_world_size() > 1:
         dist.all_reduce(values, op, group=_object_group())
@@ -263,8 +252,3 @@ def _size_with_this_rank(group: ProcessGroup) -> int:
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {get_rank()} is not in the group that was given")
     return dist.get_world_size(group)
-
-
-def _check_rank(name: str, rank: int) -> None:
-    if not 0 <= rank < get_world_size():  # torch waits for it
-        raise ValueError(f"{name} must be a rank in [0, {get_world_size()}), got {rank!r}")

@@ -257,7 +257,7 @@ def test_a_model_that_was_evaluated_is_prepared_for_training(two: list[dict[str,
 
 
 def test_arguments_are_checked_before_anything_happens() -> None:
-    with pytest.raises(ValueError, match="but got 'shraded'; did you mean 'sharded'"):
+    with pytest.raises(ValueError, match="must be 'full' or 'sharded', got 'shraded'"):
         FSDPStrategy(state_dict_cfg="shraded")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
         FSDPStrategy(mp_policy={"dtype": "bfloat16"})

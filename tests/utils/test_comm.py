@@ -137,7 +137,7 @@ def test_gather_brings_them_to_one_rank_and_an_empty_list_to_the_others(
 
 
 def test_a_destination_that_is_no_rank_is_refused(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["gather on 4"] == "ValueError: dst must be a rank in [0, 4), got 4"
+    assert all(r["gather on 4"].endswith("invalid root rank: 4") for r in ranks)
 
 
 def test_collectives_keep_to_their_group(ranks: list[dict[str, Any]]) -> None:
@@ -220,8 +220,8 @@ def test_local_groups_that_do_not_fit_are_refused_on_every_rank(
 ) -> None:
     for r in local_ranks:
         assert r["sizes differ"].endswith("the same on every rank, got [4, 2, 2, 2]")
-        assert r["does not divide"].endswith("must divide the world size 4, got 3")
-        assert r["zero"].endswith("must divide the world size 4, got 0")
+        assert "world size (4) must be divisible by 'group_size=3'" in r["does not divide"]
+        assert "(0) must be positive" in r["zero"]
 
 
 def test_nothing_outlives_a_process_group_that_was_destroyed(tmp_path: Any) -> None:
@@ -255,13 +255,6 @@ def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     assert comm.any_rank(True)
     assert not comm.any_rank(False)
     comm.synchronize()
-
-
-def test_a_single_process_has_no_rank_1() -> None:
-    with pytest.raises(ValueError, match=r"dst must be a rank in \[0, 1\), got 1"):
-        comm.gather(0, dst=1)
-    with pytest.raises(ValueError, match=r"src must be a rank in \[0, 1\), got -1"):
-        comm.broadcast(0, src=-1)
 
 
 def test_a_single_process_reduces_to_detached_values() -> None:
