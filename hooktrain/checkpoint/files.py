@@ -16,7 +16,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.dtensor import is_sharded
-from hooktrain.utils.file_io import atomic_write, moved_aside
+from hooktrain.utils.file_io import moved_aside, replacing, sync_file
 
 _PLAIN_TYPES = frozenset(
     {bool, float, complex, str, bytes, bytearray, type(None)}
@@ -54,7 +54,8 @@ def save_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 def write_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state that :func:`check_storable` has accepted; see :func:`save_file`."""
-    with config.patch("save.compute_crc32", True), atomic_write(path) as file:  # type: ignore[attr-defined]
+    crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
+    with crc, replacing(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
@@ -62,6 +63,7 @@ def write_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        sync_file(file)
 
 
 def verify_file(path: str | os.PathLike[str]) -> None:

@@ -37,7 +37,7 @@ from hooktrain.checkpoint.files import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import is_sharded, map_leaves
-from hooktrain.utils.file_io import Replacement, atomic_write, raise_disk_full
+from hooktrain.utils.file_io import atomic_write, raise_disk_full, replacing
 
 STATE = "state.pth"
 _PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -89,7 +89,7 @@ def save_folder(
                     f"{target} is there and no sharded checkpoint (it has no {MANIFEST}): it is "
                     "not replaced. Remove it, or choose another name"
                 )
-            return stack.enter_context(Replacement(target))
+            return stack.enter_context(replacing(target))
 
         temporary = on_main_process(begin, group)
         saved = _save_tensors(tensors, temporary, group)

@@ -22,7 +22,8 @@ _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _TOKEN = secrets.token_hex(4)
 
 
-class Replacement:
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path. What is there when the block ends well takes the place of ``path``.
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
@@ -36,44 +37,33 @@ class Replacement:
         OSError: if something cannot be written. When the disk or a quota is full, the message has
             the path and the free space, whatever exception the writer made of it.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.target = Path(path).absolute()
-        end = f"{os.getpid()}-{_TOKEN}"
-        self.temporary = self.target.with_name(f".{self.target.name}.tmp-{end}")
-        self._aside = self.target.with_name(f".{self.target.name}.old-{end}")
-
-    def __enter__(self) -> Path:
-        return self.temporary
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if error is None:
-                if self.target.is_dir():
-                    os.rename(self.target, self._aside)
-                os.replace(self.temporary, self.target)
-                sync_folder(self.target.parent)
-                shutil.rmtree(self._aside, ignore_errors=True)
-        except BaseException as problem:
-            error = problem
-            raise
-        finally:
-            if error is not None:
-                self._undo(error)
-
-    def _undo(self, error: BaseException) -> None:
+    target = Path(path).absolute()
+    temporary, aside = _beside(target, "tmp"), _beside(target, "old")
+    try:
+        yield temporary
+        if target.is_dir():
+            os.rename(target, aside)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException as error:
         with suppress(OSError):  # the error says more, and what is left can be swept
-            if self._aside.exists() and not self.target.exists():
-                os.rename(self._aside, self.target)
-            _remove(self.temporary)
-        raise_disk_full(error, self.target)
+            if aside.exists() and not target.exists():
+                os.rename(aside, target)
+            _remove(temporary)
+        raise_disk_full(error, target)
+        raise
+
+
+def _beside(target: Path, kind: Literal["tmp", "old"]) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{os.getpid()}-{_TOKEN}")
 
 
 @contextmanager
 def atomic_write(
     path: str | os.PathLike[str], mode: Literal["wb", "w"] = "wb"
 ) -> Iterator[IO[Any]]:
-    """Replace a file by a new one, all at once and durably; see :class:`Replacement`.
+    """Replace a file by a new one, all at once and durably; see :func:`replacing`.
 
     Example:
         >>> with atomic_write("model.pth") as file:  # doctest: +SKIP
@@ -87,12 +77,17 @@ def atomic_write(
         The open temporary file.
     """
     with (
-        Replacement(path) as temporary,
+        replacing(path) as temporary,
         open(temporary, mode, encoding=None if mode == "wb" else "utf-8") as file,
     ):
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Put on the disk what was written to an open file."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def delete(path: str | os.PathLike[str]) -> None:
@@ -102,7 +97,7 @@ def delete(path: str | os.PathLike[str]) -> None:
         OSError: if it cannot be deleted. The rest of a folder is swept later.
     """
     if os.path.isdir(path):
-        temporary = Replacement(path).temporary
+        temporary = _beside(Path(path).absolute(), "tmp")
         os.rename(path, temporary)
         path = temporary
     _remove(path)
@@ -132,7 +127,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def moved_aside(name: str) -> str:
-    """The name that a folder had which :class:`Replacement` has moved aside; else ""."""
+    """The name that a folder had which :func:`replacing` has moved aside; else ""."""
     match = _TEMPORARY.fullmatch(name)
     return match["name"] if match and match["kind"] == "old" else ""
 

@@ -1,13 +1,9 @@
 """One run at a time in an output folder."""
 
+import fcntl
 import os
 from pathlib import Path
 from typing import IO
-
-try:
-    import fcntl
-except ImportError:  # Windows has none: two runs in one folder are not noticed there
-    fcntl = None  # type: ignore[assignment]
 
 # The open files whose locks this process holds, for as long as it lives.
 _held: dict[Path, IO[str]] = {}
@@ -27,7 +23,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
         OSError: if the folder cannot be written to.
     """
     path = Path(folder).resolve() / ".lock"
-    if fcntl is None or path in _held:
+    if path in _held:
         return
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
     try:

@@ -18,7 +18,7 @@ import torch
 
 import hooktrain
 from hooktrain.utils import file_io
-from hooktrain.utils.file_io import Replacement, atomic_write, delete, moved_aside, sweep
+from hooktrain.utils.file_io import atomic_write, delete, moved_aside, replacing, sweep
 
 
 def names(folder: Path) -> list[str]:
@@ -391,7 +391,7 @@ def folder_of(path: Path, content: str) -> Path:
 
 def test_a_folder_takes_the_place_of_another_which_is_removed(tmp_path: Path) -> None:
     folder_of(tmp_path / "a", "old")
-    with Replacement(tmp_path / "a") as temporary:
+    with replacing(tmp_path / "a") as temporary:
         folder_of(temporary, "new")
         assert (tmp_path / "a" / "file").read_text() == "old"
     assert names(tmp_path) == ["a"]
