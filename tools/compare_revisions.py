@@ -3,8 +3,8 @@
     python tools/compare_revisions.py main HEAD
 
 Each revision is checked out into a temporary worktree and trains there, in a process per
-configuration. Losses, weights and rows of metrics.json must be equal, but for times. A hook seeds
-all generators before each step, so that revisions that seed differently can be compared too.
+configuration. Losses, weights and rows of metrics.json must be equal, except for times. A hook
+seeds all generators before each step, so that revisions that seed differently can be compared too.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 One process:        python tools/train_net.py --config-file configs/digits_cnn.py
 Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
-Go on after a stop: add --resume; with nothing to resume it starts anew, so that one and the same
-                    command can be submitted again and again.
+Go on after a stop: add --resume; without a checkpoint it starts from the beginning, so the
+                    same command can be submitted again and again.
 """
 
 import argparse

@@ -289,7 +289,7 @@ class Checkpointer:
     ) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
-        Nothing is changed unless the file is intact and all that was asked for is in it.
+        Nothing is changed unless the file is intact and everything that was asked for is in it.
 
         Args:
             path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""

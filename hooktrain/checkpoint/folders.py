@@ -259,7 +259,7 @@ def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup 
 
 
 def _read_tensors(tensors: dict[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Do what dcp.load does, but for unpickling the metadata without restrictions."""
+    """Do what dcp.load does, except that the metadata is not unpickled without restrictions."""
     found = _read_metadata(Path(folder))
     if lacking := [name for name in tensors if name not in found.state_dict_metadata]:
         raise CorruptCheckpointError(f"{folder} lacks the tensors {lacking[:10]}")

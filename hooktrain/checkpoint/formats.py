@@ -1,4 +1,4 @@
-"""What a checkpoint is on the disk and what it holds, whichever library has written it."""
+"""What a checkpoint is on the disk and what it holds, from any library."""
 
 import errno
 import os

@@ -145,10 +145,10 @@ def _write_download(url: str, path: str) -> None:
         expected, received = response.headers["Content-Length"], file.tell()
         if expected is not None and received != int(expected):
             raise ConnectionError(f"received {received:,} of {int(expected):,} bytes")
-        told = _DIGEST.search(os.path.basename(path))
-        if told and not digest.hexdigest().startswith(told[1]):
+        named = _DIGEST.search(os.path.basename(path))
+        if named and not digest.hexdigest().startswith(named[1]):
             raise CorruptCheckpointError(
-                f"{url} is not what its name tells: the SHA-256 should begin with {told[1]}, and "
+                f"{url} is not what its name says: the SHA-256 should begin with {named[1]}, and "
                 f"is {digest.hexdigest()}"
             )
 

@@ -411,7 +411,7 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
     """The bits that a character of a text takes, if it is coded by a model's predictions.
 
     The sum over all predicted characters, divided by their number: how the text is cut into
-    batches and divided among ranks makes no difference but for rounding. Losses are computed and
+    batches and divided among ranks makes no difference except for rounding. Losses are computed and
     summed in float64 (float32 on Apple's devices, which have no other), and stay on the device of
     the outputs until the end, so a batch costs no host-device synchronisation.
 

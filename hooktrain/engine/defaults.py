@@ -186,7 +186,7 @@ def default_hooks(
 ) -> list[HookBase]:
     """The usual hooks in the order that makes resuming exact.
 
-    Evaluate, then write, then save: a checkpoint then holds all that happened up to it, and the
+    Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
     metric files are complete up to it. Last come those that end a run before its time. Put hooks of
     your own in with ``trainer.register_hooks(..., before=hooks.EvalHook)`` or the like.
 
@@ -455,8 +455,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """Continue the run in the output folder, or start from ``train.init_checkpoint``.
 
         Args:
-            resume: whether to continue. With no checkpoint there, the run starts anew, so the
-                same command can be submitted again and again.
+            resume: whether to continue. Without a checkpoint the run starts from the beginning, so
+                the same command can be submitted again and again.
         """
         self.checkpointer.resume_or_load(
             self.cfg.train.init_checkpoint,
@@ -467,7 +467,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     def train(  # type: ignore[override]
         self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
-        """Train up to ``train.max_iter``, unless told otherwise.
+        """Train up to ``train.max_iter``, or to ``max_iter`` if it is given.
 
         Returns:
             The results of the last evaluation.

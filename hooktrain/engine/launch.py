@@ -205,7 +205,7 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
 
 
 def _first_error(report: str) -> str | None:
-    """Tell the other ranks of an error; what the first rank told, unless that is this one."""
+    """Report an error to the other ranks; return that of a rank that failed before, if any."""
     try:
         # Not a collective: a request to the server of the store, which may have ended.
         store = dist.distributed_c10d._get_default_store()

@@ -131,7 +131,7 @@ def inference_on_dataset(
         evaluator = DatasetEvaluators(evaluator or ())
     evaluator.reset()
     progress = _Progress(length_hint(data_loader, -1), _accelerator(model))
-    # DDP's own forward may exchange buffers, and wait in vain for ranks that have fewer batches.
+    # DDP's own forward may exchange buffers, and would wait for ranks that have fewer batches.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forward = getattr(inner, step, inner)
     mode = inference_context(model) if isinstance(model, nn.Module) else nullcontext()

@@ -21,8 +21,8 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Counts and the sum of losses stay on the device of the outputs until the end, so a batch costs
     no host-device synchronisation. Losses are computed and summed in float64 (float32 on Apple's
-    devices, which have no other): how the data is cut into batches makes no difference but for
-    rounding.
+    devices, which have no other): how the data is cut into batches makes no difference except
+    for rounding.
 
     Args:
         class_names: one for each class, in the order of the logits.

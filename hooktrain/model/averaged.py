@@ -115,7 +115,7 @@ class BaseAveragedModel(nn.Module):
     def swap(self, model: nn.Module) -> Iterator[None]:
         """Put the averaged weights and buffers into the model, and its own back at the end.
 
-        They are written in place, so whoever else holds the tensors sees the same values. The
+        They are written in place, so everybody who holds the tensors sees the same values. The
         model's own come back bit for bit, even after an error, and the average stays as it is. This
         takes the memory of one more copy of the model.
 

@@ -91,7 +91,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 
     For models with several optimizers, such as GANs: DDP around the whole would wait in each
     backward pass for the gradients of the parts that it does not reach. The model's ``train_step``
-    calls its children, and thereby DDP; under :func:`torch.no_grad` where no backward pass through
+    calls its children, and so DDP; under :func:`torch.no_grad` where no backward pass through
     them follows, since DDP waits for one.
 
     Each child with trainable parameters is replaced, in the model, by a

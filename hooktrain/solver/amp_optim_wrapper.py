@@ -101,7 +101,7 @@ class AmpOptimWrapper(OptimWrapper):
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave; a state without a scaler leaves the scaler new."""
+        """Load what ``state_dict`` returned; without a scaler in it, the scaler stays as it is."""
         super().load_state_dict(state_dict)
         scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")  # MMEngine's name
         if scaler:

@@ -55,7 +55,7 @@ class GroupParamScheduler:
         end: the step after the last one of the range; from then on the value stays.
         last_step: the last finished step inside the range, of a run that goes on without a saved
             state. The groups then have their ``initial_<param_name>``. -1 starts a new run.
-        by_epoch: whether a step is an epoch, not an iteration. Who calls ``step`` looks at this.
+        by_epoch: whether a step is an epoch, not an iteration, for the caller of ``step``.
         verbose: log each change.
 
     Attributes:

@@ -19,7 +19,7 @@ from hooktrain.utils.dtensor import shard_like
 logger = logging.getLogger(__name__)
 
 ParamGroups = Sequence[Mapping[str, Any]]
-# By name: the number of a parameter's group, and the parameter or what stands for it when saved.
+# By name: the number of a parameter's group, and the parameter, or its state in a saved optimizer.
 Places = dict[str, tuple[int, Any]]
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay as built.

@@ -249,7 +249,7 @@ class OptimWrapper:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave; a torch optimizer's own state also loads.
+        """Load what ``state_dict`` returned, or the state of a torch optimizer.
 
         Parameters are matched by name; see :func:`~hooktrain.solver.load_optimizer_state`.
         """

@@ -90,7 +90,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave.
+        """Load what ``state_dict`` returned.
 
         Raises:
             ValueError: if the state has other names; nothing was loaded.

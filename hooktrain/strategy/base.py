@@ -101,7 +101,7 @@ class BaseStrategy(ABC):
         model: the model as it is to be called.
         optim_wrapper: the optimizer, or several.
         param_schedulers: the schedulers.
-        dispatch_kwargs: what :meth:`prepare` was told about the run.
+        dispatch_kwargs: what :meth:`prepare` got to know about the run.
         saves_shards: whether its checkpoints are folders of shards.
 
     Raises:
@@ -404,11 +404,11 @@ class BaseStrategy(ABC):
         load_model_state(model, state_dict, strict=strict, revise_keys=revise_keys)
 
     def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what :meth:`optim_state_dict` gave."""
+        """Load what :meth:`optim_state_dict` returned."""
         self.optim_wrapper.load_state_dict(state_dict)
 
     def load_scheduler_state_dict(self, state_dict: list[Any] | dict[str, list[Any]]) -> None:
-        """Take back what :meth:`scheduler_state_dict` gave.
+        """Load what :meth:`scheduler_state_dict` returned.
 
         Raises:
             ValueError: if it is of more or fewer schedulers, or of others by name.
@@ -636,7 +636,7 @@ class BaseStrategy(ABC):
 def broadcast_buffers(model: nn.Module) -> None:
     """Give all ranks the first one's buffers. A collective.
 
-    Ranks that do not exchange them while training have statistics of their own batches in them.
+    Where ranks do not exchange them while training, they hold statistics of one rank's batches.
     """
     _broadcast(model.buffers())
 

@@ -1,1 +1,1 @@
-"""Plumbing that every part of hooktrain stands on."""
+"""What every part of hooktrain uses: ranks, seeds, files, logs, metrics."""

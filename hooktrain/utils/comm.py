@@ -1,4 +1,4 @@
-"""Who am I among the processes of this run, and how do I talk to the others.
+"""The ranks of a run: which one this process is, and how it talks to the others.
 
 Every function works without ``torch.distributed`` too: a single process is rank 0 of 1. Those that
 are called collective below must be called by every rank (of the group), in the same order; a rank

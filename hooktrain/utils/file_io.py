@@ -28,14 +28,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
     is removed and ``path`` stays as it was. A folder in its place is moved aside first and removed
-    at last. If the process is killed between, :func:`sweep` puts it back.
+    afterwards. If the process is killed in between, :func:`sweep` puts it back.
 
     Args:
         path: a file or a folder, that may be there or not. Its parent must exist.
 
     Raises:
         OSError: if something cannot be written. When the disk or a quota is full, the message has
-            the path and the free space, whatever exception the writer made of it.
+            the path and the free space.
     """
     target = Path(path).absolute()
     temporary, aside = _beside(target, "tmp"), _beside(target, "old")

@@ -26,7 +26,7 @@ class _StdoutHandler(logging.StreamHandler[Any]):
 
 
 class _FileHandler(logging.FileHandler):
-    """A class of its own, to tell our files from those that others have attached."""
+    """A log file that we have attached, and not somebody else."""
 
 
 class _ColorFormatter(logging.Formatter):
@@ -66,11 +66,11 @@ def setup_logger(
     Args:
         output: a file if it ends in .txt or .log, else a folder that gets a log.txt; both are
             created if need be, and appended to if there already. None writes no file.
-        distributed_rank: ranks above 0 write to a file of their own, with ``.rank{N}`` added to its
-            name, and not to the terminal.
-        color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR are heeded).
+        distributed_rank: ranks above 0 write to another file, with ``.rank{N}`` added to its name,
+            and not to the terminal.
+        color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR decide).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: stands for ``name`` in coloured lines; None is "ht" for "hooktrain", and the
+        abbrev_name: replaces ``name`` in coloured lines; None is "ht" for "hooktrain", and the
             name itself for others.
         enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.

@@ -48,7 +48,7 @@ class Timer:
         self._resumed_at = None
 
     def is_paused(self) -> bool:
-        """Whether the timer stands still."""
+        """Whether the timer is paused."""
         return self._resumed_at is None
 
     def resume(self) -> None:

@@ -93,7 +93,7 @@ class BestCheckpointer(HookBase):
             self._checkpointer.wait()
 
     def _compare(self, iteration: int) -> None:
-        self._checkpointer.wait()  # so as to know whether the best so far was saved
+        self._checkpointer.wait()  # to know whether the best so far was saved
         latest = self.trainer.storage.latest().get(self._val_metric)
         if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.

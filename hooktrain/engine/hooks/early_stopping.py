@@ -71,7 +71,7 @@ class EarlyStopping(HookBase):
         return {"best": self._best, "waited": self._waited, "seen_iter": self._seen_iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Load what ``state_dict`` returned."""
         self._best = state_dict["best"]
         self._waited = state_dict["waited"]
         self._seen_iter = state_dict["seen_iter"]

@@ -89,5 +89,5 @@ class EMA(HookBase):
         return self.average.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave, also as whole tensors for a sharded model."""
+        """Load what ``state_dict`` returned; a sharded model takes whole tensors too."""
         load_full_state_dict(self.average, state_dict)

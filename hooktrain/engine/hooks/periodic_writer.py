@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class PeriodicWriter(HookBase):
     """Lets writers write every ``period`` iterations, at the last one, and at the end.
 
-    Register it after the hooks whose metrics it shall write, and before the checkpointer: then
+    Register it after the hooks whose metrics it writes, and before the checkpointer: then
     the files are complete up to each checkpoint, and a resumed run continues them seamlessly.
 
     A full disk is logged and does not end the run, unless it is still full at the end.

@@ -61,5 +61,5 @@ class PreciseBN(HookBase):
         return self._batches.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Load what ``state_dict`` returned."""
         self._batches.load_state_dict(state_dict, begun=False)

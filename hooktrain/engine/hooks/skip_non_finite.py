@@ -52,7 +52,7 @@ class SkipNonFinite(HookBase):
         self._buffers: set[str] = set()
 
     def before_train(self) -> None:
-        """Note which buffers can be checked: a mask, for one, may be infinite by right."""
+        """Note which buffers can be checked: some, such as masks, are meant to be infinite."""
         self._buffers = _finite_buffers(self.trainer.model)
 
     def before_step(self) -> None:
@@ -102,7 +102,7 @@ class SkipNonFinite(HookBase):
         return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Load what ``state_dict`` returned."""
         self._in_a_row = state_dict["in_a_row"]
 
 

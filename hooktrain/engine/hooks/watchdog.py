@@ -70,7 +70,7 @@ class Watchdog(HookBase):
         self._watched = threading.get_ident()
         self._store: Any = None
         if comm.get_world_size() > 1:
-            # A connection of its own: the main thread may hang in a request of the other one.
+            # A second connection: the main thread may hang in a request of the other one.
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
         self._end.clear()

@@ -23,7 +23,7 @@ def at_least_1(name: str, value: int) -> int:
 
 
 class HistoryBuffer:
-    """Keeps the last values of a metric, and the mean of all that it ever had.
+    """Keeps the last values of a metric, and the mean of all its values.
 
     Adding a value takes constant time, and reading a window touches only that window. A window
     shows a NaN as long as it lies inside. The global average is that of the finite values, so that

@@ -29,7 +29,7 @@ class JSONWriter(EventWriter):
     A line has ``iteration`` and the metrics that were put at it. Metrics whose hint says so are
     smoothed: the value is the median of the last iterations. Keys are sorted, and the lines of one
     ``write()`` are in increasing order of iteration. A metric that is put late, for an iteration
-    long written, gets a line of its own. JSON knows no NaN and infinities; they are written as the
+    long written, gets another line. JSON knows no NaN and infinities; they are written as the
     strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. :func:`load_json_metrics` reads it all
     back.
 
@@ -122,7 +122,7 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The valid lines, each as it stands in the file and as a dict."""
+    """The valid lines, each as the text in the file and as a dict."""
     broken = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):

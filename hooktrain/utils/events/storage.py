@@ -1,4 +1,4 @@
-"""Where the metrics of a run live, whoever puts them."""
+"""Where the metrics of a run live."""
 
 import logging
 from collections import deque
@@ -52,8 +52,8 @@ class EventStorage:
     """Collects the metrics of a run, by name and iteration.
 
     Putting costs nothing that can be measured. In particular it never waits for a device: a tensor
-    that lies there is copied there, and all that have come together are fetched in one transfer
-    when somebody reads, or when 4096 of one metric wait. So read once in a while, not at each
+    on a device is copied there, and all copies are fetched in one transfer when somebody reads, or
+    when 4096 of one metric wait. So read once in a while, not at each
     iteration.
 
     Example::
@@ -93,7 +93,7 @@ class EventStorage:
 
         Args:
             name: the metric; the current :meth:`name_scope` is put before it.
-            value: a number, or a tensor with one element, on whichever device.
+            value: a number, or a tensor with one element, on any device.
             smoothing_hint: whether writers should show the median of the last iterations (right
                 for a noisy loss) or the last value (right for a learning rate or an evaluation).
                 The same at each call for a metric.
@@ -240,7 +240,7 @@ class EventStorage:
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Put ``name/`` before the names of all that is put inside the block; blocks nest."""
+        """Put ``name/`` before the names of what is put inside the block; blocks nest."""
         outer = self._prefix
         self._prefix = f"{outer}{name.rstrip('/')}/"
         try:
