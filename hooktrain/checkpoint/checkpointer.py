@@ -193,7 +193,8 @@ class Checkpointer:
         if self.sharded:
             on_main_process(lambda: self._prepare(state))
         else:
-            state = full_tensors(state)
+            if dist.is_initialized():  # without a process group nothing is sharded
+                state = full_tensors(state)
             if not self.save_to_disk:
                 return
             self._prepare(state)
@@ -225,13 +226,12 @@ class Checkpointer:
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-            accelerated = torch.accelerator.is_available()
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=torch.cuda.is_available(),
                     use_shared_memory=False,
                     use_async_staging=False,
-                    use_non_blocking_copy=accelerated,
+                    use_non_blocking_copy=torch.accelerator.is_available(),
                 )
             )
         staged: State = self._stager.stage(state)  # host-device synchronisation: the copies arrive

@@ -49,8 +49,8 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
         verify_checkpoint(path)
         return _with_model(read_folder(path, map_location=map_location), path)
     if not os.path.exists(path):
-        folder, name = os.path.split(path)
-        near = did_you_mean(name, sorted(os.listdir(folder or "."))) if _is_dir(folder) else ""
+        folder, name = os.path.dirname(path) or ".", os.path.basename(path)
+        near = did_you_mean(name, sorted(os.listdir(folder))) if os.path.isdir(folder) else ""
         raise FileNotFoundError(errno.ENOENT, f"No such file{near}", path)
     return _with_model(load_file(path, map_location), path)
 
@@ -73,10 +73,6 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     states: list[State] = []
     on_all_ranks(lambda: states.append(read_checkpoint(path)))
     return states[0]
-
-
-def _is_dir(folder: str) -> bool:
-    return os.path.isdir(folder or ".")
 
 
 def _with_model(state: Any, path: str) -> State:

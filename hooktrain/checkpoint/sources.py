@@ -156,17 +156,8 @@ def _write_download(url: str, path: str) -> None:
 def _from_torchvision(address: str) -> str:
     """Download weights of torchvision: ``torchvision://<model>`` or ``...<model>.<weights>``."""
     name, _, version = address.removeprefix("torchvision://").partition(".")
-    try:
-        models = importlib.import_module("torchvision.models")
-    except ImportError as error:
-        raise ImportError(f"{address!r} needs torchvision: pip install torchvision") from error
-    weights = models.get_model_weights(name)
-    try:
-        url: str = weights[version.upper() or "DEFAULT"].url
-    except KeyError:
-        known = [f"{name}.{known.name.lower()}" for known in weights]
-        raise ValueError(f"torchvision has no {version!r} of {name!r}, only {known}") from None
-    return _download(url)
+    weights = importlib.import_module("torchvision.models").get_model_weights(name)
+    return _download(weights[version.upper() or "DEFAULT"].url)
 
 
 register_scheme(["http://", "https://"], _download)

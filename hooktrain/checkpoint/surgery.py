@@ -114,9 +114,9 @@ def load_model_state(
         loadable = take_prefix(loadable, "module")
     shapes = {name: tuple(v.shape) for name, v in loadable.items() if torch.is_tensor(v)}
     incorrect = [
-        (name, shapes[name], tuple(value.shape))
+        (name, shapes[name], shape)
         for name, value in in_model.items()
-        if name in shapes and _has_another_shape(value, shapes[name])
+        if name in shapes and (shape := _shape(value)) not in ("-", shapes[name])
     ]
     for name, _, _ in incorrect:
         del loadable[name]
@@ -149,10 +149,6 @@ def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
                 "it must be a tensor or a numpy array"
             )
     return state
-
-
-def _has_another_shape(value: Any, shape: Shape) -> bool:
-    return torch.is_tensor(value) and not is_lazy(value) and tuple(value.shape) != shape
 
 
 def _loaded_under_another_name(
@@ -236,18 +232,13 @@ def revise_names(
             pattern means any character.
 
     Raises:
-        ValueError: if one of them is no regular expression, or two names become the same.
+        re.error: if one of them is no regular expression.
+        ValueError: if two names become the same.
     """
 
     def rename(name: str) -> str:
         for pattern, replacement in revise_keys:
-            try:
-                name = re.sub(pattern, replacement, name)
-            except re.error as error:
-                raise ValueError(
-                    f"revise_keys: {(pattern, replacement)!r} is no pattern and replacement of "
-                    f"re.sub: {error}"
-                ) from error
+            name = re.sub(pattern, replacement, name)
         return name
 
     return _renamed(state, rename)
