@@ -32,7 +32,6 @@ from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
 
-_FIRST_ERROR = "hooktrain/first_error"
 # When a process has failed, the others have this long to end, and as long again after a SIGTERM.
 _GRACE_SECONDS = 4.0
 
@@ -209,7 +208,7 @@ def _first_error(report: str) -> str | None:
     try:
         # Not a collective: a request to the server of the store, which may have ended.
         store = dist.distributed_c10d._get_default_store()
-        first: str = store.compare_set(_FIRST_ERROR, "", report).decode()
+        first: str = store.compare_set("hooktrain/first_error", "", report).decode()
     except (RuntimeError, ValueError):  # a ValueError: the function has left the group itself
         return None
     return None if first == report else first
