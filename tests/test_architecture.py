@@ -121,6 +121,14 @@ def test_docs_architecture_names_every_file_of_the_package_with_its_floor() -> N
     assert sorted(named) == sorted(there)
 
 
+def test_docs_architecture_has_the_files_to_read_first_that_are_counted_in_this_order() -> None:
+    tool = (PACKAGE.parent / "tools" / "count_code.py").read_text("utf-8")
+    counted = re.findall(r'^    "(\w[\w/]*\.py)",$', tool, re.M)
+    text = ARCHITECTURE.read_text("utf-8")
+    assert re.findall(r"^\| `(\w[\w/]*\.py)` \| \d+ \| \S", text, re.M) == counted
+    assert len(counted) == 18
+
+
 def test_the_engine_is_imported_without_what_is_heavy_and_seldom_used() -> None:
     heavy = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.elastic"]
     code = f"import sys, hooktrain.engine; print([m for m in {heavy} if m in sys.modules])"
