@@ -92,13 +92,12 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value.detach(), mesh, placements).to(like.device)
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state of full tensors into a model, sharded or not. Collective.
 
     Args:
         model: changed in place.
         state: on every rank. It is not changed.
-        strict: whether the names must be the same.
 
     Raises:
         RuntimeError: if names or shapes differ, as :meth:`torch.nn.Module.load_state_dict` does.
@@ -106,5 +105,4 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
     ours = model.state_dict()
     # In the model's order, not that of the state, so that all ranks communicate in one order.
     sharded = {name: shard_like(state[name], ours[name]) for name in ours if name in state}
-    rest = {name: item for name, item in state.items() if name not in ours}
-    model.load_state_dict({**sharded, **rest}, strict=strict)
+    model.load_state_dict({**state, **sharded})
