@@ -1,20 +1,18 @@
 """Loaders of batches. The training stream continues exactly where a run stopped."""
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
 from hooktrain.utils import comm
-from hooktrain.utils.env import preserved_rng_state
+from hooktrain.utils.env import preserved_rng_state, seed_on_host
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
@@ -132,7 +130,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         with preserved_rng_state():
-            _seed_generators(mix(seed, _SAMPLER, epoch))
+            seed_on_host(mix(seed, _SAMPLER, epoch))
             indices = iter(sampler)
             first = next(indices, None)
         if first is None:
@@ -150,15 +148,8 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         position, index = key
-        _seed_generators(mix(self.seed, _SAMPLE, position))
+        seed_on_host(mix(self.seed, _SAMPLE, position))
         return self.dataset[index]
-
-
-def _seed_generators(seed: int) -> None:
-    # Of torch's, the CPU's generator only: torch.manual_seed visits every device.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
 
 
 def build_train_loader(

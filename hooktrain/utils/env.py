@@ -39,12 +39,24 @@ def seed_all_rng(seed: int | None = None) -> int:
     return seed
 
 
+def seed_on_host(seed: int) -> None:
+    """Seed the global generators of Python and numpy, and torch's of the CPU, at little cost.
+
+    ``torch.manual_seed`` visits every kind of device, which takes longer than a small step.
+
+    Args:
+        seed: from 0 to 2^63 - 1.
+    """
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    _random.Random.seed(_PYTHON, seed)  # random.seed() without a look at the seed's type
+    _PYTHON.gauss_next = None
+
+
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seed the global generators for one iteration of one rank.
 
-    What is random in a step is then a function of these three numbers. Each generator is seeded
-    by its own cheapest means: `torch.manual_seed` visits every kind of device, which takes longer
-    than a small step.
+    What is random in a step is then a function of these three numbers.
 
     Args:
         seed: of the run, any integer.
@@ -54,10 +66,7 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     mixed = seed * 0x9E3779B97F4A7C15 + iteration * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
     mixed &= 0x7FFFFFFFFFFFFFFF
     mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
-    torch.default_generator.manual_seed(mixed)
-    np.random.seed(mixed & 0xFFFFFFFF)
-    _random.Random.seed(_PYTHON, mixed)  # random.seed() without a look at the seed's type
-    _PYTHON.gauss_next = None
+    seed_on_host(mixed)
     if (device := _device_in_use()) is not None:
         torch.get_device_module(device).manual_seed(mixed)
 
