@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -378,8 +379,7 @@ class StepTrainer(ModelTrainer):
         self._broke_off = False
 
     def _wrappers(self) -> Mapping[str, OptimWrapper]:
-        wrapper = self.optim_wrapper
-        return wrapper if isinstance(wrapper, OptimWrapperDict) else {"": wrapper}
+        return wrappers_by_name(self.optim_wrapper)
 
     @property
     def can_save(self) -> bool:

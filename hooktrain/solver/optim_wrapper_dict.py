@@ -101,3 +101,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             )
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
+
+
+def wrappers_by_name(optim_wrapper: OptimWrapper | OptimWrapperDict) -> Mapping[str, OptimWrapper]:
+    """Several wrappers by their names; a single one by the name ``""``."""
+    return {"": optim_wrapper} if isinstance(optim_wrapper, OptimWrapper) else optim_wrapper

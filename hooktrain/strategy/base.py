@@ -23,6 +23,7 @@ from hooktrain.solver import (
     build_param_scheduler,
 )
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.environment import (
     Environment,
     Launcher,
@@ -140,7 +141,7 @@ class BaseStrategy(ABC):
         self._log_kwargs = log_kwargs
         self._auto_scale_lr = dict(auto_scale_lr or {})
         self._wanted_device = device
-        self._made_group = False
+        self._made_group = self._compiled = False
 
     if not TYPE_CHECKING:  # so that type checkers know of no other attributes
 
@@ -223,7 +224,9 @@ class BaseStrategy(ABC):
             self.model = self.wrap_model(built)
         elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(self.model):
             raise ValueError("this strategy has prepared another model: make one strategy for each")
-        self.model = self.compile_model(self.model, compile)
+        if compile is not False and not self._compiled:
+            self.model = self.compile_model(self.model, compile)
+            self._compiled = True
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
             self.optim_wrapper.name_parameters(self.model)
@@ -330,7 +333,7 @@ class BaseStrategy(ABC):
             )
         ratio = self.world_size * of_a_rank / base
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
-        for wrapper in wrappers_of(self.optim_wrapper):
+        for wrapper in wrappers_by_name(self.optim_wrapper).values():
             for group in wrapper.param_groups:  # with base_param_settings
                 if "initial_lr" in group:
                     raise RuntimeError(
@@ -342,7 +345,7 @@ class BaseStrategy(ABC):
     def _count_passes(self, done: int = 0) -> None:
         """Say how long the run is, so that the last window of accumulation is shorter."""
         max_iters = self.dispatch_kwargs.get("max_iters")
-        for wrapper in wrappers_of(self.optim_wrapper):
+        for wrapper in wrappers_by_name(self.optim_wrapper).values():
             if wrapper.accumulative_counts > 1 and max_iters is not None:
                 count = wrapper.inner_count or done
                 wrapper.initialize_count_status(self.model, count, max(count, max_iters))
@@ -647,10 +650,3 @@ def _broadcast(given: Iterable[Tensor]) -> None:
         # What DistributedDataParallel uses for the same purpose; torch has no public name for it.
         group = dist.distributed_c10d._get_default_group()
         dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)  # type: ignore[attr-defined]
-
-
-def wrappers_of(optim_wrapper: OptimWrapper | OptimWrapperDict) -> list[OptimWrapper]:
-    """The wrapper, or each of several."""
-    if isinstance(optim_wrapper, OptimWrapperDict):
-        return list(optim_wrapper.values())
-    return [optim_wrapper]

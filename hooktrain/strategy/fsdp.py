@@ -15,7 +15,8 @@ from hooktrain.model.sharding import (
     shard_model,
 )
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.strategy.base import BaseStrategy, ModelSource, State, wrappers_of
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.strategy.base import BaseStrategy, ModelSource, State
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.registry import STRATEGIES, unwrap_model
 
@@ -135,7 +136,7 @@ class FSDPStrategy(BaseStrategy):
         """
         built = super().build_optim_wrapper(optim_wrapper, model)
         sharded = dict(self.model.named_parameters())
-        for optimizer in (wrapper.optimizer for wrapper in wrappers_of(built)):
+        for optimizer in (w.optimizer for w in wrappers_by_name(built).values()):
             for group in optimizer.param_groups:
                 names = [self._names.get(p) for p in group["params"]]
                 if optimizer.state and any(names):

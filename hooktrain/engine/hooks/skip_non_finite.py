@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.solver import OptimWrapperDict
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import is_sharded, local_tensor
 
@@ -58,9 +58,8 @@ class SkipNonFinite(HookBase):
     def before_step(self) -> None:
         """Nothing is skipped in this iteration yet; whether it will be, may be known later only."""
         self._skipping = False
-        wrapper = self.trainer.optim_wrapper
-        wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-        if not all(each.should_sync() for each in wrappers):
+        wrappers = wrappers_by_name(self.trainer.optim_wrapper).values()
+        if not all(wrapper.should_sync() for wrapper in wrappers):
             self.trainer.tolerate_losses()
 
     def after_backward(self) -> None:
