@@ -1,13 +1,13 @@
 """Mixed precision: autocast on the way forward, a gradient scaler on the way back."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.optim_wrapper import NOTHING, OptimWrapper
 
 
 class AmpOptimWrapper(OptimWrapper):
@@ -56,11 +56,12 @@ class AmpOptimWrapper(OptimWrapper):
         self.grad_scaler = _build_scaler(loss_scale, self.device_type, chosen == torch.float16)
         self._unscaled = False
 
-    @contextlib.contextmanager
-    def optim_context(self, model: nn.Module) -> Iterator[None]:
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """That of :class:`OptimWrapper`, and autocast to the lower precision."""
-        with super().optim_context(model), torch.autocast(self.device_type, self.dtype):
-            yield
+        exchange = super().optim_context(model)
+        precision = torch.autocast(self.device_type, self.dtype)
+        # Nearly all steps need autocast alone, which is entered without a generator around it.
+        return precision if exchange is NOTHING else _both(exchange, precision)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss."""
@@ -106,6 +107,12 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")  # MMEngine's name
         if scaler:
             self.grad_scaler.load_state_dict(scaler)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _device_type(parameter: Tensor) -> str:
