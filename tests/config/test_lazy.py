@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from config_toys import write
 
 from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, resolve
 
@@ -177,15 +178,6 @@ def test_a_part_that_two_keys_refer_to_is_built_for_each() -> None:
 
 
 # LazyConfig.load
-
-
-def write(folder: Path, **files: str) -> Path:
-    """Write config files; two underscores in a name are a folder. Gives the folder."""
-    for name, text in files.items():
-        path = folder / f"{name.replace('__', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return folder
 
 
 def test_a_config_is_the_public_dicts_and_lists_of_a_file(tmp_path: Path) -> None:

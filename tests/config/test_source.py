@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from config_toys import write
 from hypothesis import given, settings, strategies as st
 
 from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, resolve
@@ -29,15 +30,6 @@ class Backbone(torch.nn.Module):
     @classmethod
     def small(cls) -> "Backbone":
         return cls(2)
-
-
-def write(folder: Path, **files: str) -> Path:
-    """Write config files; two underscores in a name are a folder. Gives the folder."""
-    for name, text in files.items():
-        path = folder / f"{name.replace('__', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return folder
 
 
 def round_trip(cfg: ConfigDict, file: Path) -> ConfigDict:

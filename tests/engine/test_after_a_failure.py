@@ -11,7 +11,7 @@ from trainer_toys import Net, StopOnce, batches, make, sgd
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine import AMPTrainer, HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -99,11 +99,12 @@ def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
     assert values == [(0.5, 3), (0.75, 6)]
 
 
-def test_a_run_interrupted_inside_a_step_goes_on_with_that_step() -> None:
+@pytest.mark.parametrize("kind", [SimpleTrainer, AMPTrainer])
+def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(kind: type[SimpleTrainer]) -> None:
     def trained(*hooks: HookBase) -> SimpleTrainer:
         model = Net()
         model.dropout.p = 0.0
-        trainer = SimpleTrainer(model, [batches(1)[0]], sgd(model))
+        trainer = kind(model, [batches(1)[0]], sgd(model))
         trainer.register_hooks(hooks)
         return trainer
 
