@@ -147,6 +147,17 @@ def test_nothing_of_the_caller_is_changed() -> None:
     assert (arguments, constructor) == before
 
 
+def test_a_model_that_is_prepared_again_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, calls = strategy(), []
+    monkeypatch.setattr(made, "compile_model", lambda model, how: calls.append(how) or model)
+    model = made.prepare(Regression())
+    for how in (True, {"target": "train_step"}):
+        made.prepare(model, compile=how)
+    assert calls == [True]
+
+
 @pytest.mark.parametrize("target", ["forward", "train_step"])
 def test_the_method_asked_for_is_compiled_each_time(
     target: str, monkeypatch: pytest.MonkeyPatch
