@@ -19,6 +19,8 @@ from hooktrain.utils.dtensor import full_tensor, full_tensors, is_sharded, local
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+Precision: TypeAlias = "MixedPrecisionPolicy | Mapping[str, Any] | None"
+"""A policy of mixed precision, or its arguments, in which data types may be names."""
 WrapRule: TypeAlias = Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 """Which modules of a model: those of some classes, given as classes or by their bare names, or
 those for which ``rule(name, module)``."""
@@ -28,7 +30,7 @@ def shard_model(
     model: nn.Module,
     *,
     wrap: WrapRule = (),
-    mp_policy: "MixedPrecisionPolicy | Mapping[str, Any] | None" = None,
+    mp_policy: Precision = None,
     offload: bool = False,
     activation_checkpointing: bool | WrapRule = False,
     reshard_after_forward: bool = True,
@@ -116,9 +118,7 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
     return chosen
 
 
-def build_mp_policy(
-    policy: "MixedPrecisionPolicy | Mapping[str, Any] | None",
-) -> "MixedPrecisionPolicy":
+def build_mp_policy(policy: Precision) -> "MixedPrecisionPolicy":
     """A policy of mixed precision; None computes in the precision of the parameters.
 
     Args:

@@ -5,34 +5,22 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hooktrain import __version__
+from hooktrain import __version__, solver
 from hooktrain.checkpoint import Checkpointer, load_model_state
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.config import instantiate
-from hooktrain.model import convert_sync_batchnorm
-from hooktrain.solver import (
-    OptimWrapper,
-    OptimWrapperDict,
-    build_optim_wrapper,
-    build_param_scheduler,
-)
-from hooktrain.solver.build import load_scheduler_states, scheduler_states
+from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_states
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.strategy.environment import (
-    Environment,
-    Launcher,
-    choose_device,
-    infer_launcher,
-    join_processes,
-    leave_processes,
-    set_random_seed,
-)
+from hooktrain.strategy import environment
+from hooktrain.strategy.environment import Environment, Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
 from hooktrain.utils.env import seed_step
@@ -40,7 +28,9 @@ from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registry import MODELS, unwrap_model
 
 State = dict[str, Any]
+Callback: TypeAlias = Callable[[State], Any] | None
 Path = str | os.PathLike[str]
+Renames: TypeAlias = Sequence[tuple[str, str]]
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 """A model, its configuration, or a function that makes it."""
 
@@ -107,7 +97,6 @@ class BaseStrategy(ABC):
 
     Raises:
         TypeError: for an unknown name in ``env_kwargs``.
-        ValueError: for another ``sync_bn``.
     """
 
     launcher: Launcher
@@ -116,7 +105,7 @@ class BaseStrategy(ABC):
     seed: int
     model: nn.Module
     optim_wrapper: OptimWrapper | OptimWrapperDict
-    param_schedulers: list[Any] | dict[str, list[Any]]
+    param_schedulers: Schedulers
     saves_shards = False
 
     def __init__(
@@ -130,8 +119,6 @@ class BaseStrategy(ABC):
         sync_bn: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        if sync_bn not in (None, "torch"):
-            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.work_dir = os.path.abspath(work_dir)
         self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn
@@ -143,13 +130,6 @@ class BaseStrategy(ABC):
         self._wanted_device = device
         self._made_group = self._compiled = False
 
-    if not TYPE_CHECKING:  # so that type checkers know of no other attributes
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"{type(self).__name__} has no {name!r}: if setup() or prepare() makes it, call it"
-            )
-
     def setup(self) -> None:
         """Join the other processes, choose the device, seed; log to a file if that is asked for.
 
@@ -158,12 +138,14 @@ class BaseStrategy(ABC):
         """
         if hasattr(self, "seed"):
             return
-        self.launcher = self.environment.launcher or infer_launcher()
+        self.launcher = self.environment.launcher or environment.infer_launcher()
         self._setup_distributed()
-        self.device = choose_device(self._wanted_device)
+        self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
         self.environment.apply()
-        self.seed = set_random_seed(self.environment.seed, self.environment.diff_rank_seed)
+        self.seed = environment.set_random_seed(
+            self.environment.seed, self.environment.diff_rank_seed
+        )
         if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
 
@@ -173,7 +155,7 @@ class BaseStrategy(ABC):
             return
         env, on_cpu = self.environment, str(self._wanted_device) == "cpu"
         backend = env.backend or ("gloo" if on_cpu else None)
-        join_processes(self.launcher, backend, env.timeout, env.port)
+        environment.join_processes(self.launcher, backend, env.timeout, env.port)
         self._made_group = True
 
     def teardown(self) -> None:
@@ -182,7 +164,7 @@ class BaseStrategy(ABC):
         A model in DistributedDataParallel holds the process group too: let go of it first.
         """
         if self._made_group:
-            leave_processes()
+            environment.leave_processes()
         self._made_group = False
 
     def prepare(
@@ -270,8 +252,14 @@ class BaseStrategy(ABC):
         """
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
-        return model if self.sync_bn is None else convert_sync_batchnorm(model, self.sync_bn)
+        """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it.
+
+        With one process it is the other way round: each :class:`torch.nn.SyncBatchNorm` becomes a
+        :class:`~hooktrain.model.BatchNormXd`, which runs on the CPU too.
+        """
+        if self.world_size == 1:
+            return revert_sync_batchnorm(model)
+        return convert_sync_batchnorm(model, self.sync_bn) if self.sync_bn else model
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """Bring a model to :attr:`device`, and give it the first rank's weights. A collective.
@@ -318,7 +306,7 @@ class BaseStrategy(ABC):
             optim_wrapper: a wrapper, a torch optimizer, or a configuration of one or several.
             model: the model, which a configuration needs.
         """
-        return build_optim_wrapper(model, optim_wrapper)
+        return solver.build_optim_wrapper(model, optim_wrapper)
 
     def _scale_lr(self) -> None:
         """Multiply learning rates by the batch of all ranks over the one they are meant for."""
@@ -355,7 +343,7 @@ class BaseStrategy(ABC):
         scheduler: Any,
         optim_wrapper: OptimWrapper | OptimWrapperDict,
         default_args: Mapping[str, Any] | None = None,
-    ) -> list[Any] | dict[str, list[Any]]:
+    ) -> Schedulers:
         """The schedulers, from configurations; see :func:`hooktrain.solver.build_param_scheduler`.
 
         Args:
@@ -365,9 +353,9 @@ class BaseStrategy(ABC):
                 :attr:`dispatch_kwargs`.
         """
         if default_args is None:
-            known, names = self.dispatch_kwargs, ("epoch_length", "max_epochs", "max_iters")
-            default_args = {name: known[name] for name in names if name in known}
-        return build_param_scheduler(scheduler, optim_wrapper, default_args)
+            names = ("epoch_length", "max_epochs", "max_iters")
+            default_args = {name: self.dispatch_kwargs.get(name) for name in names}
+        return solver.build_param_scheduler(scheduler, optim_wrapper, default_args)
 
     def model_state_dict(self) -> State:
         """The tensors of the model on the CPU, by the names of the model without its wrapper."""
@@ -381,20 +369,16 @@ class BaseStrategy(ABC):
         """The state of the optimizer and its wrapper."""
         return self.optim_wrapper.state_dict()
 
-    def scheduler_state_dict(self) -> list[Any] | dict[str, list[Any]]:
+    def scheduler_state_dict(self) -> Schedulers:
         """The states of the schedulers; by name, where there are several optimizers.
 
         A pure function of progress has none, which is an empty dict.
         """
-        states: list[Any] | dict[str, list[Any]] = scheduler_states(self.param_schedulers)
+        states: Schedulers = scheduler_states(self.param_schedulers)
         return states
 
     def load_model_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        *,
-        strict: bool = False,
-        revise_keys: Sequence[tuple[str, str]] = (),
+        self, state_dict: Mapping[str, Any], *, strict: bool = False, revise_keys: Renames = ()
     ) -> None:
         """Load what fits, and report what does not.
 
@@ -410,7 +394,7 @@ class BaseStrategy(ABC):
         """Load what :meth:`optim_state_dict` returned."""
         self.optim_wrapper.load_state_dict(state_dict)
 
-    def load_scheduler_state_dict(self, state_dict: list[Any] | dict[str, list[Any]]) -> None:
+    def load_scheduler_state_dict(self, state_dict: Schedulers) -> None:
         """Load what :meth:`scheduler_state_dict` returned.
 
         Raises:
@@ -425,7 +409,7 @@ class BaseStrategy(ABC):
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         extra_ckpt: Mapping[str, Any] | None = None,
-        callback: Callable[[State], Any] | None = None,
+        callback: Callback = None,
         tag: bool = True,
     ) -> None:
         """Write a checkpoint. For all ranks to call; when it returns, all can read it.
@@ -466,8 +450,8 @@ class BaseStrategy(ABC):
         filename: Path,
         *,
         strict: bool = False,
-        revise_keys: Sequence[tuple[str, str]] = (),
-        callback: Callable[[State], Any] | None = None,
+        revise_keys: Renames = (),
+        callback: Callback = None,
     ) -> State:
         """Load the model, and nothing else, from a file or folder. A collective.
 
@@ -497,7 +481,7 @@ class BaseStrategy(ABC):
         *,
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
-        callback: Callable[[State], Any] | None = None,
+        callback: Callback = None,
     ) -> State | None:
         """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
 
@@ -519,19 +503,21 @@ class BaseStrategy(ABC):
             FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
         """
         checkpointer = self._checkpointer(self.work_dir)
-        if filename is None:
-            filename, state = checkpointer.read_newest() or (self.work_dir, None)
-            if state is None:
-                self.logger.info("No checkpoint in %s to resume from: a new run begins", filename)
-                return None
-        else:
+        if filename is not None:
             state = checkpointer.read(filename)
+        elif newest := checkpointer.read_newest():
+            filename, state = newest
+        else:
+            self.logger.info("No checkpoint in %s to resume from: a new run begins", self.work_dir)
+            return None
         if callback is not None:
             callback(state)
-        with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
-        with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
-        wanted = ["optimizer"] * with_optimizer + ["param_schedulers"] * with_schedulers
-        if lacking := [part for part in wanted if part not in state]:
+        parts: dict[str, Callable[[Any], None]] = {}
+        if resume_optimizer and hasattr(self, "optim_wrapper"):
+            parts["optimizer"] = self.load_optim_state_dict
+        if resume_param_scheduler and hasattr(self, "param_schedulers"):
+            parts["param_schedulers"] = self.load_scheduler_state_dict
+        if lacking := [part for part in parts if part not in state]:
             raise ValueError(
                 f"{filename} cannot be resumed in full: it has no {lacking}, only {sorted(state)}. "
                 "Give resume_optimizer=False or resume_param_scheduler=False to begin with a new "
@@ -539,12 +525,11 @@ class BaseStrategy(ABC):
             )
         self.logger.info("Resuming from %s", filename)
         self.load_model_state_dict(state.pop("model"))
+        for part, load in parts.items():
+            load(state.pop(part))
         meta = state.get("meta") or {}
-        if with_optimizer:
-            self.load_optim_state_dict(state.pop("optimizer"))
+        if "optimizer" in parts:
             self._count_passes(meta.get("iter", 0))
-        if with_schedulers:
-            self.load_scheduler_state_dict(state.pop("param_schedulers"))
         if self.environment.seed not in (None, seed := meta.get("seed", self.seed)):
             self.logger.warning("The seed is %d, that of the checkpoint", seed)
         self.seed = seed
@@ -606,7 +591,7 @@ class BaseStrategy(ABC):
     @property
     def distributed(self) -> bool:
         """Whether there is a process group."""
-        return dist.is_available() and dist.is_initialized()
+        return dist.is_initialized()
 
     def build_logger(
         self, log_level: int | str = "INFO", log_file: Path | None = None

@@ -33,7 +33,7 @@ def build_strategy(
 
     Raises:
         KeyError: for an unknown name.
-        TypeError: for something else, or for arguments that it does not take.
+        TypeError: for arguments that it does not take.
     """
     if isinstance(strategy, BaseStrategy):
         return strategy
@@ -48,7 +48,5 @@ def build_strategy(
     chosen = STRATEGIES.find(config["type"])
     if isinstance(chosen, type) and issubclass(chosen, DDPStrategy):
         config = {**(ddp or {}), **config}
-    built = STRATEGIES.build(config)
-    if not isinstance(built, BaseStrategy):
-        raise TypeError(f"strategy {strategy!r} gave {built!r}, which is no strategy")
+    built: BaseStrategy = STRATEGIES.build(config)
     return built

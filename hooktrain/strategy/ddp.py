@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooktrain.model import BaseModel, is_model_wrapper, revert_sync_batchnorm
+from hooktrain.model import BaseModel, is_model_wrapper
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.utils.registry import MODEL_WRAPPERS, STRATEGIES
 
@@ -88,9 +88,9 @@ class DDPStrategy(BaseStrategy):
         """Bring the model to its device and wrap it."""
         if is_model_wrapper(model):
             return model
-        if not self.distributed:
-            return self.place_model(revert_sync_batchnorm(model))
         model = self.place_model(self.convert_model(model))
+        if not self.distributed:
+            return model
         given = self.model_wrapper
         options = dict(given) if isinstance(given, Mapping) else {"type": given}
         options = {"broadcast_buffers": False, **options}

@@ -160,16 +160,14 @@ def join_processes(
     meeting = dist.rendezvous(place.url, place.rank, place.world_size, timeout=timeout)  # type: ignore[attr-defined]
     store, *_ = next(meeting)
     store.set_timeout(timeout)
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.world_size == place.local_world_size:
         # torchrun's store survives a restart, with the addresses of the dead ranks in it. Each of
         # several machines has its own count of restarts, so the count does not help there.
         store = dist.PrefixStore(f"attempt{restart_count()}", store)  # type: ignore[attr-defined]
-    elif os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):
+    elif is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         logger.warning(
-            "Restarted processes of several machines often do not find each other, since torchrun "
-            "lets them meet where the dead ones have met. For a new place at each restart set "
+            "Processes that torchrun restarts will find the addresses of the dead ones. Set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
         )
     dist.init_process_group(
@@ -196,7 +194,7 @@ def leave_processes() -> None:
 
     A model in DistributedDataParallel holds the group too: let go of the model first.
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         gc.collect()  # models that only cycles hold
         dist.destroy_process_group()
 

@@ -1,13 +1,13 @@
 """The model, its gradients and the optimizer's state sharded over the processes (FSDP2)."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hooktrain.model.sharding import (
+    Precision,
     WrapRule,
     build_mp_policy,
     full_state_dict,
@@ -19,9 +19,6 @@ from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.base import BaseStrategy, ModelSource, State
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.registry import STRATEGIES, unwrap_model
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @STRATEGIES.register_module()
@@ -66,7 +63,7 @@ class FSDPStrategy(BaseStrategy):
         self,
         *,
         wrap: WrapRule = (),
-        mp_policy: "MixedPrecisionPolicy | Mapping[str, Any] | None" = None,
+        mp_policy: Precision = None,
         offload: bool = False,
         activation_checkpointing: bool | WrapRule = False,
         reshard_after_forward: bool = True,
@@ -86,7 +83,7 @@ class FSDPStrategy(BaseStrategy):
         }
         self.deferred_init = deferred_init
         self.saves_shards = state_dict_cfg != "full"  # MMEngine says "local" for "sharded"
-        self._names: Any = WeakIdKeyDictionary()  # of the parameters as they were before
+        self._shards: Any = WeakIdKeyDictionary()  # by the parameters as they were before
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -116,7 +113,7 @@ class FSDPStrategy(BaseStrategy):
         deferred = _on_meta(model)
         if not deferred:
             model = self.place_model(model)
-        self._names.update((parameter, name) for name, parameter in model.named_parameters())
+        whole = dict(model.named_parameters())
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         shard_model(model, mesh=mesh, **self.sharding)
         if deferred:
@@ -124,6 +121,7 @@ class FSDPStrategy(BaseStrategy):
             for module in model.modules():  # they are not offloaded
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        self._shards.update((whole[name], shard) for name, shard in model.named_parameters())
         return model
 
     def build_optim_wrapper(
@@ -135,17 +133,14 @@ class FSDPStrategy(BaseStrategy):
             RuntimeError: if that one has made steps.
         """
         built = super().build_optim_wrapper(optim_wrapper, model)
-        sharded = dict(self.model.named_parameters())
         for optimizer in (w.optimizer for w in wrappers_by_name(built).values()):
             for group in optimizer.param_groups:
-                names = [self._names.get(p) for p in group["params"]]
-                if optimizer.state and any(names):
+                if optimizer.state and any(p in self._shards for p in group["params"]):
                     raise RuntimeError(
                         "the optimizer has made steps for the model as it was before it was "
                         "sharded: prepare the model first, or load the optimizer's state afterwards"
                     )
-                pairs = zip(names, group["params"], strict=True)
-                group["params"] = [sharded[name] if name else p for name, p in pairs]
+                group["params"] = [self._shards.get(p, p) for p in group["params"]]
         return built
 
     def model_state_dict(self) -> State:

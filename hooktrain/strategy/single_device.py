@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from hooktrain.model import is_model_wrapper, revert_sync_batchnorm
+from hooktrain.model import is_model_wrapper
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils.registry import STRATEGIES
@@ -12,8 +12,7 @@ from hooktrain.utils.registry import STRATEGIES
 class SingleDeviceStrategy(BaseStrategy):
     """One process that trains on an accelerator, or on the CPU where there is none.
 
-    Its model stays unwrapped. Each :class:`torch.nn.SyncBatchNorm` becomes a
-    :class:`~hooktrain.model.BatchNormXd`, which runs on the CPU too.
+    Its model stays unwrapped.
 
     Args:
         kwargs: see :class:`BaseStrategy`.
@@ -33,4 +32,4 @@ class SingleDeviceStrategy(BaseStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to its device; one that is wrapped already stays as it is."""
-        return model if is_model_wrapper(model) else self.place_model(revert_sync_batchnorm(model))
+        return model if is_model_wrapper(model) else self.place_model(self.convert_model(model))

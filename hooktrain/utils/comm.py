@@ -24,12 +24,12 @@ _local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary
 
 def get_world_size() -> int:
     """The number of processes of the run; 1 without a process group."""
-    return dist.get_world_size() if _is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_rank() -> int:
     """The number of this process, from 0 to world size - 1; 0 without a process group."""
-    return dist.get_rank() if _is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_main_process() -> bool:
@@ -63,12 +63,8 @@ def get_local_process_group() -> ProcessGroup:
         RuntimeError: there is none: neither ``launch()`` nor ``create_local_process_group()`` was
             called since the process group was initialised.
     """
-    group = _local_group()
-    if group is None:
-        raise RuntimeError(
-            "there is no local process group: start through hooktrain.engine.launch(), or call "
-            "comm.create_local_process_group(num_workers_per_machine) on every rank"
-        )
+    if (group := _local_group()) is None:
+        raise RuntimeError("no local process group: call launch() or create_local_process_group()")
     return group
 
 
@@ -213,10 +209,6 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
     return {name: reduced[name] for name in input_dict}
 
 
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _default_group() -> ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -234,7 +226,7 @@ def _object_group() -> ProcessGroup:
 
 
 def _local_group() -> ProcessGroup | None:
-    return _local_groups.get(_default_group()) if _is_initialized() else None
+    return _local_groups.get(_default_group()) if dist.is_initialized() else None
 
 
 def _from_torchrun(variable: str, alone: int) -> int:

@@ -61,13 +61,8 @@ def test_the_constructor_only_stores(tmp_path: Any) -> None:
     made = strategy(work_dir=tmp_path / "runs", env_kwargs={"seed": 3}, log_kwargs={})
     assert torch.equal(torch.get_rng_state(), state)
     assert list(tmp_path.iterdir()) == []
-    for name in ("seed", "timestamp", "log_dir", "experiment_name", "launcher", "device"):
-        with pytest.raises(AttributeError, match=r"has no '\w+': if setup\(\) or prepare"):
-            getattr(made, name)
-    with pytest.raises(AttributeError, match="has no 'model': if setup"):
-        made.model_state_dict()
-    with pytest.raises(AttributeError, match=r"has no 'optim_wrapper': "):
-        made.optim_state_dict()
+    for name in ("seed", "timestamp", "log_dir", "experiment_name", "launcher", "device", "model"):
+        assert not hasattr(made, name)
 
 
 def test_the_base_cannot_be_used_itself() -> None:
@@ -119,7 +114,7 @@ def test_a_second_model_is_refused() -> None:
 
 
 def test_a_schedule_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(AttributeError, match="has no 'optim_wrapper': "):
+    with pytest.raises(AttributeError, match="has no attribute 'optim_wrapper'"):
         strategy().prepare(Regression(), param_scheduler=steps())
 
 

@@ -201,11 +201,6 @@ def test_a_failure_about_unused_parameters_names_them(key: str, ranks: Any) -> N
         assert "left_out.bias, left_out.weight" in rank[key]
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"):
-        DDPStrategy(sync_bn="mmcv")
-
-
 def test_all_ranks_see_a_checkpoint_and_go_on_as_they_were(ranks: Any) -> None:
     for rank in ranks:
         assert rank["save"]["there"]
