@@ -46,8 +46,7 @@ class AmpOptimWrapper(OptimWrapper):
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.device_type = device_type or _device_type(optimizer.param_groups[0]["params"][0])
-        if dtype is None:
-            dtype = torch.get_autocast_dtype(self.device_type)
+        dtype = dtype or torch.get_autocast_dtype(self.device_type)
         chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if chosen not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
@@ -117,9 +116,8 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def _device_type(parameter: Tensor) -> str:
     # Shards may be offloaded to the CPU, where nothing is computed.
-    place: Any = getattr(parameter, "device_mesh", None)
-    kind: str = parameter.device.type if place is None else place.device_type
-    return kind
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    return str(parameter.device.type if mesh is None else mesh.device_type)
 
 
 def _build_scaler(loss_scale: Any, device_type: str, enabled: bool) -> torch.amp.GradScaler:

@@ -1,9 +1,8 @@
 """How a loss becomes an update: accumulation, clipping, and the optimizer's step."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from hooktrain.utils.events import get_event_storage, has_event_storage
 logger = logging.getLogger(__name__)
 
 # One object serves everywhere: nullcontext holds no state.
-NOTHING = contextlib.nullcontext()
+NOTHING = nullcontext()
 
 
 class OptimWrapper:
@@ -68,7 +67,7 @@ class OptimWrapper:
         self.inner_count = 0
         self.name = ""
         self.skipped_updates = 0
-        self._clip = None if clip_grad is None else _clipping(clip_grad)
+        self._clipping = None if clip_grad is None else _check_clipping(clip_grad)
         self._max_counts = -1
         self._model: nn.Module | None = None
         self._window = range(0)  # the counts of the passes that make the current update
@@ -107,14 +106,9 @@ class OptimWrapper:
         if init_counts != self.inner_count:
             self.inner_count = init_counts
             self.start_window()
-        if self.accumulative_counts > 1 and any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
-        ):
-            logger.warning(
-                "Batch norm takes its statistics from one batch, not from the %d that are "
-                "accumulated: the result is not that of a batch of the whole size",
-                self.accumulative_counts,
-            )
+        count, norm = self.accumulative_counts, nn.modules.batchnorm._BatchNorm
+        if count > 1 and any(isinstance(module, norm) for module in model.modules()):
+            logger.warning("Batch norm takes its statistics from one batch, not from all %d", count)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """For the forward pass: its precision, and whether ranks exchange the gradients.
@@ -135,18 +129,13 @@ class OptimWrapper:
     def update_params(self, loss: Tensor) -> bool:
         """Take in the loss of one batch; update where a window of accumulation ends.
 
+        Args:
+            loss: one tensor; of several losses, their sum.
+
         Returns:
             Whether the parameters were updated: False inside a window, and where a scaler skips
             the update since gradients overflowed.
-
-        Raises:
-            TypeError: if ``loss`` is not a tensor.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"update_params takes one loss, a tensor, but got {loss!r}; of several give their "
-                "sum, as model.parse_losses(losses)[0] does"
-            )
         self.backward(self.scale_loss(loss))
         if not self.should_update():
             return False
@@ -202,11 +191,17 @@ class OptimWrapper:
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if asked for and there are any, and log their norm."""
-        if self._clip is None:
+        if self._clipping is None:
             return
+        kind, limit, norm_type = self._clipping
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        if parameters and (norm := self._clip(parameters)) is not None:
+        if kind == "value":
+            nn.utils.clip_grad_value_(parameters, limit)
+        elif parameters:
+            # As clip_grad_norm_ of torch; ranks that hold shards exchange one number.
+            norm = full_tensor(nn.utils.get_total_norm([p.grad for p in parameters], norm_type))
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
             self._put_scalar("grad_norm", norm)
 
     def zero_grad(self) -> None:
@@ -236,9 +231,7 @@ class OptimWrapper:
         The gradients of an open window are not in it: a run that resumes there begins a new one.
         """
         if not self.should_update():
-            logger.warning(
-                "Saved inside a window of accumulation: its gradients are not in the state"
-            )
+            logger.warning("Saved inside a window of accumulation, without its gradients")
         state = {
             **optimizer_state_dict(self.optimizer, self._model),
             "inner_count": self.inner_count,
@@ -261,25 +254,14 @@ class OptimWrapper:
         self.start_window()
 
 
-def _clipping(config: Mapping[str, Any]) -> Callable[[list[Tensor]], Tensor | None]:
-    """A function that clips the gradients of parameters in place, and returns their norm."""
+def _check_clipping(config: Mapping[str, Any]) -> tuple[str, float, float]:
+    """The kind of clipping, its threshold, and the type of the norm."""
     options = dict(config)
-    kind = options.pop("type", "norm")
+    kind, norm_type = options.pop("type", "norm"), float(options.pop("norm_type", 2.0))
     limit = options.pop({"norm": "max_norm", "value": "clip_value"}.get(kind, ""), None)
-    norm_type = float(options.pop("norm_type", 2.0))
     if options or not isinstance(limit, int | float) or not limit > 0:
         raise ValueError(
             "clip_grad must be like {'max_norm': 1.0, 'norm_type': 2} or {'type': 'value', "
             f"'clip_value': 0.5}}, with a positive threshold, but got {config!r}"
         )
-    if kind == "value":
-        return lambda parameters: nn.utils.clip_grad_value_(parameters, limit)
-
-    def clip_norm(parameters: list[Tensor]) -> Tensor:
-        # As clip_grad_norm_ of torch; ranks that hold shards exchange one number.
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
-
-    return clip_norm
+    return kind, limit, norm_type

@@ -49,14 +49,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def __len__(self) -> int:
         return len(self._wrappers)
 
-    def __getattr__(self, name: str) -> Any:
-        """Say which optimizer's methods to call: for one alone, that is clear."""
-        hint = ""
-        if hasattr(OptimWrapper, name):
-            one = f"optim_wrapper[{next(iter(self))!r}].{name}"
-            hint = f": there are several optimizers, {list(self)}; use that of one, such as {one}"
-        raise AttributeError(f"OptimWrapperDict has no {name}{hint}")
-
     @property
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:
         """The parameter groups of each."""

@@ -89,13 +89,6 @@ def test_the_gradients_of_all_are_forgotten_together() -> None:
     assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
 
 
-@pytest.mark.parametrize("method", ["update_params", "scale_loss", "backward", "optim_context"])
-def test_what_needs_one_optimizer_says_how_to_choose_it(method: str) -> None:
-    _, _, wrappers = two()
-    with pytest.raises(AttributeError, match=rf"such as optim_wrapper\['a'\]\.{method}"):
-        getattr(wrappers, method)
-
-
 def test_wrong_members_are_refused() -> None:
     optimizer = sgd(linear())
     with pytest.raises(TypeError, match="'a' must be an OptimWrapper, but got SGD"):
