@@ -1,11 +1,10 @@
 """Profiles chosen iterations."""
 
 from collections.abc import Callable, Iterable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from hooktrain.engine.train_loop import HookBase
@@ -40,39 +39,36 @@ class TorchProfiler(HookBase):
         self._output_dir = Path(output_dir)
         self._activities = activities
         self._save_tensorboard = save_tensorboard
-        self._profiler: Any = None
+        self._profiler: profile | None = None
 
     def before_step(self) -> None:
         """Start the profiler if this iteration is chosen."""
-        if self._enable_predicate(self.trainer):
-            self._profiler = self._make_profiler()
-            self._profiler.__enter__()
-
-    def _make_profiler(self) -> Any:
-        handler = None
+        if not self._enable_predicate(self.trainer):
+            return
+        iteration, rank = self.trainer.iter, comm.get_rank()
         if self._save_tensorboard:
-            folder = self._output_dir / "log" / f"profiler-tensorboard-iter{self.trainer.iter}"
-            handler = tensorboard_trace_handler(str(folder), worker_name=f"worker{comm.get_rank()}")
-        return profile(
+            folder = self._output_dir / "log" / f"profiler-tensorboard-iter{iteration}"
+            write = tensorboard_trace_handler(str(folder), worker_name=f"worker{rank}")
+        else:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            suffix = f".rank{rank}" if comm.get_world_size() > 1 else ""
+            path = self._output_dir / f"profiler-trace-iter{iteration}{suffix}.json"
+            write = methodcaller("export_chrome_trace", str(path))
+        self._profiler = profile(
             activities=self._activities,
             record_shapes=True,
             profile_memory=True,
             with_stack=True,
             with_flops=True,
-            on_trace_ready=handler,
+            on_trace_ready=write,
         )
+        self._profiler.start()
 
     def after_step(self) -> None:
-        """Stop the profiler and write what it saw."""
+        """Stop the profiler, which writes what it saw."""
         profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return
-        profiler.__exit__(None, None, None)
-        if not self._save_tensorboard:
-            self._output_dir.mkdir(parents=True, exist_ok=True)
-            suffix = f".rank{comm.get_rank()}" if comm.get_world_size() > 1 else ""
-            name = f"profiler-trace-iter{self.trainer.iter}{suffix}.json"
-            profiler.export_chrome_trace(str(self._output_dir / name))
+        if profiler is not None:
+            profiler.stop()
 
     def after_train(self) -> None:
         """Stop a profiler that a failing step left running."""
@@ -80,21 +76,18 @@ class TorchProfiler(HookBase):
 
 
 class AutogradProfiler(TorchProfiler):
-    """Runs the older :class:`torch.autograd.profiler.profile`, for scripts that use it already.
-
-    It writes ``profiler-trace-iter{i}.json``.
+    """A :class:`TorchProfiler` that writes for the browser, for scripts that use it already.
 
     Args:
         enable_predicate: see :class:`TorchProfiler`.
         output_dir: the folder to write to.
-        use_cuda: whether to time CUDA's kernels too, if there is a CUDA device.
+        use_cuda: whether to profile the accelerator too, if there is one.
     """
 
     def __init__(
         self, enable_predicate: Callable[[Any], bool], output_dir: str, *, use_cuda: bool = True
     ) -> None:
-        super().__init__(enable_predicate, output_dir, save_tensorboard=False)
-        self._use_device = "cuda" if use_cuda and torch.cuda.is_available() else None
-
-    def _make_profiler(self) -> Any:
-        return autograd_profiler.profile(use_device=self._use_device)
+        activities = None if use_cuda else [ProfilerActivity.CPU]
+        super().__init__(
+            enable_predicate, output_dir, activities=activities, save_tensorboard=False
+        )
