@@ -12,7 +12,6 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,6 @@ class Preemption(HookBase):
         self._file_prefix = file_prefix
         self._previous: dict[signal.Signals, Any] = {}
         self._received: tuple[int, float] | None = None
-        self._process = os.getpid()
 
     def before_train(self) -> None:
         """Install the handlers."""
@@ -79,31 +77,22 @@ class Preemption(HookBase):
         """Put back the handlers that were there before."""
         self._restore()
 
-    def before_step(self) -> None:
-        """Ask the other ranks to stop, if this one has got a signal."""
-        if self._received is not None and comm.get_world_size() > 1:
-            self.trainer.request_stop(_REASON + signal.Signals(self._received[0]).name)
-
     def after_step(self) -> None:
-        """Save and exit, if this process is alone and has got a signal, or if the ranks agree."""
-        reason = self.trainer.stop_reason
-        if reason is not None and reason.startswith(_REASON) and self.trainer.can_save:
+        """Ask for a stop after a signal; save and exit where the ranks agree on one."""
+        if self._received is not None:
+            self.trainer.request_stop(_REASON + signal.Signals(self._received[0]).name)
+        reason = self.trainer.stop_reason or ""
+        if reason.startswith(_REASON) and self.trainer.can_save:
             self._exit(signal.Signals[reason.removeprefix(_REASON)])
-        if self._received is not None and comm.get_world_size() == 1 and self.trainer.can_save:
-            self._exit(signal.Signals(self._received[0]))
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
-        if os.getpid() != self._process:  # a child of a fork, such as a worker of a loader
+        first, at = self._received or (number, time.monotonic())
+        is_child = os.getpid() != self._process  # of a fork, such as a worker of a loader
+        if is_child or number != first or time.monotonic() - at > _ONE_SIGNAL_SECONDS:
             self._restore()
             signal.raise_signal(number)
-            return
-        now = time.monotonic()
-        if self._received is None:
-            self._received = (number, now)
-        elif now - self._received[1] > _ONE_SIGNAL_SECONDS or number != self._received[0]:
-            self._restore()
-            signal.raise_signal(number)
+        self._received = (first, at)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
