@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from tabulate import tabulate
@@ -18,14 +18,6 @@ from hooktrain.utils import comm, timer
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 124  # as that of timeout(1)
-
-
-class Progress(NamedTuple):
-    """How far a rank has come."""
-
-    iteration: int
-    collectives: int
-    where: str
 
 
 class Watchdog(HookBase):
@@ -68,10 +60,10 @@ class Watchdog(HookBase):
         """Begin to watch."""
         self.before_step()
         self._watched = threading.get_ident()
-        self._store: Any = None
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if comm.get_world_size() > 1:
-            # A second connection: the main thread may hang in a request of the other one.
             store: Any = dist.distributed_c10d._get_default_store()
+            # A second connection: the main thread may hang in a request of the other one.
             self._store = store.clone()
         self._end.clear()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -110,20 +102,19 @@ class Watchdog(HookBase):
         collectives = 0 if group is None else group._get_sequence_number_for_group()
         place = traceback.extract_stack(sys._current_frames()[self._watched])[-1]
         where = f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
-        self._progress = Progress(self._iteration, collectives, where)
-        if self._store is not None:
-            try:
-                self._store.set(_key(comm.get_rank()), json.dumps(self._progress))
-            except RuntimeError as error:  # the process that holds the store is gone
-                logger.warning("Watchdog: cannot reach the other ranks: %s", error)
-                self._store = None
+        key, progress = _key(comm.get_rank()), json.dumps([self._iteration, collectives, where])
+        try:
+            self._store.set(key, progress)
+        except RuntimeError as error:  # the process that holds the store is gone
+            logger.warning("Watchdog: cannot reach the other ranks: %s", error)
+            self._store = dist.HashStore()  # type: ignore[attr-defined]
+            self._store.set(key, progress)
 
     def _report(self) -> None:
-        rank, ranks = comm.get_rank(), comm.get_world_size()
-        progress = {rank: self._progress}
-        for other in range(ranks) if self._store is not None else ():
-            if self._store.check([_key(other)]):  # get() would wait for it
-                progress[other] = Progress(*json.loads(self._store.get(_key(other))))
+        rank, store = comm.get_rank(), self._store
+        # get() would wait for a rank that has not shared its progress.
+        shared = [other for other in range(comm.get_world_size()) if store.check([_key(other)])]
+        progress = {other: json.loads(store.get(_key(other))) for other in shared}
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = [
             f"Stack of thread {names.get(ident, ident)!r} of rank {rank}:\n"
@@ -146,12 +137,17 @@ def _key(rank: int) -> str:
     return f"hooktrain/watchdog/{rank}"
 
 
-def describe(progress: dict[int, Progress]) -> str:
-    """Which ranks the others wait for, and a table of all."""
+def describe(progress: dict[int, list[Any]]) -> str:
+    """Which ranks the others wait for, and a table of all.
+
+    Args:
+        progress: by rank, the numbers of iterations and collectives begun, and where it is.
+    """
     least = min(p[:2] for p in progress.values())
     behind = [str(rank) for rank, p in progress.items() if p[:2] == least]
     verdict = f"Behind: rank {', '.join(behind)}."
     if len(behind) == len(progress):
         verdict = "All ranks have come equally far."
     rows = [(rank, *p) for rank, p in sorted(progress.items())]
-    return f"{verdict}\n{tabulate(rows, headers=['rank', *Progress._fields])}"
+    headers = ["rank", "iteration", "collectives", "where"]
+    return f"{verdict}\n{tabulate(rows, headers=headers)}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gloo import run_ranks
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.hooks.watchdog import Progress, Watchdog, describe
+from hooktrain.engine.hooks.watchdog import Watchdog, describe
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils import comm
 from toy import Idle
@@ -97,13 +97,13 @@ def test_the_thread_ends_when_the_run_fails() -> None:
 
 
 def test_the_rank_with_fewer_collectives_is_behind() -> None:
-    progress = {0: Progress(7, 31, "wait"), 1: Progress(7, 30, "sleep"), 2: Progress(7, 31, "wait")}
+    progress = {0: [7, 31, "wait"], 1: [7, 30, "sleep"], 2: [7, 31, "wait"]}
     assert "Behind: rank 1." in describe(progress)
     assert re.search(r"1 +7 +30 +sleep", describe(progress))
 
 
 def test_ranks_that_are_equally_far_are_not_blamed() -> None:
-    progress = {0: Progress(7, 31, "wait"), 1: Progress(7, 31, "wait")}
+    progress = {0: [7, 31, "wait"], 1: [7, 31, "wait"]}
     assert "All ranks have come equally far." in describe(progress)
 
 
