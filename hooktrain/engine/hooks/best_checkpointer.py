@@ -62,20 +62,19 @@ class BestCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Learn of a better model that was saved after the checkpoint that the run resumes from."""
-        if self.trainer.start_iter and self._checkpointer.save_to_disk:
-            folder = self._checkpointer.save_dir
-            for name in (self._file_prefix, f"{self._file_prefix}.pth"):
-                if name in checkpoint_names(folder):
-                    self._learn_from(os.path.join(folder, name))
-
-    def _learn_from(self, path: str) -> None:
-        try:
-            found = read_checkpoint(path, "meta").get("best")
-        except CorruptCheckpointError as error:
-            logger.error("The next best model replaces a broken file: %s", error)
+        if not self.trainer.start_iter or not self._checkpointer.save_to_disk:
             return
-        if found and found["metric"] == self._val_metric and self._is_better(found["best_metric"]):
-            self.load_state_dict(found)
+        folder = self._checkpointer.save_dir
+        for name in checkpoint_names(folder):
+            if name.removesuffix(".pth") != self._file_prefix:
+                continue
+            try:
+                best = read_checkpoint(os.path.join(folder, name), "meta").get("best")
+            except CorruptCheckpointError as error:
+                logger.error("The next best model replaces a broken file: %s", error)
+                continue
+            if best and best["metric"] == self._val_metric and self._is_better(best["best_metric"]):
+                self.load_state_dict(best)
 
     def _is_better(self, value: float) -> bool:
         best = self.best_metric
@@ -94,17 +93,15 @@ class BestCheckpointer(HookBase):
 
     def _compare(self, iteration: int) -> None:
         self._checkpointer.wait()  # to know whether the best so far was saved
-        latest = self.trainer.storage.latest().get(self._val_metric)
+        name, storage = self._val_metric, self.trainer.storage
+        latest = storage.latest().get(name)
         if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.
             latest, state = comm.broadcast((latest, self.state_dict()))
             self.load_state_dict(state)
         if latest is None:
-            logger.warning(
-                "There is no metric %r to choose the best checkpoint by%s",
-                self._val_metric,
-                did_you_mean(self._val_metric, list(self.trainer.storage.histories())),
-            )
+            hint = did_you_mean(name, storage.histories())
+            logger.warning("There is no metric %r to choose the best checkpoint by%s", name, hint)
             return
         value, measured_at = latest
         if measured_at == self.best_iter:
@@ -112,7 +109,7 @@ class BestCheckpointer(HookBase):
         is_better, before = self._is_better(value), self.state_dict()
         logger.info(
             "%s is %.5f at iteration %d, the best before is %s at %s: %s",
-            *(self._val_metric, value, measured_at, self.best_metric, self.best_iter),
+            *(name, value, measured_at, self.best_metric, self.best_iter),
             "saving the best model" if is_better else "not saving",
         )
         if not is_better:
@@ -125,7 +122,7 @@ class BestCheckpointer(HookBase):
             tag=False,
             on_full=partial(self._go_on, before),
             iteration=iteration,
-            best={"metric": self._val_metric, **self.state_dict()},
+            best={"metric": name, **self.state_dict()},
         )
 
     def _go_on(self, before: Mapping[str, Any], error: OSError) -> None:

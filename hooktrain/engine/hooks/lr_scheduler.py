@@ -42,8 +42,8 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a scheduler needs ``metric`` or ``epoch_length`` and
-            has none, or a loaded state is of other schedulers.
+        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, or a
+            loaded state is of other schedulers.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -64,9 +64,8 @@ class LRScheduler(HookBase):
         self._epoch_length = epoch_length
         self._by_epoch = by_epoch
         self._schedulers: dict[str, list[Any]] = {}  # the only optimizer has the name ""
-        self._watched: list[tuple[str, Any]] = []  # the metric, and who steps with it
         self._seen_iters: dict[int, int] = {}
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] = {}
 
     def before_train(self) -> None:
         """Find what was not given, and decide who steps when, so that a step need not."""
@@ -75,28 +74,28 @@ class LRScheduler(HookBase):
         if self.scheduler is None:
             self.scheduler = trainer.scheduler
         named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
-        self._schedulers, self._watched = {}, []
+        self._schedulers = {}
         self._recorded: list[tuple[str, dict[str, Any], str]] = []
         self._steps: list[tuple[int, Callable[[], None]]] = []  # with their periods
+        self._watched: list[tuple[str, Any]] = []  # the metric, and who steps with it
         for name, given in named.items():
             optimizer = self._optimizer_of(name)
-            group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
-            each = self._schedulers[name] = []
-            for s in given if isinstance(given, Sequence) else [given]:
+            each = self._schedulers[name] = list(given) if isinstance(given, Sequence) else [given]
+            for i, s in enumerate(each):
                 if isinstance(s, ParamScheduler):
                     # Made again in each run: it covers the whole length, which may have changed.
-                    s = LRMultiplier(optimizer, s, trainer.max_iter, last_iter=trainer.iter - 1)
-                self._decide_when_to_step(s)
-                each.append(s)
+                    each[i] = LRMultiplier(optimizer, s, trainer.max_iter, trainer.iter - 1)
+                self._decide_when_to_step(each[i])
+            group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             prefix = f"{name}." if name else ""
             self._recorded.append((f"{prefix}lr", group, "lr"))
             if any(getattr(s, "param_name", None) == "momentum" for s in each):
                 self._recorded.append((f"{prefix}momentum", group, "momentum"))
-        if self._loaded is not None:
-            state, self._loaded = self._loaded, None
+        if state := self._loaded:
             # detectron2's is the state of the only scheduler.
             load_scheduler_states(self._schedulers, state.get("schedulers", {"": [state]}))
             self._seen_iters = dict(state.get("seen_iters", {}))
+            self._loaded = {}
 
     def _optimizer_of(self, name: str) -> Any:
         wrapper = getattr(self.trainer, "optim_wrapper", None)
@@ -117,8 +116,6 @@ class LRScheduler(HookBase):
             raise ValueError(f"{s!r} counts epochs: give epoch_length=, or make it by_epoch=False")
         if metric is not None:
             self._watched.append((metric, s))
-        elif isinstance(s, ReduceLROnPlateau):
-            raise ValueError("ReduceLROnPlateau needs metric=, the name of the metric to watch")
         if by_epoch or metric is None:
             self._steps.append((period, s.step))
 
@@ -157,8 +154,8 @@ class LRScheduler(HookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """The schedulers' states, by the names of their optimizers."""
-        if self._loaded is not None or not self._schedulers:
-            return dict(self._loaded or {})
+        if self._loaded or not self._schedulers:
+            return dict(self._loaded)
         seen = dict(self._seen_iters)
         return {"schedulers": scheduler_states(self._schedulers), "seen_iters": seen}
 
