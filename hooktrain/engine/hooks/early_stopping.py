@@ -17,10 +17,10 @@ class EarlyStopping(HookBase):
         metric: the metric's name, such as ``"classification/val_loss"``.
         mode: ``"min"`` if less is better, ``"max"`` if more is.
         patience: how many values in a row without improvement end the run, at least 1.
-        min_delta: an improvement must be larger than this, at least 0.
+        min_delta: an improvement must be larger than this.
 
     Raises:
-        ValueError: for arguments out of range.
+        ValueError: for another mode, or a patience below 1.
     """
 
     def __init__(
@@ -30,8 +30,6 @@ class EarlyStopping(HookBase):
             raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
         if patience < 1:
             raise ValueError(f"patience must be at least 1, but got {patience!r}")
-        if min_delta < 0:
-            raise ValueError(f"min_delta must not be negative, but got {min_delta!r}")
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
         self._patience = patience

@@ -16,12 +16,9 @@ class EvalHook(HookBase):
     hooks that act on a metric do the same everywhere.
 
     Args:
-        eval_period: in iterations; 0 evaluates at the end only.
+        eval_period: in iterations; 0 or less evaluates at the end only.
         eval_function: takes nothing; returns a dict of results, or nothing.
         eval_after_train: whether to evaluate at the end.
-
-    Raises:
-        ValueError: for a negative period.
     """
 
     def __init__(
@@ -30,8 +27,6 @@ class EvalHook(HookBase):
         eval_function: Callable[[], Mapping[str, Any] | None],
         eval_after_train: bool = True,
     ) -> None:
-        if eval_period < 0:
-            raise ValueError(f"eval_period must not be negative, but got {eval_period!r}")
         self._period = eval_period
         self._func = eval_function
         self._eval_after_train = eval_after_train
@@ -47,11 +42,8 @@ class EvalHook(HookBase):
             self._evaluate()
 
     def _evaluate(self) -> None:
-        results = self._func() or {}
-        if not isinstance(results, Mapping):
-            raise TypeError(f"the evaluation must return a dict, but it returned {results!r}")
         numbers = {}
-        for name, value in flatten_results_dict(results).items():
+        for name, value in flatten_results_dict(self._func() or {}).items():
             try:
                 numbers[name] = float(value)
             except (TypeError, ValueError):

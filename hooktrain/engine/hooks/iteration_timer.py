@@ -17,12 +17,10 @@ class IterationTimer(HookBase):
 
     Args:
         warmup_iter: the first iterations of a run are slower (allocation, autotuning,
-            compilation); so many are left out, of the speed also after a resume. At least 0.
+            compilation); so many are left out, of the speed also after a resume.
     """
 
     def __init__(self, warmup_iter: int = 3) -> None:
-        if warmup_iter < 0:
-            raise ValueError(f"warmup_iter must not be negative, but got {warmup_iter!r}")
         self._warmup_iter = warmup_iter
 
     def before_train(self) -> None:
@@ -31,7 +29,7 @@ class IterationTimer(HookBase):
         self._run_start = self._timed_start = time.perf_counter()
         self._steps_seconds = 0.0
         self._timed = 0
-        self._warmup_left = self._warmup_iter
+        self._timed_from = self._storage.iter + self._warmup_iter
 
     def before_step(self) -> None:
         """Start the clock of the step."""
@@ -45,12 +43,11 @@ class IterationTimer(HookBase):
         # By the absolute number: a resumed run has a time in each line that it would have had.
         if storage.iter >= self._warmup_iter:
             storage.put_scalar("time", seconds)
-        if self._warmup_left > 0:
-            self._warmup_left -= 1
+        if storage.iter < self._timed_from:
             self._timed_start = now
-            return
-        self._steps_seconds += seconds
-        self._timed += 1
+        else:
+            self._steps_seconds += seconds
+            self._timed += 1
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""

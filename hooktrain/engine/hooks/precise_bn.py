@@ -20,23 +20,16 @@ class PreciseBN(HookBase):
     See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
 
     Args:
-        period: in iterations; 0 does it at the last iteration only.
+        period: in iterations; 0 or less does it at the last iteration only.
         model: a model whose batch-norm layers are in training mode when the time comes; without
             any, nothing is done.
         data_loader: batches for the model. A finite loader starts again when it is exhausted.
-        num_iter: the number of batches to measure on, at least 1.
-
-    Raises:
-        ValueError: for arguments out of range.
+        num_iter: the number of batches to measure on.
     """
 
     def __init__(
         self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int
     ) -> None:
-        if period < 0:
-            raise ValueError(f"period must not be negative, but got {period!r}")
-        if num_iter < 1:
-            raise ValueError(f"num_iter must be at least 1, but got {num_iter!r}")
         self._period = period
         self._model = model
         self._batches = Batches(data_loader)

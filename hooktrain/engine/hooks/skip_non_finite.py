@@ -32,24 +32,20 @@ class SkipNonFinite(HookBase):
     It costs a host-device synchronisation and the largest gradient in each iteration.
 
     Args:
-        max_skips: how many in a row, at least 1.
+        max_skips: how many in a row.
         on_limit: after one more, ``"raise"`` raises a FloatingPointError and ``"stop"`` ends the
             run in order.
 
     Raises:
-        ValueError: for arguments out of range.
+        ValueError: for another ``on_limit``.
     """
 
     def __init__(self, max_skips: int = 20, on_limit: str = "raise") -> None:
-        if max_skips < 1:
-            raise ValueError(f"max_skips must be at least 1, but got {max_skips!r}")
         if on_limit not in ("raise", "stop"):
             raise ValueError(f"on_limit must be 'raise' or 'stop', but got {on_limit!r}")
         self._max_skips = max_skips
         self._on_limit = on_limit
         self._in_a_row = 0
-        self._skipping = False
-        self._buffers: set[str] = set()
 
     def before_train(self) -> None:
         """Note which buffers can be checked: some, such as masks, are meant to be infinite."""

@@ -18,18 +18,11 @@ class TorchMemoryStats(HookBase):
     accelerator it does nothing.
 
     Args:
-        period: in iterations, at least 1.
-        max_runs: how many times to log, at least 1.
-
-    Raises:
-        ValueError: for arguments out of range.
+        period: in iterations; 0 or less logs at the last iteration only.
+        max_runs: how many times to log.
     """
 
     def __init__(self, period: int = 20, max_runs: int = 10) -> None:
-        if period < 1 or max_runs < 1:
-            raise ValueError(
-                f"period and max_runs must be at least 1, but got {period!r} and {max_runs!r}"
-            )
         self._period = period
         self._max_runs = max_runs
 

@@ -52,8 +52,3 @@ def test_a_run_within_the_warm_up_has_no_speed(caplog: pytest.LogCaptureFixture)
         Idle(IterationTimer()).train(0, 2)
     assert "Overall training speed" not in caplog.text
     assert "Total training time" in caplog.text
-
-
-def test_a_negative_warm_up_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        IterationTimer(warmup_iter=-1)

@@ -398,7 +398,6 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
         (lambda o: StepLR(o, 2), {}, ValueError, "step_size=2.* counts epochs: give epoch_length="),
         (lambda o: TorchStepLR(o, 2), {"by_epoch": True}, ValueError, "counts epochs: give"),
         (lambda o: ReduceOnPlateauLR(o, begin=2), {}, ValueError, "counts epochs: give"),
-        (lambda o: ReduceLROnPlateau(o), {}, ValueError, "needs metric="),
         (lambda o: 0.5, {}, AttributeError, "'float' object has no attribute 'step'"),
         (lambda o: {"a": ["StepLR"]}, {}, TypeError, "not subscriptable"),
     ],

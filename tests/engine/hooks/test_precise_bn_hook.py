@@ -60,16 +60,12 @@ def test_whether_there_is_batch_norm_to_measure_is_decided_when_the_time_comes(
     assert trainer.model.bn.num_batches_tracked == 0
 
 
-def test_an_empty_loader_and_wrong_arguments_are_refused() -> None:
+def test_an_empty_loader_is_refused() -> None:
     trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
     hook = PreciseBN(0, trainer.model, [], 2)
     trainer.register_hooks([hook])
     with pytest.raises(ValueError, match="data loader is empty"):
         hook.update_stats()
-    with pytest.raises(ValueError, match=r"num_iter.*0"):
-        PreciseBN(0, trainer.model, [], 0)
-    with pytest.raises(ValueError, match=r"period.*-1"):
-        PreciseBN(-1, trainer.model, [], 1)
 
 
 def test_a_loader_that_is_exhausted_while_measuring_starts_again() -> None:
