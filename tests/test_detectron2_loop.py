@@ -34,7 +34,6 @@ from hooktrain.evaluation import (
 from hooktrain.solver import CosineParamScheduler, LRMultiplier, WarmupParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage
-from hooktrain.utils.folder_lock import unlock_folder
 from hooktrain.utils.logger import close_logger
 
 BASE_RATE = 0.05
@@ -108,7 +107,6 @@ def start_script(folder: str, end: int, *arguments: str) -> tuple[int, float]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "out"
-    unlock_folder(tmp_path / "out")
     close_logger()
 
 

@@ -1,8 +1,8 @@
 """Work that goes on beside the training loop, and errors that come back from it."""
 
 import logging
-import threading
 from collections.abc import Callable
+from threading import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class BackgroundWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], object], *, daemon: bool = False) -> None:
@@ -39,9 +39,7 @@ class BackgroundWorker:
             BaseException: what the job before raised. This one is not started then.
         """
         self.wait()
-        self._thread = threading.Thread(
-            target=self._run, args=(job,), name=self.name, daemon=daemon
-        )
+        self._thread = Thread(target=self._run, args=(job,), name=self.name, daemon=daemon)
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -60,7 +58,6 @@ class BackgroundWorker:
             self._thread.join(seconds)
             if self._thread.is_alive():
                 return False
-            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -70,7 +67,5 @@ class BackgroundWorker:
         try:
             job()
         except BaseException as error:  # a thread has nobody to raise it to
-            logger.error(
-                "The background job %r failed: %s: %s", self.name, type(error).__name__, error
-            )
+            logger.error("The background job %r failed: %r", self.name, error)
             self._error = error

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import IO
 
-# The open files whose locks this process holds, for as long as it lives.
-_held: dict[Path, IO[str]] = {}
+# The lock files, which stay open for as long as this process lives.
+_open_files: list[IO[str]] = []
 
 
 def lock_folder(folder: str | os.PathLike[str]) -> None:
@@ -22,10 +22,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
         RuntimeError: if another process holds the lock.
         OSError: if the folder cannot be written to.
     """
-    path = Path(folder).resolve() / ".lock"
-    if path in _held:
-        return
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+    file = (Path(folder) / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -37,13 +34,5 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
             "end, or choose another output folder"
         ) from error
     file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    _held[path] = file
-
-
-def unlock_folder(folder: str | os.PathLike[str]) -> None:
-    """Give a folder back before the process ends. Nothing happens if it is not held."""
-    path = Path(folder).resolve() / ".lock"
-    if path in _held:
-        _held.pop(path).close()
+    print(os.getpid(), file=file, flush=True)
+    _open_files.append(file)

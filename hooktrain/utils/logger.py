@@ -85,9 +85,9 @@ def setup_logger(
     plain = logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", _DATE_FORMAT)
     if configure_stdout and distributed_rank == 0:
         stdout = _StdoutHandler(sys.stdout)
-        usual = "ht" if name == "hooktrain" else name
-        abbreviated = usual if abbrev_name is None else abbrev_name
-        stdout.setFormatter(_ColorFormatter(name, abbreviated) if color else plain)
+        if abbrev_name is None:
+            abbrev_name = "ht" if name == "hooktrain" else name
+        stdout.setFormatter(_ColorFormatter(name, abbrev_name) if color else plain)
         logger.addHandler(stdout)
     if output is not None:
         path = Path(output)
@@ -136,11 +136,9 @@ def log_first_n(
         key: what is counted: calls from one line ("caller"), equal messages ("message"), or equal
             messages from one line (``("caller", "message")``).
     """
-    parts = (key,) if isinstance(key, str) else tuple(key)
-    if not parts or not set(parts) <= {"caller", "message"}:
-        raise ValueError(f"key must be 'caller', 'message' or a tuple of them, got {key!r}")
     site, logger = _caller(name)
-    counted = (lvl, "caller" in parts and site, "message" in parts and msg)
+    parts = (key,) if isinstance(key, str) else key
+    counted = (lvl, *({"caller": site, "message": msg}[part] for part in parts))
     _first_n[counted] += 1
     if _first_n[counted] <= n:
         logger.log(lvl, msg, stacklevel=2)

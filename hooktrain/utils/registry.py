@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import MethodType
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ def importable_name(obj: Any) -> tuple[str, str]:
         for part in name.split("."):
             found = getattr(found, part, None)
         # Each access gives a new class method: the same one is equal, not identical.
-        if found is obj or (isinstance(obj, MethodType) and found == obj):
+        if type(found) is type(obj) and found == obj:
             return module, name
     raise ValueError(
         f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a class or"
@@ -140,17 +139,14 @@ def call(
         known = _parameters(target) if unknown and isinstance(err, TypeError) else []
         hint = did_you_mean(unknown[1], known) if unknown and known else ""
         note = f"while instantiating {what}{hint}"
-        if sys.version_info >= (3, 11):
-            err.add_note(note)
-        else:
-            logger.error("%s: %s", note, err)
+        getattr(err, "add_note", logger.error)(note)  # Python 3.10 has no notes
         raise
 
 
 def _parameters(target: Any) -> list[str]:
     """The parameters of a function, or of the constructors of a class and its bases."""
-    bases = target.__mro__ if isinstance(target, type) else ()
-    callables = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [target]
+    bases: Sequence[Any] = target.__mro__ if isinstance(target, type) else ()
+    callables = [base.__init__ for base in bases] or [target]
     try:
         return [name for each in callables for name in inspect.signature(each).parameters]
     except (TypeError, ValueError):  # some callables written in C have no signature

@@ -37,7 +37,6 @@ from hooktrain.solver import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
-from hooktrain.utils.folder_lock import unlock_folder
 from hooktrain.utils.logger import close_logger
 from toy import LinearLoss
 
@@ -53,7 +52,6 @@ def config(folder: Path, *overrides: str) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "out"
-    unlock_folder(tmp_path / "out")
     close_logger()
 
 
@@ -370,7 +368,6 @@ def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
             at = partial(stop_at, stop)
             trainer.register_hooks([hooks.CallbackHook(after_step=at)])
             trainer.train()
-            unlock_folder(output)
         return trainer
 
     whole = run(tmp_path / "whole")

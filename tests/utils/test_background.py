@@ -83,7 +83,7 @@ def test_an_error_that_nobody_asks_for_is_in_the_log(caplog: pytest.LogCaptureFi
         worker.submit(fail)
         with pytest.raises(OSError, match="disk gone"):
             worker.wait()
-    assert "The background job 'saving' failed: OSError: disk gone" in caplog.text
+    assert "The background job 'saving' failed: OSError('disk gone')" in caplog.text
 
 
 def test_no_thread_lives_longer_than_its_job() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hooktrain.utils.folder_lock import lock_folder, unlock_folder
+from hooktrain.utils.folder_lock import lock_folder
 
 HOLD = """
 import sys
@@ -31,14 +31,11 @@ def test_a_folder_in_use_by_another_run_is_refused_until_that_is_gone(tmp_path: 
         other.stdin.close()
         other.stdout.close()
     lock_folder(tmp_path)
-    unlock_folder(tmp_path)
 
 
 def test_the_same_process_may_lock_again(tmp_path: Path) -> None:
     lock_folder(tmp_path)
     lock_folder(str(tmp_path))
-    unlock_folder(tmp_path)
-    unlock_folder(tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -402,12 +402,19 @@ def test_an_error_from_inside_of_a_constructor_is_not_hidden(registry: Registry)
 
 
 def test_without_notes_the_object_of_an_error_is_logged(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
-    with pytest.raises(FileNotFoundError):
-        registry.build({"type": "Strict", "width": -1})
-    assert "while instantiating Strict of the registry 'things'" in caplog.text
+    class OldError(Exception):
+        add_note = property()
+
+    @registry.register
+    def fail() -> None:
+        raise OldError
+
+    with pytest.raises(OldError):
+        registry.build({"type": "fail"})
+    assert "while instantiating" in caplog.text
+    assert "fail of the registry 'things'" in caplog.text
 
 
 # unwrap_model

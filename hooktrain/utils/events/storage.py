@@ -132,8 +132,7 @@ class EventStorage:
                 or floating point in 0..1 (what lies outside is clipped where it is shown).
 
         Raises:
-            TypeError: for another type.
-            ValueError: for another shape.
+            ValueError: for another type or shape.
         """
         name = self._prefix + img_name
         self._queue(self._images, (name, read_image(name, img_tensor), self.iter))

@@ -36,10 +36,7 @@ class TensorboardXWriter(EventWriter):
     ) -> None:
         # Importing it takes a second, and only the main process needs it.
         if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                "TensorboardXWriter needs the package tensorboard: pip install "
-                "'hooktrain[tensorboard]'"
-            )
+            raise ImportError("TensorboardXWriter needs: pip install 'hooktrain[tensorboard]'")
         self._log_dir = os.fspath(log_dir)
         self._unwritten = UnwrittenScalars(window_size)
         self._kwargs = kwargs
@@ -59,15 +56,20 @@ class TensorboardXWriter(EventWriter):
         images, histograms = storage.images(), storage.histograms()
         if not scalars and not images and not histograms:
             return
-        writer = self._summary_writer()
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._log_dir, **self._kwargs)
+            # A file that follows a close() belongs to the same run.
+            self._kwargs.pop("purge_step", None)
         for name, value, iteration in scalars:
-            writer.add_scalar(name, value, iteration)
+            self._writer.add_scalar(name, value, iteration)
             self._unwritten.mark_written([name], iteration)
         for name, image, iteration in images:
-            writer.add_image(name, image, iteration)
+            self._writer.add_image(name, image, iteration)
         for histogram in histograms:
-            writer.add_histogram_raw(**histogram)
-        writer.flush()
+            self._writer.add_histogram_raw(**histogram)
+        self._writer.flush()
 
     def rewind(self, iteration: int) -> None:
         """Let TensorBoard hide what earlier files have at and after ``iteration``."""
@@ -80,12 +82,3 @@ class TensorboardXWriter(EventWriter):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _summary_writer(self) -> "SummaryWriter":
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(self._log_dir, **self._kwargs)
-            # A file that follows a close() belongs to the same run.
-            self._kwargs.pop("purge_step", None)
-        return self._writer

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from hooktrain.utils.events import EventStorage, get_event_storage, has_event_storage
 
@@ -297,21 +296,21 @@ def test_images_are_copied_with_their_iteration_and_cleared() -> None:
     assert storage.images() == []
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (4, 4, 3), (1, 3, 4, 4), (2, 4, 4), (3, 0, 4)])
-def test_an_image_of_another_shape_is_refused_by_name_and_shape(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *[(s, torch.float32) for s in [(4, 4), (4, 4, 3), (1, 3, 4, 4), (2, 4, 4), (3, 0, 4)]],
+        ((3, 4, 4), torch.int64),
+    ],
+)
+def test_an_image_of_another_shape_or_type_is_refused(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     storage = EventStorage()
-    with pytest.raises(ValueError, match=r"'photo' must have the shape \(channels") as error:
-        storage.put_image("photo", torch.zeros(shape))
-    assert str(shape) in str(error.value)
+    with pytest.raises(ValueError, match=r"'photo' must be uint8 .*, of shape \(channels") as error:
+        storage.put_image("photo", torch.zeros(shape, dtype=dtype))
+    assert f"{dtype}, {shape}" in str(error.value)
     assert storage.images() == []
-
-
-def test_an_image_of_another_type_is_refused() -> None:
-    storage = EventStorage()
-    with pytest.raises(TypeError, match=r"'photo' must be uint8 .* torch.int64"):
-        storage.put_image("photo", torch.zeros(3, 4, 4, dtype=torch.int64))
-    with pytest.raises(TypeError, match="'photo' must be a tensor or an array"):
-        storage.put_image("photo", "photo.png")  # type: ignore[arg-type]
 
 
 def test_a_histogram_counts_all_elements() -> None:
@@ -345,15 +344,16 @@ def test_a_histogram_of_equal_values_of_any_type_has_them_all_in_one_bin(
     assert sorted(counts)[-2:] == [0, 100]
 
 
-@pytest.mark.parametrize("values", [torch.ones(0), torch.tensor([1.0, math.nan])])
-def test_a_histogram_of_nothing_or_nan_is_refused_by_name(values: Tensor) -> None:
-    with pytest.raises(ValueError, match="'weight' needs finite values"):
-        EventStorage().put_histogram("weight", values)
-
-
-def test_a_histogram_without_bins_is_refused() -> None:
-    with pytest.raises(ValueError, match="bins=0"):
-        EventStorage().put_histogram("weight", torch.ones(2), bins=0)
+@pytest.mark.parametrize(
+    ("values", "bins"), [([], 9), ([1.0, math.nan], 9), ([math.inf, 1.0], 9), ([1.0], 0)]
+)
+def test_a_histogram_of_nothing_or_of_nan_or_without_bins_is_refused(
+    values: list[float], bins: int
+) -> None:
+    storage = EventStorage()
+    with pytest.raises(ValueError, match=r"zero-size|not finite|bins"):
+        storage.put_histogram("weight", torch.tensor(values), bins)
+    assert storage.histograms() == []
 
 
 def test_queues_are_bounded_with_one_warning_a_storage(caplog: pytest.LogCaptureFixture) -> None:
