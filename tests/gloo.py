@@ -9,18 +9,20 @@
 
     assert run_ranks(rank_and_sum, 2, 10) == [21, 21]
 
-The processes come from a fork server that has torch imported already: the first call of a test run
-costs as much as importing torch does, the later ones a fraction of a second. The server keeps the
-environment variables it was started with, so hand values over as arguments.
+The processes come from `CONTEXT`: a fork server that has imported torch and the package already.
+The first process of a test run costs as much as these imports do, the later ones next to nothing.
+The server keeps the environment variables it was started with, so hand values over as arguments.
 """
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,15 +30,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-# Also what the first optimizer and the first sharded model import, which takes seconds.
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
+        "pytest",
+        "torch._dynamo",  # which the first optimizer imports, and that takes seconds
+        "hooktrain.checkpoint.folders",
+        "hooktrain.demos",
+        "hooktrain.engine",
+        "hooktrain.evaluation",
+        "hooktrain.strategy",
     ]
 )
 
@@ -75,7 +78,7 @@ def _run_once(
     with tempfile.TemporaryDirectory(prefix="run-ranks-") as name:
         folder = Path(name)
         processes = [
-            _CONTEXT.Process(target=_run_rank, args=(folder, rank, world_size, function, args))
+            CONTEXT.Process(target=_run_rank, args=(folder, rank, world_size, function, args))
             for rank in range(world_size)
         ]
         try:
@@ -110,6 +113,7 @@ def _wait(processes: list[Any], folder: Path, limit_seconds: float) -> None:
 def _run_rank(
     folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # the default of a process on its own
     torch.set_num_threads(1)
     when = NOT_CONNECTED
     try:
@@ -126,10 +130,10 @@ def _run_rank(
             dist.destroy_process_group()
         (folder / f"result-{rank}").write_bytes(result)
     except BaseException:
-        # The first to fail is the cause; the others fail because it has left them.
-        try:
-            with open(folder / "failure", "x") as file:
-                file.write(f"failure in rank {rank}{when}:\n{traceback.format_exc()}")
-        except FileExistsError:
-            pass
+        # The first to fail is the cause; the others fail because it has left them. A link is there
+        # with its whole content or not at all.
+        own = folder / f"failure-{rank}"
+        own.write_text(f"failure in rank {rank}{when}:\n{traceback.format_exc()}")
+        with suppress(FileExistsError):
+            os.link(own, folder / "failure")
         raise

@@ -1,6 +1,5 @@
 """Killed while it saves, a run goes on from the newest checkpoint that was committed."""
 
-import multiprocessing
 import random
 import time
 from multiprocessing.connection import Connection
@@ -10,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from gloo import CONTEXT
 from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer
-
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def make_model(iteration: int) -> nn.Linear:
@@ -39,8 +37,8 @@ def save_without_end(
 
 def kill_while_saving(folder: Path, start: int, saves: int, seconds: float, *mode: bool) -> int:
     """Kill a saving process ``seconds`` after its n-th save; return the last one it committed."""
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=save_without_end, args=(folder, start, sender, *mode))
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=save_without_end, args=(folder, start, sender, *mode))
     process.start()
     sender.close()
     committed = [receiver.recv() for _ in range(saves)]
