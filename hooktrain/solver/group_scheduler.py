@@ -21,21 +21,6 @@ INF = 10**9  # The end of a range without one.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
 
 
-def read(group: dict[str, Any], name: str) -> Any:
-    """The value of a group, a number or a tensor; ``"momentum"`` may be the first of ``betas``."""
-    return group["betas"][0] if name == "momentum" and "betas" in group else group[name]
-
-
-def write(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set the value of a group, a number or a tensor."""
-    if isinstance(old := read(group, name), Tensor):
-        old.fill_(value)  # In place, for captured graphs; no synchronisation.
-        return
-    if name == "momentum" and "betas" in group:
-        group["betas"] = (value, *group["betas"][1:])
-    group[name] = value
-
-
 @dataclass(eq=False)
 class GroupParamScheduler:
     """Schedules one parameter of an optimizer's groups in a range of steps.
@@ -115,9 +100,23 @@ class GroupParamScheduler:
             raise ValueError(f"give a number, or one for each of the {groups} groups: {value!r}")
         return values + values[-1:] * added
 
+    def _read(self, group: dict[str, Any]) -> Any:
+        """The value of a group, a number or a tensor; a momentum may be the first of ``betas``."""
+        name = self.param_name
+        return group["betas"][0] if name == "momentum" and "betas" in group else group[name]
+
+    def _write(self, group: dict[str, Any], value: Any) -> None:
+        if self.verbose:
+            logger.info("Step %d: %s becomes %.4e", self.global_step, self.param_name, value)
+        if isinstance(old := self._read(group), Tensor):
+            old.fill_(value)  # In place, for captured graphs; no synchronisation.
+            return
+        if self.param_name == "momentum" and "betas" in group:
+            group["betas"] = (value, *group["betas"][1:])
+        group[self.param_name] = value
+
     def _base_value(self, group: dict[str, Any]) -> float:
-        key = f"initial_{self.param_name}"
-        value = read(group, self.param_name)
+        key, value = f"initial_{self.param_name}", self._read(group)
         if self.last_step < 0:
             # Synchronises with the device once, if the value is a tensor there.
             group.setdefault(key, float(value))
@@ -175,7 +174,7 @@ class GroupParamScheduler:
         values = []
         for i, group in enumerate(self.optimizer.param_groups):
             floor = self._floor(self.base_values[i])
-            base = self._base(i, read(group, self.param_name), floor)
+            base = self._base(i, self._read(group), floor)
             if not isinstance(base, Tensor):
                 self.start_values[i] = base
             # This form gives exactly the base at 1, and exactly the floor at 0.
@@ -203,20 +202,12 @@ class GroupParamScheduler:
     def _groups(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_values):
-            raise ValueError(
-                f"the optimizer now has {len(groups)} parameter groups, and {type(self).__name__} "
-                f"was made for {len(self.base_values)}: make a new one after adding groups"
-            )
+            raise ValueError(f"there are {len(groups)} parameter groups now: make a new {self!r}")
         return groups
-
-    def _write(self, group: dict[str, Any], value: Any) -> None:
-        if self.verbose:
-            logger.info("Step %d: %s becomes %.4e", self.global_step, self.param_name, value)
-        write(group, self.param_name, value)
 
     def get_last_value(self) -> list[float]:
         """The current value of each group; waits for the device of those that are tensors."""
-        return [float(read(group, self.param_name)) for group in self._groups()]
+        return [float(self._read(group)) for group in self._groups()]
 
     def state_dict(self) -> dict[str, Any]:
         """The current step, the range and the values; other arguments are not part of it."""
@@ -237,25 +228,22 @@ class GroupParamScheduler:
             ValueError: if the state is of another parameter, or counts iterations where this
                 scheduler counts epochs. Nothing is loaded then.
         """
-        name, groups, initial = type(self).__name__, self._groups(), f"initial_{self.param_name}"
+        groups, initial = self._groups(), f"initial_{self.param_name}"
         for key in ("param_name", "by_epoch"):
             if state_dict[key] != getattr(self, key):
                 raise ValueError(f"the state has {key}={state_dict[key]!r}, and this is {self!r}")
-        first = [float(group.get(initial, read(group, self.param_name))) for group in groups]
+        first = [float(group.get(initial, self._read(group))) for group in groups]
         blank: dict[str, Any] = {"base_values": first, "start_values": first}
         blank["written_values"] = [None] * len(groups)
         state = blank | dict(state_dict)  # MMEngine's do not have all of these.
         if len(state["_last_value"]) != len(groups):
-            logger.warning("%s takes its values from the groups, since others were saved", name)
+            logger.warning("%r takes its values from the groups, since others were saved", self)
             state |= blank | {"_last_value": self.get_last_value()}
         step, begin, end = state["_global_step"], state["begin"], state["end"]
         if (begin, end) != (self.begin, self.end):
-            logger.warning(
-                "%s goes on at step %d with the range [%d, %d), which was [%d, %d) when saved",
-                *(name, step, self.begin, self.end, begin, end),
-            )
+            logger.warning("%r had the range [%d, %d) when it was saved", self, begin, end)
         vars(self).update({key: copy(state[key]) for key in ("base_values", *self.PROGRESS)})
         self.global_step = step
         self.last_step = max(min(step, self.end - 1) - self.begin, -1)
         for group, value in zip(groups, state["_last_value"], strict=True):
-            write(group, self.param_name, value)
+            self._write(group, value)

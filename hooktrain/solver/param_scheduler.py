@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from hooktrain.solver.group_scheduler import INF as INF, GroupParamScheduler, read
+from hooktrain.solver.group_scheduler import INF as INF, GroupParamScheduler
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
@@ -308,7 +308,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         elif self.begin <= self.global_step < self.end and self._is_due(metrics[self.monitor]):
             for group, value in zip(self._groups(), self._get_value(), strict=True):
                 # Synchronises with the device, if the value is a tensor there.
-                if read(group, self.param_name) - value > self.eps:
+                if self._read(group) - value > self.eps:
                     self._write(group, value)
 
     def _is_due(self, value: float) -> bool:

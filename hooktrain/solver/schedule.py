@@ -142,12 +142,6 @@ class PolynomialDecayParamScheduler(ParamScheduler):
         return float(self.base_value * (1 - where) ** self.power)
 
 
-def _values(values: Sequence[float]) -> tuple[float, ...]:
-    if not values:
-        raise ValueError(f"values must be at least one number: {values!r}")
-    return tuple(values)
-
-
 @dataclass(frozen=True)
 class MultiStepParamScheduler(ParamScheduler):
     """``values[k]``, where ``k`` counts the milestones that ``w * num_updates`` has reached.
@@ -176,7 +170,7 @@ class MultiStepParamScheduler(ParamScheduler):
     milestones: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        values, milestones, end = _values(self.values), self.milestones, self.num_updates
+        values, milestones, end = tuple(self.values), self.milestones, self.num_updates
         if milestones is None:
             if end is None:
                 raise ValueError("one of num_updates and milestones must be given")
@@ -206,7 +200,7 @@ class StepParamScheduler(ParamScheduler):
     """``values[int(w * len(values))]``: each value for an equal share of the run.
 
     Args:
-        num_updates: positive; only there since fvcore has it.
+        num_updates: not used; it is there since fvcore has it.
         values: at least one.
 
     >>> schedule = StepParamScheduler(num_updates=120, values=[0.1, 0.01, 0.001, 0.0001])
@@ -218,9 +212,7 @@ class StepParamScheduler(ParamScheduler):
     values: Sequence[float]
 
     def __post_init__(self) -> None:
-        if not self.num_updates > 0:
-            raise ValueError(f"num_updates must be positive: {self.num_updates!r}")
-        vars(self).update(values=_values(self.values))
+        vars(self).update(values=tuple(self.values))
 
     def _value_at(self, where: float) -> float:
         index = int((where + ROUNDING) * len(self.values))
@@ -286,11 +278,8 @@ class CompositeParamScheduler(ParamScheduler):
     def __post_init__(self) -> None:
         schedulers, lengths = tuple(self.schedulers), tuple(self.lengths)
         scalings = tuple(self.interval_scaling)
-        if not len(schedulers) == len(lengths) == len(scalings) > 0:
-            raise ValueError(
-                "schedulers, lengths and interval_scaling must be lists of one length, at least 1: "
-                f"{len(schedulers)}, {len(lengths)} and {len(scalings)} entries"
-            )
+        if not len(schedulers) == len(lengths) == len(scalings):
+            raise ValueError(f"each scheduler needs one length and one interval_scaling: {self!r}")
         for scheduler in schedulers:
             _check_is_schedule("schedulers", scheduler)
         if not abs(sum(lengths) - 1) < 1e-3 or min(lengths) < 0:
@@ -418,10 +407,7 @@ class LRMultiplier(LRScheduler):
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
-            raise ValueError(
-                f"the optimizer now has {len(groups)} parameter groups, and LRMultiplier was made "
-                f"for {len(self.base_lrs)}: make a new one after adding groups"
-            )
+            raise ValueError(f"there are {len(groups)} parameter groups now: make a new scheduler")
         for group, rate in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # In place, for captured graphs; no synchronisation.

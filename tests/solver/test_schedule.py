@@ -248,17 +248,14 @@ ONE = ConstantParamScheduler(1.0)
         (lambda: MultiStepParamScheduler([1, 2], 9, [9]), r"num_updates=9: \[9\]"),
         (lambda: MultiStepParamScheduler([1, 2], 9, [0]), r"must increase.*\[0\]"),
         (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"must increase.*\[6, 3\]"),
-        (lambda: MultiStepParamScheduler([], 9), r"values must be at least one.*\[\]"),
-        (lambda: StepParamScheduler(0, [1.0]), "num_updates must be positive: 0"),
-        (lambda: StepParamScheduler(9, []), r"values must be at least one.*\[\]"),
         (lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 0, 0.1, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 1, 0.1, -9), "must be positive: StepWith"),
-        (lambda: CompositeParamScheduler([], [], []), "at least 1: 0, 0 and 0 entries"),
-        (lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]), "1, 2 and 1 entries"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], ["fixed"] * 2), "1, 1 and 2 entries"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], []), "1, 1 and 0 entries"),
+        (lambda: CompositeParamScheduler([], [], []), r"sum to 1: \[\]"),
+        (lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]), "one length and one"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], ["fixed"] * 2), "one length and one"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], []), "one length and one"),
         (lambda: CompositeParamScheduler([ONE] * 2, [0.5, 0.4], ["fixed"] * 2), r"sum to 1: \[0.5"),
         (lambda: CompositeParamScheduler([ONE] * 2, [1.5, -0.5], ["fixed"] * 2), "not be negative"),
         (lambda: CompositeParamScheduler([ONE], [1.0], ["linear"]), "interval_scaling.*'linear'"),
@@ -427,7 +424,7 @@ def test_a_group_added_later_is_an_error() -> None:
     optimizer = sgd(1.0)
     scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match=r"now has 2 parameter groups.*made for 1"):
+    with pytest.raises(ValueError, match="are 2 parameter groups now: make a new scheduler"):
         scheduler.step()
 
 
