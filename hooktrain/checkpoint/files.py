@@ -19,11 +19,9 @@ from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.file_io import moved_aside, replacing, sync_file
 
 _PLAIN_TYPES = frozenset(
-    {bool, float, complex, str, bytes, bytearray, type(None)}
+    {bool, int, float, complex, str, bytes, bytearray, type(None)}
     | {torch.dtype, torch.device, torch.layout, torch.Size}
 )
-# The longest integer that the restricted unpickler reads has 255 bytes, one bit of them the sign.
-_MAX_INT_BITS = 255 * 8 - 1
 # The beginning of files from before torch's zip container, which it still writes on request.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
@@ -138,7 +136,6 @@ def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
         return
     elif not (
         (kind in (torch.Tensor, torch.nn.Parameter) and not value.is_meta)
-        or (kind is int and value.bit_length() <= _MAX_INT_BITS)
         # The restricted unpickler does not know how empty bytes are pickled.
         or (kind in _PLAIN_TYPES and value != b"")
     ):

@@ -103,8 +103,8 @@ def save_folder(
             files = {name: record for part in parts for name, record in part.items()}
             _check_sizes(temporary, files)  # fails if the ranks do not share the disk
             files |= _digests(temporary, [temporary / METADATA, temporary / STATE])
-            with atomic_write(temporary / MANIFEST, "w") as file:
-                json.dump(files, file)
+            with atomic_write(temporary / MANIFEST) as file:
+                file.write(json.dumps(files).encode())
             stack.close()  # the rename
 
         on_main_process(complete, group)

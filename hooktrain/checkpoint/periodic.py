@@ -106,13 +106,8 @@ class PeriodicCheckpointer:
         assert self.max_to_keep is not None
         folder = os.path.dirname(newest)
         try:
-            old = files_to_delete(
-                checkpoint_names(folder),
-                self.file_prefix,
-                self.max_to_keep,
-                newest=iteration,
-                protected={read_pointer(folder)},
-            )
+            names, pointed = checkpoint_names(folder), read_pointer(folder)
+            old = files_to_delete(names, self.file_prefix, self.max_to_keep, iteration, pointed)
             if old:
                 verify_checkpoint(newest)
         except (OSError, CorruptCheckpointError) as error:

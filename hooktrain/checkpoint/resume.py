@@ -8,7 +8,8 @@ names one that is gone or broken, the folder itself is searched.
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.formats import read_checkpoint
@@ -31,22 +32,21 @@ def write_pointer(save_dir: str, name: str) -> None:
 
     Only its name is written, so that the folder may be moved.
     """
-    with atomic_write(os.path.join(save_dir, POINTER), "w") as file:
-        file.write(name)
+    with atomic_write(os.path.join(save_dir, POINTER)) as file:
+        file.write(name.encode())
 
 
 def read_pointer(save_dir: str) -> str:
     """The name in ``last_checkpoint``, or :data:`NOTHING_YET`; "" if it names none there."""
-    path = os.path.join(save_dir, POINTER)
+    path = Path(save_dir, POINTER)
     try:
-        with open(path, "rb") as file:
-            name = file.read(4096).decode("utf-8", errors="replace").strip()
+        name = path.read_text("utf-8", "replace").strip()
     except FileNotFoundError:
         return ""
     except OSError as error:
         logger.warning("Cannot read %s: %s", path, error)
         return ""
-    if name == NOTHING_YET or (name and _is_checkpoint(save_dir, name, suffix="")):
+    if name == NOTHING_YET or name in checkpoint_names(save_dir):
         return name
     logger.warning("%s names %r, which is no checkpoint there", path, name)
     return ""
@@ -54,15 +54,8 @@ def read_pointer(save_dir: str) -> str:
 
 def checkpoint_names(save_dir: str) -> list[str]:
     """The names of all checkpoints of the folder, sorted; none if it is not there."""
-    if not os.path.isdir(save_dir):
-        return []
-    return [name for name in sorted(os.listdir(save_dir)) if _is_checkpoint(save_dir, name)]
-
-
-def _is_checkpoint(save_dir: str, name: str, suffix: str = ".pth") -> bool:
-    path = os.path.join(save_dir, name)
-    is_file = name.endswith(suffix) and os.path.isfile(path)
-    return name == os.path.basename(name) and (is_file or is_folder(path))
+    entries = Path(save_dir).iterdir() if os.path.isdir(save_dir) else []
+    return sorted(e.name for e in entries if (e.suffix == ".pth" and e.is_file()) or is_folder(e))
 
 
 def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
@@ -125,12 +118,7 @@ def _stored_iteration(path: str) -> int | None:
 
 
 def files_to_delete(
-    names: Iterable[str],
-    prefix: str,
-    max_to_keep: int,
-    *,
-    newest: int | None = None,
-    protected: Collection[str] = (),
+    names: Iterable[str], prefix: str, max_to_keep: int, newest: int, pointed: str = ""
 ) -> list[str]:
     """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
 
@@ -144,17 +132,11 @@ def files_to_delete(
         max_to_keep: how many to keep, at least 1.
         newest: the iteration just saved. Higher numbers come from another run in the same folder
             and are neither counted nor deleted.
-        protected: names that stay in any case, such as the one to resume from.
-
-    Raises:
-        ValueError: if ``max_to_keep`` is less than 1.
+        pointed: the one to resume from, which stays.
     """
-    if max_to_keep < 1:
-        raise ValueError(f"max_to_keep must be at least 1, got {max_to_keep!r}")
-    numbers = {name: iteration_in_name(name, prefix) for name in names}
-    ours = [
+    ours = sorted(
         (number, name)
-        for name, number in numbers.items()
-        if number is not None and (newest is None or number <= newest)
-    ]
-    return [name for _, name in sorted(ours)[:-max_to_keep] if name not in protected]
+        for name in names
+        if (number := iteration_in_name(name, prefix)) is not None and number <= newest
+    )
+    return [name for _, name in ours[:-max_to_keep] if name != pointed]

@@ -142,8 +142,8 @@ class LazyConfig:
         """
         path = _python_file(filename)
         source = config_source(restore_references(cfg.copy()))
-        with atomic_write(path, "w") as file:
-            file.write(source)
+        with atomic_write(path) as file:
+            file.write(source.encode())
 
     @staticmethod
     def to_py(cfg: ConfigDict, prefix: str = "cfg.") -> str:

@@ -191,8 +191,8 @@ class TextSampler(PeriodicSampler):
 
 
 def _write(path: Path, text: str) -> None:
-    with atomic_write(path, "w") as file:
-        file.write(text)
+    with atomic_write(path) as file:
+        file.write(text.encode())
 
 
 _COLOUR_TYPES = {1: 0, 3: 2}  # grey, red-green-blue

@@ -1,19 +1,15 @@
 """The seeds of the global generators of random numbers."""
 
-import _random
 import logging
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
-
-_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator of its functions
 
 
 def seed_all_rng(seed: int | None = None) -> int:
@@ -26,15 +22,13 @@ def seed_all_rng(seed: int | None = None) -> int:
         The seed that was used.
 
     Raises:
-        ValueError: the seed is out of range.
+        ValueError: the seed is out of range; nothing is seeded then.
     """
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
         logger.info("Seeding with the randomly drawn seed %d", seed)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed!r}")
+    np.random.seed(seed)  # first, since it refuses what is out of range
     random.seed(seed)
-    np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
@@ -49,8 +43,7 @@ def seed_on_host(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    _random.Random.seed(_PYTHON, seed)  # random.seed() without a look at the seed's type
-    _PYTHON.gauss_next = None
+    random.seed(seed)
 
 
 def seed_step(seed: int, iteration: int, rank: int) -> None:
@@ -67,8 +60,12 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     mixed &= 0x7FFFFFFFFFFFFFFF
     mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
     seed_on_host(mixed)
-    if (device := _device_in_use()) is not None:
-        torch.get_device_module(device).manual_seed(mixed)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        module = torch.get_device_module(device)
+        # Some kinds of device (mps) have no state of being uninitialised.
+        if getattr(module, "is_initialized", lambda: True)():
+            module.manual_seed(mixed)
 
 
 @contextmanager
@@ -81,12 +78,3 @@ def preserved_rng_state() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def _device_in_use() -> str | None:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return None
-    # Some kinds of device (mps) have no state of being uninitialised.
-    in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
-    return device.type if in_use() else None

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -55,31 +55,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def _beside(target: Path, kind: Literal["tmp", "old"]) -> Path:
+def _beside(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}-{os.getpid()}-{_TOKEN}")
 
 
 @contextmanager
-def atomic_write(
-    path: str | os.PathLike[str], mode: Literal["wb", "w"] = "wb"
-) -> Iterator[IO[Any]]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Replace a file by a new one, all at once and durably; see :func:`replacing`.
 
     Example:
         >>> with atomic_write("model.pth") as file:  # doctest: +SKIP
         ...     torch.save(state, file)
 
-    Args:
-        path: the file.
-        mode: ``"wb"`` for bytes, ``"w"`` for text in UTF-8.
-
     Yields:
-        The open temporary file.
+        The open temporary file, for bytes.
     """
-    with (
-        replacing(path) as temporary,
-        open(temporary, mode, encoding=None if mode == "wb" else "utf-8") as file,
-    ):
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         yield file
         sync_file(file)
 
@@ -103,27 +94,21 @@ def delete(path: str | os.PathLike[str]) -> None:
     _remove(path)
 
 
-def sweep(folder: str | os.PathLike[str]) -> list[Path]:
+def sweep(folder: str | os.PathLike[str]) -> None:
     """Remove what killed processes left in a folder, and put back what they had moved aside.
 
     What living processes write stays. Only processes of this machine can be seen, so call it while
     no other machine writes there.
-
-    Returns:
-        What was left over, sorted. None of it is there any more.
     """
-    left_over = []
-    for entry in sorted(Path(folder).absolute().iterdir()):
+    for entry in sorted(Path(folder).iterdir()):
         match = _TEMPORARY.fullmatch(entry.name)
         if match is None or _is_written(int(match["pid"]), match["token"]):
             continue
-        left_over.append(entry)
         final = entry.with_name(match["name"])
         if match["kind"] == "old" and not final.exists():
             os.rename(entry, final)
         else:
             _remove(entry)
-    return left_over
 
 
 def moved_aside(name: str) -> str:

@@ -75,7 +75,6 @@ REFUSED = {
     "a subclass of int": IntSubclass(3),
     "an uninitialised parameter": nn.UninitializedParameter(),
     "empty bytes": b"",
-    "an integer too long": 1 << 2039,
     "a tensor without data": torch.ones(2, device="meta"),
 }
 
@@ -120,8 +119,8 @@ def test_keys_and_attributes_are_checked_too() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [Counter("aab"), bytearray(b"ab"), (1 << 2039) - 1, 1 - (1 << 2039)],
-    ids=["a counter", "a bytearray", "a long integer", "a long negative integer"],
+    [Counter("aab"), bytearray(b"ab"), 1 << 128],
+    ids=["a counter", "a bytearray", "a long integer"],
 )
 def test_the_limits_of_what_can_be_loaded_are_met(value: Any, tmp_path: Path) -> None:
     save_file({"x": value}, tmp_path / "a.pth")

@@ -235,16 +235,17 @@ def names(*iterations: int, prefix: str = "model") -> list[str]:
 
 
 def test_the_oldest_files_beyond_the_count_go_oldest_first() -> None:
-    assert files_to_delete(names(29, 9, 39, 19), "model", 2) == names(9, 19)
+    assert files_to_delete(names(29, 9, 39, 19), "model", 2, 39) == names(9, 19)
 
 
 def test_nothing_goes_while_there_are_few() -> None:
-    assert files_to_delete(names(9, 19), "model", 2) == []
-    assert files_to_delete([], "model", 1) == []
+    assert files_to_delete(names(9, 19), "model", 2, 19) == []
+    assert files_to_delete([], "model", 1, 19) == []
 
 
 def test_the_order_is_that_of_the_numbers_and_not_of_the_letters() -> None:
-    assert files_to_delete(names(9_999_999, 10_000_009), "model", 1) == names(9_999_999)
+    files = names(9_999_999, 10_000_009)
+    assert files_to_delete(files, "model", 1, 10_000_009) == names(9_999_999)
 
 
 def test_only_numbered_files_of_the_prefix_are_looked_at() -> None:
@@ -261,24 +262,17 @@ def test_only_numbered_files_of_the_prefix_are_looked_at() -> None:
         "xmodel_0000001.pth",
         *names(1, 2, 3, prefix="other"),
     ]
-    assert files_to_delete([*others, *names(1, 2)], "model", 1) == names(1)
-    assert files_to_delete(others, "other", 2) == names(1, prefix="other")
+    assert files_to_delete([*others, *names(1, 2)], "model", 1, 2) == names(1)
+    assert files_to_delete(others, "other", 2, 3) == names(1, prefix="other")
 
 
-def test_protected_files_stay() -> None:
-    assert files_to_delete(names(1, 2, 3, 4), "model", 1, protected=names(2)) == names(1, 3)
+def test_the_one_to_resume_from_stays() -> None:
+    assert files_to_delete(names(1, 2, 3, 4), "model", 1, 4, *names(2)) == names(1, 3)
 
 
 def test_files_of_another_longer_run_are_neither_counted_nor_deleted() -> None:
     files = names(9, 19, 29, 90_009, 90_019)
     assert files_to_delete(files, "model", 2, newest=29) == names(9)
-    assert files_to_delete(files, "model", 2) == names(9, 19, 29)
-
-
-@pytest.mark.parametrize("max_to_keep", [0, -1])
-def test_keeping_none_is_refused(max_to_keep: int) -> None:
-    with pytest.raises(ValueError, match=f"max_to_keep must be at least 1, got {max_to_keep}"):
-        files_to_delete(names(1), "model", max_to_keep)
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,6 @@ def test_an_old_file_stays_until_the_block_ends(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
 
 
-def test_text_is_written_in_utf_8(tmp_path: Path) -> None:
-    with atomic_write(tmp_path / "a.txt", "w") as file:
-        file.write("ü")
-    assert (tmp_path / "a.txt").read_bytes() == b"\xc3\xbc"
-
-
 def test_a_bare_name_is_a_file_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,35 +307,34 @@ def test_a_writer_that_is_killed_at_any_time_leaves_a_complete_file(tmp_path: Pa
         content = path.read_bytes()
         assert len(content) == 64 * 16384
         assert len(set(content)) == 1
-        assert all(p.name.startswith(".a.bin.tmp-") for p in sweep(tmp_path))
+        sweep(tmp_path)
         assert names(tmp_path) == ["a.bin"]
 
 
-def test_what_a_dead_process_left_is_swept_and_listed(tmp_path: Path, dead_pid: int) -> None:
-    left_over = tmp_path / f".a.bin.tmp-{dead_pid}-0123abcd"
-    left_over.touch()
-    assert sweep(tmp_path) == [left_over]
+def test_what_a_dead_process_left_is_swept(tmp_path: Path, dead_pid: int) -> None:
+    (tmp_path / f".a.bin.tmp-{dead_pid}-0123abcd").touch()
+    sweep(tmp_path)
     assert names(tmp_path) == []
 
 
 def test_what_another_living_process_writes_is_not_swept(tmp_path: Path) -> None:
     theirs = f".a.bin.tmp-{os.getppid()}-0123abcd"
     (tmp_path / theirs).touch()
-    assert sweep(tmp_path) == []
+    sweep(tmp_path)
     assert names(tmp_path) == [theirs]
 
 
 def test_what_this_process_writes_is_not_swept(tmp_path: Path) -> None:
     with atomic_write(tmp_path / "a.bin") as file:
         file.write(b"one")
-        assert sweep(tmp_path) == []
+        sweep(tmp_path)
     assert (tmp_path / "a.bin").read_bytes() == b"one"
 
 
 def test_what_a_dead_process_with_the_id_of_this_one_left_is_swept(tmp_path: Path) -> None:
-    left_over = tmp_path / f".a.bin.tmp-{os.getpid()}-0123abcd"
-    left_over.touch()
-    assert sweep(str(tmp_path)) == [left_over]
+    (tmp_path / f".a.bin.tmp-{os.getpid()}-0123abcd").touch()
+    sweep(str(tmp_path))
+    assert names(tmp_path) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells them apart")
@@ -350,10 +343,12 @@ def test_a_killed_process_that_its_parent_has_not_asked_about_is_dead(tmp_path: 
     with process:
         left_over = tmp_path / f".a.bin.tmp-{process.pid}-0123abcd"
         left_over.touch()
-        assert sweep(tmp_path) == []
+        sweep(tmp_path)
+        assert left_over.exists()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it a zombie
-        assert sweep(tmp_path) == [left_over]
+        sweep(tmp_path)
+        assert not left_over.exists()
 
 
 def test_a_process_of_another_user_counts_as_living(
@@ -364,7 +359,8 @@ def test_a_process_of_another_user_counts_as_living(
 
     (tmp_path / ".a.bin.tmp-1-0123abcd").touch()
     monkeypatch.setattr(os, "kill", refuse)
-    assert sweep(tmp_path) == []
+    sweep(tmp_path)
+    assert names(tmp_path) == [".a.bin.tmp-1-0123abcd"]
 
 
 def test_files_of_other_names_are_not_swept(tmp_path: Path, dead_pid: int) -> None:
@@ -379,7 +375,7 @@ def test_files_of_other_names_are_not_swept(tmp_path: Path, dead_pid: int) -> No
     )
     for name in others:
         (tmp_path / name).touch()
-    assert sweep(tmp_path) == []
+    sweep(tmp_path)
     assert names(tmp_path) == others
 
 
@@ -405,7 +401,7 @@ def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
     folder_of(tmp_path / aside, "old")
     assert moved_aside(aside) == "a"
     assert moved_aside(aside.replace("old", "tmp")) == moved_aside("a") == ""
-    assert sweep(tmp_path) == [tmp_path / aside]
+    sweep(tmp_path)
     assert (tmp_path / "a" / "file").read_text() == "old"
     folder_of(tmp_path / aside, "older")
     sweep(tmp_path)

@@ -92,8 +92,8 @@ class JSONWriter(EventWriter):
             )
             return
         kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
-        with atomic_write(self._path, "w") as file:
-            file.writelines(text + "\n" for text, _ in kept)
+        with atomic_write(self._path) as file:
+            file.writelines(f"{text}\n".encode() for text, _ in kept)
         for _, line in kept:
             self._unwritten.mark_written(line.keys() - {"iteration"}, line["iteration"])
 
