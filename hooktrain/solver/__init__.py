@@ -9,6 +9,7 @@ from hooktrain.solver.build import (
 from hooktrain.solver.optim_state import (
     load_optimizer_state as load_optimizer_state,
     optimizer_state_dict as optimizer_state_dict,
+    parameter_names as parameter_names,
 )
 from hooktrain.solver.optim_wrapper import OptimWrapper as OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict as OptimWrapperDict

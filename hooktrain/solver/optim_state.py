@@ -19,6 +19,7 @@ from hooktrain.utils.dtensor import shard_like
 logger = logging.getLogger(__name__)
 
 ParamGroups = Sequence[Mapping[str, Any]]
+Names = Mapping[Tensor, str]
 # By name: the number of a parameter's group, and the parameter, or its state in a saved optimizer.
 Places = dict[str, tuple[int, Any]]
 
@@ -26,7 +27,12 @@ Places = dict[str, tuple[int, Any]]
 _KERNELS = ("foreach", "fused", "capturable")
 
 
-def optimizer_state_dict(optimizer: Optimizer, model: nn.Module | None = None) -> dict[str, Any]:
+def parameter_names(model: nn.Module) -> Names:
+    """The name of each parameter of a model, without what wrappers add to it."""
+    return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
+
+
+def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> dict[str, Any]:
     """The state that torch gives, with names where torch has the positions of parameters.
 
     ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. torch's own
@@ -34,15 +40,16 @@ def optimizer_state_dict(optimizer: Optimizer, model: nn.Module | None = None) -
 
     Args:
         optimizer: its tensors are not copied.
-        model: has the names. A parameter that is not in it has its name in ``param_names`` of its
-            group. Where some have no name, or two have the same, the state has positions.
+        names: of :func:`parameter_names`. A parameter that is not in it has its name in
+            ``param_names`` of its group. Where some have no name, or two have the same, the state
+            has positions.
     """
     state = optimizer.state_dict()
-    names = _names(optimizer.param_groups, model)
-    if names is None:
+    in_order = _names(optimizer.param_groups, names)
+    if in_order is None:
         return state
     ids = [k for group in state["param_groups"] for k in group["params"]]
-    name_of = dict(zip(ids, names, strict=True))
+    name_of = dict(zip(ids, in_order, strict=True))
     return {
         **state,
         "state": {name_of.get(k, k): item for k, item in state["state"].items()},
@@ -56,7 +63,7 @@ def optimizer_state_dict(optimizer: Optimizer, model: nn.Module | None = None) -
 def load_optimizer_state(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
-    model: nn.Module | None = None,
+    names: Names | None = None,
 ) -> None:
     """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
 
@@ -71,14 +78,14 @@ def load_optimizer_state(
     Args:
         optimizer: changed in place.
         state_dict: of an optimizer of the same kind. It is not changed.
-        model: see :func:`optimizer_state_dict`.
+        names: see :func:`optimizer_state_dict`.
 
     Raises:
         KeyError: if ``state`` or ``param_groups`` is missing.
         ValueError: if groups of other sizes have no names, or no name is on both sides.
     """
     states, saved_groups = state_dict["state"], state_dict["param_groups"]
-    here, saved = _places(optimizer.param_groups, saved_groups, model)
+    here, saved = _places(optimizer.param_groups, saved_groups, names)
     # The saved group that most parameters of a group were in, and the other way round. Of the
     # groups that a saved one was split into, only one is the same as before.
     counts = Counter((here[name][0], saved[name][0]) for name in here if name in saved)
@@ -91,10 +98,9 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _names(groups: ParamGroups, model: nn.Module | None = None) -> list[str] | None:
+def _names(groups: ParamGroups, known: Names | None = None) -> list[str] | None:
     """The names of all parameters in order; None unless each has one for itself."""
-    known = {} if model is None else {p: names[0] for names, _, p in walk_parameters(model)}
-    names = []
+    known, names = known or {}, []
     for group in groups:
         own = group.get("param_names", group["params"])
         names += [known.get(p, name) for p, name in zip(group["params"], own, strict=True)]
@@ -104,11 +110,9 @@ def _names(groups: ParamGroups, model: nn.Module | None = None) -> list[str] | N
     return bare if len(set(bare)) == len(bare) else None
 
 
-def _places(
-    groups: ParamGroups, saved: ParamGroups, model: nn.Module | None
-) -> tuple[Places, Places]:
+def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tuple[Places, Places]:
     """The parameters here and the saved ones, by names that both sides share."""
-    names, saved_names = _names(groups, model), _names(saved)
+    names, saved_names = _names(groups, known), _names(saved)
     if names is None or saved_names is None:
         sizes, saved_sizes = ([len(g["params"]) for g in some] for some in (groups, saved))
         if sizes != saved_sizes:

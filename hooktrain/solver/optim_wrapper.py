@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict
+from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict, parameter_names
 from hooktrain.utils.dtensor import full_tensor
 from hooktrain.utils.events import get_event_storage, has_event_storage
 
@@ -70,6 +70,7 @@ class OptimWrapper:
         self._clipping = None if clip_grad is None else _check_clipping(clip_grad)
         self._max_counts = -1
         self._model: nn.Module | None = None
+        self._names: Mapping[Tensor, str] = {}
         self._window = range(0)  # the counts of the passes that make the current update
 
     @property
@@ -92,6 +93,13 @@ class OptimWrapper:
     def name_parameters(self, model: nn.Module) -> None:
         """Let saved states have the names of the parameters in a model; trainers call it."""
         self._model = model
+
+    def _parameter_names(self) -> Mapping[Tensor, str]:
+        """By parameter. Looked up once, and again when the optimizer has got another one."""
+        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        if self._model is not None and not parameters <= self._names.keys():
+            self._names = parameter_names(self._model)
+        return self._names
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Say where a run is and where it ends, so that its last window may be shorter.
@@ -233,7 +241,7 @@ class OptimWrapper:
         if not self.should_update():
             logger.warning("Saved inside a window of accumulation, without its gradients")
         state = {
-            **optimizer_state_dict(self.optimizer, self._model),
+            **optimizer_state_dict(self.optimizer, self._parameter_names()),
             "inner_count": self.inner_count,
             "skipped_updates": self.skipped_updates,
         }
@@ -246,7 +254,7 @@ class OptimWrapper:
 
         Parameters are matched by name; see :func:`~hooktrain.solver.load_optimizer_state`.
         """
-        load_optimizer_state(self.optimizer, state_dict, self._model)
+        load_optimizer_state(self.optimizer, state_dict, self._parameter_names())
         if self.base_param_settings is not None:
             self.base_param_settings.update(state_dict.get("base_param_settings", {}))
         self.inner_count = int(state_dict.get("inner_count", 0))

@@ -18,6 +18,7 @@ from hooktrain.solver import (
     get_default_optimizer_params,
     load_optimizer_state,
     optimizer_state_dict,
+    parameter_names,
 )
 from hooktrain.utils.dtensor import full_tensors, is_sharded
 
@@ -139,12 +140,12 @@ def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> No
     nameless = torch.optim.SGD(model.b.parameters())
     assert optimizer_state_dict(nameless)["param_groups"][0]["params"] == [0, 1]
     for optimizer in (nameless, sgd(groups_of(model.b))):
-        state = optimizer_state_dict(optimizer, nn.DataParallel(model))
+        state = optimizer_state_dict(optimizer, parameter_names(nn.DataParallel(model)))
         assert state["param_groups"][0]["params"] == ["b.weight", "b.bias"]
     assert "param_names" not in nameless.param_groups[0]
     nameless.add_param_group({"params": [*model.a.parameters()]})  # torch would refuse with names
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
-    state = optimizer_state_dict(foreign, model)
+    state = optimizer_state_dict(foreign, parameter_names(model))
     assert state["param_groups"][0]["params"] == [0, 1, 2, 3, 4]
 
 
@@ -159,6 +160,16 @@ def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
     assert list(state_of(new, loaded.optimizer)) == ["b.weight", "b.bias"]
     saved = wrapper.optimizer.state[old.b.weight]["momentum_buffer"]
     assert torch.equal(loaded.optimizer.state[new.b.weight]["momentum_buffer"], saved)
+
+
+def test_a_wrapper_finds_the_name_of_a_parameter_that_is_added_later() -> None:
+    model = net("a", "b")
+    wrapper = OptimWrapper(torch.optim.SGD(model.a.parameters(), lr=0.1))
+    wrapper.name_parameters(model)
+    assert wrapper.state_dict()["param_groups"][0]["params"] == ["a.weight", "a.bias"]
+    model.c = nn.Linear(2, 1)
+    wrapper.optimizer.add_param_group({"params": [*model.c.parameters()]})
+    assert wrapper.state_dict()["param_groups"][1]["params"] == ["c.weight", "c.bias"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +187,8 @@ def test_what_wrappers_add_to_names_does_not_count(
     model = net("a", "b")
     inside = torch.optim.SGD(model.parameters(), momentum=0.9)
     outside = torch.optim.SGD(list(model.parameters())[:2], momentum=0.9)
-    load_optimizer_state(inside, optimizer_state_dict(outside, wrap(model)), model)
+    saved = optimizer_state_dict(outside, parameter_names(wrap(model)))
+    load_optimizer_state(inside, saved, parameter_names(model))
     assert changes() == [[f"b.{k}", "new", "-", "no state"] for k in ("weight", "bias")]
 
 
@@ -185,10 +197,10 @@ def test_states_by_position_load_where_the_groups_have_the_same_sizes() -> None:
     optimizer = torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9)
     old(torch.ones(4)).sum().backward()
     optimizer.step()
-    for saved in (optimizer.state_dict(), optimizer_state_dict(optimizer, old)):
-        for model in (None, new):
+    for saved in (optimizer.state_dict(), optimizer_state_dict(optimizer, parameter_names(old))):
+        for names in (None, parameter_names(new)):
             ours = torch.optim.SGD(new.parameters(), lr=0.1, momentum=0.9)
-            load_optimizer_state(ours, through_a_file(saved), model)
+            load_optimizer_state(ours, through_a_file(saved), names)
             assert same(state_of(new, ours), state_of(old, optimizer))
 
 
