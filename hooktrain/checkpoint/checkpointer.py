@@ -62,6 +62,7 @@ class Checkpointer:
         save_dir: the folder; "" if nothing is to be saved.
         sharded: whether checkpoints are saved as folders of shards.
         background: whether they are written in a thread.
+        save_to_disk: whether this process writes files.
         checkpointables: what is saved beside the model, by name.
         logger: for the messages.
 
@@ -97,16 +98,11 @@ class Checkpointer:
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
-        self._save_to_disk = save_to_disk
+        self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self._worker = BackgroundWorker("checkpoint")
         self._stager: Any = None
         self._group: ProcessGroup | None = None
-        self._is_prepared = self._has_warned = False
-
-    @property
-    def save_to_disk(self) -> bool:
-        """Whether this process writes files."""
-        return comm.is_main_process() if self._save_to_disk is None else self._save_to_disk
+        self._is_prepared = False
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
         """Save and load one more object, under the name ``key``.
@@ -120,18 +116,15 @@ class Checkpointer:
             raise KeyError(f"a checkpointable named {key!r} is there already")
         if "." in key:
             raise ValueError(f"the name of a checkpointable must have no dot, got {key!r}")
-        for method in ("state_dict", "load_state_dict"):
-            if not hasattr(checkpointable, method):
-                raise TypeError(
-                    f"the checkpointable {key!r} of type {type(checkpointable).__name__} "
-                    f"has no {method}()"
-                )
+        if not all(hasattr(checkpointable, name) for name in ("state_dict", "load_state_dict")):
+            raise TypeError(f"{key!r} has no state_dict or no load_state_dict: {checkpointable!r}")
         self.checkpointables[key] = checkpointable
 
     def save(
         self,
         name: str,
         *,
+        state: State | None = None,
         tag: bool = True,
         on_saved: Callable[[str], object] | None = None,
         on_full: Callable[[OSError], object] | None = None,
@@ -144,6 +137,8 @@ class Checkpointer:
 
         Args:
             name: of the checkpoint, without folder and ``.pth``.
+            state: what to write, the model's state under ``"model"``; by default the states of the
+                model and of all checkpointables.
             tag: False leaves the resume point where it is, as for the best model.
             on_saved: called with the path when the checkpoint is complete, in the process that
                 gives it its name; in the background in a thread. It must not call this object.
@@ -157,61 +152,41 @@ class Checkpointer:
             OSError: if the disk is full or fails; the files are as they were. Also what failed in
                 the background in the save before; this one is not begun then.
         """
-        if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
-            raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
-        if self.save_dir:
-            self.wait()  # first, since what failed may change a state
-            items = {"model": self.model, **self.checkpointables}
-            state = {key: item.state_dict() for key, item in items.items()} | extra
-            self.write(name, state, tag=tag, on_saved=on_saved, on_full=on_full)
-        elif not self._has_warned:
-            self.logger.warning("Nothing is saved, since save_dir is empty")
-            self._has_warned = True
-
-    def write(
-        self,
-        name: str,
-        state: State,
-        *,
-        tag: bool = True,
-        on_saved: Callable[[str], object] | None = None,
-        on_full: Callable[[OSError], object] | None = None,
-    ) -> None:
-        """What :meth:`save` does with the state that it has put together.
-
-        Args:
-            name: of the checkpoint, without folder and ``.pth``.
-            state: with the model's under ``"model"``.
-            tag: as for :meth:`save`.
-            on_saved: as for :meth:`save`.
-            on_full: as for :meth:`save`.
-        """
         if not name.strip(".") or name != os.path.basename(name):
             raise ValueError(f"name must be a file name without a folder, got {name!r}")
-        self.wait()
-        path = os.path.abspath(os.path.join(self.save_dir, name))
+        if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
+            raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
+        if not self.save_dir:
+            self.logger.warning("Nothing is saved, since save_dir is empty")
+            return
+        self.wait()  # first, since what failed may change a state
+        if state is None:
+            items = {"model": self.model, **self.checkpointables}
+            state = {key: item.state_dict() for key, item in items.items()}
+        state = state | extra
         if self.sharded:
-            on_main_process(lambda: self._prepare(state))
+            on_main_process(partial(self._prepare, state))
         else:
+            name += ".pth"
             if dist.is_initialized():  # without a process group nothing is sharded
                 state = full_tensors(state)
             if not self.save_to_disk:
                 return
             self._prepare(state)
-            path += ".pth"
+        path = os.path.abspath(os.path.join(self.save_dir, name))
         self.logger.info("Saving checkpoint to %s", path)
-        if not self.background:
-            self._write(state, path, tag, on_saved, on_full)
-            return
-        together = self._writes_together()
-        if together and self._group is None:
-            self._group = dist.new_group(backend="gloo")  # the thread's own
-        job = partial(self._write, self._stage(state), path, tag, on_saved, on_full)
-        # A rank that ends does not wait for others that may never come.
-        self._worker.submit(job, daemon=together)
 
-    def _writes_together(self) -> bool:
-        return self.sharded and comm.get_world_size() > 1
+        def finish() -> None:
+            if tag:
+                write_pointer(*os.path.split(path))
+            if on_saved is not None:
+                on_saved(path)
+
+        write = partial(self._write, path=path, finish=finish, on_full=on_full)
+        if self.background:
+            self._write_in_background(write, state)
+        else:
+            write(state)
 
     def _prepare(self, state: State) -> None:
         """Refuse what would not load; before the first save, sweep what a killed run has left."""
@@ -221,8 +196,8 @@ class Checkpointer:
             sweep(self.save_dir)
             self._is_prepared = True
 
-    def _stage(self, state: State) -> State:
-        """Copy a state into host memory that is kept for it, so that training may go on."""
+    def _write_in_background(self, write: Callable[[State], None], state: State) -> None:
+        """Copy a state into host memory that is kept for it; a thread writes that."""
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -234,25 +209,20 @@ class Checkpointer:
                     use_non_blocking_copy=torch.accelerator.is_available(),
                 )
             )
-        staged: State = self._stager.stage(state)  # host-device synchronisation: the copies arrive
-        return staged
+        if self.sharded and comm.get_world_size() > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo")  # the thread's own
+        staged = self._stager.stage(state)  # host-device synchronisation: the copies arrive
+        # A rank that ends does not wait for others that may never come.
+        self._worker.submit(partial(write, staged), daemon=self._group is not None)
 
     def _write(
         self,
         state: State,
         path: str,
-        tag: bool,
-        on_saved: Callable[[str], object] | None,
+        finish: Callable[[], None],
         on_full: Callable[[OSError], object] | None,
     ) -> None:
         """Write a file alone or a folder with all ranks; in the background, in a thread."""
-
-        def finish() -> None:
-            if tag:
-                write_pointer(*os.path.split(path))
-            if on_saved is not None:
-                on_saved(path)
-
         try:
             if self.sharded:
                 from hooktrain.checkpoint.folders import save_folder
@@ -281,7 +251,7 @@ class Checkpointer:
         A file is completed. So is a folder, if all ranks write their parts within some seconds;
         otherwise a later save sweeps it.
         """
-        if not self._worker.wait(_GIVE_UP_SECONDS if self._writes_together() else None):
+        if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
             self.logger.error("The checkpoint that is being saved is given up")
 
     def load(
@@ -385,14 +355,13 @@ class Checkpointer:
             ValueError: if the checkpoint lacks a checkpointable.
         """
         if resume and self.save_dir and (found := self.read_newest()) is not None:
-            return self._restore(*found, checkpointables, must_have_all=True)
+            names = self.checkpointables if checkpointables is None else checkpointables
+            return self._restore(*found, names)
         return self.load(path, checkpointables=[])
 
-    def _restore(
-        self, path: str, state: State, names: Iterable[str] | None, must_have_all: bool = False
-    ) -> State:
+    def _restore(self, path: str, state: State, names: Iterable[str] | None) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
-        chosen = choose_parts(path, state, self.checkpointables, names, must_have_all)
+        chosen = choose_parts(path, state, self.checkpointables, names)
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         load_model_state(self.model, state["model"])
         for key, options in chosen.items():
@@ -431,14 +400,12 @@ class Checkpointer:
         return [os.path.join(self.save_dir, name) for name in checkpoint_names(self.save_dir)]
 
     def tag_last_checkpoint(self, basename: str) -> None:
-        """Make a file or folder of ``save_dir`` the one to resume from.
+        """Make a checkpoint of ``save_dir`` the one to resume from.
 
         Raises:
             FileNotFoundError: if it is not there.
         """
         self.wait()
-        if basename != os.path.basename(basename) or not os.path.exists(
-            os.path.join(self.save_dir, basename)
-        ):
+        if basename not in checkpoint_names(self.save_dir):
             raise FileNotFoundError(f"no {basename!r} in {self.save_dir!r} to resume from")
         write_pointer(self.save_dir, basename)

@@ -279,7 +279,6 @@ def choose_parts(
     state: Mapping[str, Any],
     checkpointables: Mapping[str, Any],
     names: Iterable[str] | None,
-    must_have_all: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """What to load beside the model.
 
@@ -287,8 +286,8 @@ def choose_parts(
         path: where the state is from, for the messages.
         state: a checkpoint.
         checkpointables: what could be loaded, by name.
-        names: of those to load, or ``"trainer.optimizer"`` for a component; None for all.
-        must_have_all: whether None means that the state must have all.
+        names: of those to load, or ``"trainer.optimizer"`` for a component; None for all that the
+            state has.
 
     Returns:
         The arguments of ``load_state_dict`` beside the state, for each that is to be loaded.
@@ -298,13 +297,7 @@ def choose_parts(
         TypeError: if components are chosen of one that loads as a whole only.
     """
     if names is None:
-        lacking = [key for key in checkpointables if key not in state]
-        if lacking and must_have_all:
-            raise ValueError(
-                f"{path} holds no {lacking}, only {sorted(state)}: it cannot be resumed in "
-                "full. Name what is to be loaded, with checkpointables=[...], to go on without"
-            )
-        if lacking:
+        if lacking := [key for key in checkpointables if key not in state]:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
         return {key: {} for key in checkpointables if key in state}
     chosen: dict[str, dict[str, Any]] = {}

@@ -443,7 +443,7 @@ class BaseStrategy(ABC):
             callback(state)
         folder, name = os.path.split(os.path.abspath(filename))
         checkpointer = self._checkpointer(folder)
-        on_all_ranks(lambda: checkpointer.write(name.removesuffix(".pth"), state, tag=tag))
+        on_all_ranks(lambda: checkpointer.save(name.removesuffix(".pth"), state=state, tag=tag))
 
     def load_checkpoint(
         self,

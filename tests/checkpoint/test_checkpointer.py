@@ -69,7 +69,7 @@ def test_without_a_folder_nothing_is_saved_or_found(
     checkpointer.save("b")
     checkpointer.save("c")
     assert sorted(os.listdir()) == ["a.pth", "last_checkpoint"]
-    assert messages(caplog).count("save_dir is empty") == 1
+    assert "save_dir is empty" in messages(caplog)
     assert not checkpointer.has_checkpoint()
     assert checkpointer.get_checkpoint_file() == ""
     assert checkpointer.get_all_checkpoint_files() == []
@@ -150,7 +150,7 @@ def test_checkpointables_are_checked_when_added() -> None:
     for taken in ("trainer", "model"):
         with pytest.raises(KeyError, match=taken):
             checkpointer.add_checkpointable(taken, Counter())
-    with pytest.raises(TypeError, match=r"'x' of type object has no state_dict\(\)"):
+    with pytest.raises(TypeError, match="'x' has no state_dict or no load_state_dict: <object"):
         checkpointer.add_checkpointable("x", object())
     with pytest.raises(ValueError, match=r"'a\.b'"):
         checkpointer.add_checkpointable("a.b", Counter())
@@ -195,7 +195,7 @@ def test_a_resume_refuses_a_file_that_lacks_a_state_unless_told_what_to_load(
     Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9)
     model, trainer = model_of(0), Counter()
     checkpointer = Checkpointer(model, tmp_path, trainer=trainer, ema=Counter())
-    with pytest.raises(ValueError, match=r"a\.pth holds no \['ema'\]"):
+    with pytest.raises(ValueError, match=r"checkpointables: 'ema' is not in .*a\.pth"):
         checkpointer.resume_or_load("")
     assert trainer.value == 0
     assert torch.equal(model.weight, torch.zeros(1, 2))
