@@ -35,7 +35,7 @@ def count(what: str, function: Callable[[], object]) -> None:
 def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
     """Files, and folders of shards in the foreground and in the background."""
     file = Checkpointer(trainer.model, folder / "file", trainer=trainer)
-    count("state of the trainer, before a checkpoint", trainer.prepare_checkpoint)
+    count("state of the trainer, before a checkpoint", trainer.synchronize)
     count("a file", lambda: file.save("a"))
     count("finding and reading a file", lambda: file.resume_or_load(""))
     shards = Checkpointer(trainer.model, folder / "shards", trainer=trainer, sharded=True)

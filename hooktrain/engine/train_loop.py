@@ -361,10 +361,6 @@ class TrainerBase:
                 logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
         self._losses.check(self.storage, self._finished)
 
-    def prepare_checkpoint(self) -> None:
-        """Bring the ranks together before a checkpoint. A collective."""
-        self.synchronize()
-
     @property
     def can_save(self) -> bool:
         """Whether a checkpoint after this iteration would hold all that a resumed run needs."""

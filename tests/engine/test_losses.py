@@ -174,7 +174,7 @@ def histories() -> dict[str, Any]:
 
     def in_between(_: Any) -> None:
         if trainer.iter == 17:
-            trainer.prepare_checkpoint()
+            trainer.synchronize()
         if trainer.iter == 21 and comm.get_rank() == 1:
             trainer.request_stop("enough")
 

@@ -116,7 +116,7 @@ class BestCheckpointer(HookBase):
             return
         self.best_metric, self.best_iter = value, measured_at
         if self.on_every_rank:
-            self.trainer.prepare_checkpoint()
+            self.trainer.synchronize()
         self._checkpointer.save(
             self._file_prefix,
             tag=False,

@@ -38,7 +38,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         if self.trainer.can_save or is_last or (is_due and self._is_put_off):
             self._is_put_off = False
             if self.on_every_rank:
-                self.trainer.prepare_checkpoint()
+                self.trainer.synchronize()
             self.save_at(self.trainer.iter)
         else:
             self._is_put_off = True
@@ -52,6 +52,6 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         if trainer.max_iter != self.max_iter and trainer.iter > trainer.start_iter:
             self.max_iter = trainer.max_iter
             if self.on_every_rank:
-                trainer.prepare_checkpoint()
+                trainer.synchronize()
             self.save_at(trainer.max_iter - 1)
         self.checkpointer.wait()

@@ -104,7 +104,7 @@ class Preemption(HookBase):
         iteration = self.trainer.iter
         logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
         if self.on_every_rank:
-            self.trainer.prepare_checkpoint()
+            self.trainer.synchronize()
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
         if self.on_every_rank:
             # A rank that is gone is a failure to launchers, which end the one that still writes.
