@@ -4,8 +4,6 @@ import argparse
 import inspect
 import logging
 import math
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -19,7 +17,6 @@ from hooktrain import evaluation, solver
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
-from hooktrain.engine.train_loop import HookBase
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
@@ -30,9 +27,16 @@ from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from hooktrain.utils.folder_lock import lock_folder
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registry import MODEL_WRAPPERS, unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 logger = logging.getLogger(__name__)
+
+_EXAMPLES = """examples:
+  %(prog)s --config-file configs/digits_cnn.py
+  %(prog)s --config-file configs/digits_cnn.py optimizer.lr=0.1 train.max_iter=500
+  %(prog)s --config-file configs/digits_cnn.py --num-gpus 2
+  torchrun --nproc-per-node=2 %(prog)s --config-file configs/digits_cnn.py
+"""
 
 
 def create_ddp_model(
@@ -55,8 +59,6 @@ def create_ddp_model(
         KeyError: if there is no such wrapper.
     """
     if comm.get_world_size() == 1:
-        if type is not None:
-            MODEL_WRAPPERS.get(type)  # a typo is found with one process too
         return model
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return wrap_in_ddp(model, device, type=type, fp16_compression=fp16_compression, **kwargs)
@@ -69,21 +71,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
         epilog: the text after the help; None gives examples.
     """
     parser = argparse.ArgumentParser(
-        epilog=epilog
-        or f"""
-Examples:
-
-Train on one device:
-    $ {sys.argv[0]} --config-file configs/digits_cnn.py
-
-Change the configuration:
-    $ {sys.argv[0]} --config-file configs/digits_cnn.py optimizer.lr=0.1 train.max_iter=500
-
-Several processes on one machine, by either of:
-    $ {sys.argv[0]} --num-gpus 2 --config-file configs/digits_cnn.py
-    $ torchrun --nproc-per-node=2 {sys.argv[0]} --config-file configs/digits_cnn.py
-""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=epilog or _EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--config-file", default="", metavar="FILE", help="path of the configuration")
@@ -143,7 +131,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if output_dir and comm.is_main_process() and not eval_only:
-        path = os.path.join(output_dir, "config.py")
+        path = Path(output_dir, "config.py")
         LazyConfig.save(cfg, path)
         logger.info("Full config saved to %s", path)
     if not eval_only and train.get("cudnn_benchmark") is not None:
@@ -160,10 +148,8 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
         max_iter: the length of the run, for the remaining time.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    writers: list[EventWriter] = [
-        CommonMetricPrinter(max_iter),
-        JSONWriter(os.path.join(output_dir, "metrics.json")),
-    ]
+    metrics = JSONWriter(Path(output_dir, "metrics.json"))
+    writers: list[EventWriter] = [CommonMetricPrinter(max_iter), metrics]
     if find_spec("tensorboard") is not None:
         writers.append(TensorboardXWriter(output_dir))
     return writers
@@ -183,7 +169,7 @@ def default_hooks(
     log_period: int = 20,
     epoch_length: int | None = None,
     watchdog_s: float = 0,
-) -> list[HookBase]:
+) -> list[hooks.HookBase]:
     """The usual hooks in the order that makes resuming exact.
 
     Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
@@ -206,7 +192,7 @@ def default_hooks(
             iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
             ends the process. 0 watches nothing.
     """
-    found: list[HookBase] = [
+    found: list[hooks.HookBase] = [
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler, epoch_length=epoch_length),
     ]
@@ -292,7 +278,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``.
 
         Raises:
-            TypeError: if ``train.strategy`` is an object.
+            TypeError: if ``train.strategy`` is an object: it gets device, seed and more from
+                ``train``.
             KeyError: for an unknown strategy or wrapper.
         """
         train = cfg.train
@@ -301,12 +288,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         if isinstance(strategy, Mapping) and "_target_" in strategy:  # it is built with the rest
             strategy = {("type" if k == "_target_" else k): v for k, v in strategy.items()}
         if isinstance(strategy, BaseStrategy):
-            raise TypeError(
-                f"train.strategy must be a name, or a dict with type and options, since it gets "
-                f"device, seed and more from train; but it is {strategy!r}"
-            )
-        if isinstance(ddp.get("type"), str):
-            MODEL_WRAPPERS.get(ddp["type"])  # a typo is found with one process too
+            raise TypeError(f"train.strategy must be a name, or a dict with type: {strategy!r}")
         return build_strategy(
             instantiate(strategy),
             ddp={"fp16_compression": ddp.pop("fp16_compression", False), "model_wrapper": ddp},
@@ -347,10 +329,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             return instantiate(cfg.lr_multiplier)
         if "lr_multiplier" in cfg:
             raise ValueError("the configuration has both lr_multiplier and param_scheduler")
-        run: dict[str, Any] = {"max_iters": cfg.train.max_iter}
-        if epoch_length := cfg.train.get("epoch_length"):
-            run["epoch_length"] = epoch_length
-            run["max_epochs"] = math.ceil(cfg.train.max_iter / epoch_length)
+        max_iter, length = cfg.train.max_iter, cfg.train.get("epoch_length")
+        max_epochs = math.ceil(max_iter / length) if length else None
+        run = {"max_iters": max_iter, "max_epochs": max_epochs, "epoch_length": length}
         return solver.build_param_scheduler(instantiate(cfg.param_scheduler), optim_wrapper, run)
 
     @classmethod
@@ -387,7 +368,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """Where metrics are written to."""
         return default_writers(self.cfg.train.output_dir, self.max_iter)
 
-    def build_hooks(self) -> list[HookBase]:
+    def build_hooks(self) -> list[hooks.HookBase]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
         me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
@@ -406,9 +387,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             watchdog_s=train.get("watchdog_s", 0),
         )
         place = next(i for i, hook in enumerate(found) if isinstance(hook, hooks.EvalHook))
-        found[place:place] = instantiate(self.cfg.get("hooks", []))
-        if self.ema is not None:
-            found.insert(place, self.ema)
+        ema = [] if self.ema is None else [self.ema]
+        found[place:place] = [*ema, *instantiate(self.cfg.get("hooks", []))]
         return found
 
     def _evaluate(self) -> dict[str, Any]:

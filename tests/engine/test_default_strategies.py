@@ -192,8 +192,6 @@ def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(tmp_
         assert (made.seed, made.sync_bn, made.work_dir) == (7, "torch", str(tmp_path))
     with pytest.raises(TypeError, match=r"train\.strategy must be a name, or a dict"):
         strategy_of(DDPStrategy())
-    with pytest.raises(KeyError, match="SeparateDistributedDataParallel"):
-        strategy_of("auto", "train.ddp.type=SeperateDistributedDataParallel")
     drawn = strategy_of("auto", "train.seed=-1")
     drawn.setup()
     assert 0 <= drawn.seed < 2**31

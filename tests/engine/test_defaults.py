@@ -437,8 +437,6 @@ def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> 
     names = ["NamingDistributed", "StepDistributed", "SeparateDistributed", "SeparateDistributed"]
     expected = [f"{name}DataParallel" for name in names]
     assert run_ranks(wrapped_models, 2) == [expected, expected]
-    with pytest.raises(KeyError, match="'SeparateDistributedDataParallel'"):
-        create_ddp_model(nn.Linear(1, 1), type="SeperateDistributedDataParallel")
 
 
 def test_a_wrapper_that_hides_the_step_of_its_model_is_refused() -> None:
