@@ -16,7 +16,8 @@ from typing import Any
 
 from hooktrain.utils.registry import did_you_mean
 
-_REFERENCE = re.compile(r"\\?\$\{([^{}]*)(\}?)")
+# The dots at its beginning, the path after them, and the closing brace.
+_REFERENCE = re.compile(r"\\?\$\{(\.*)([^{}]*)(\}?)")
 
 # The keys and indices that lead from the root to a value.
 Path = tuple[Any, ...]
@@ -183,7 +184,7 @@ def _resolved(root: Any, value: Any, path: Path, chain: tuple[Path, ...] = ()) -
         inner = [_resolved(root, value[key], (*path, key), chain) for key in known_keys(value)]
         return tuple(inner) if type(value) is tuple else value
     if path in chain:
-        circle = " -> ".join(_dotted(p) for p in (*chain, path))
+        circle = " -> ".join(map(dotted, (*chain, path)))
         raise ValueError(f"references go round in a circle: {circle}")
     chain = (*chain, path)
     whole = _REFERENCE.fullmatch(value)
@@ -203,15 +204,14 @@ def _resolved(root: Any, value: Any, path: Path, chain: tuple[Path, ...] = ()) -
 
 def _follow(root: Any, match: re.Match[str], path: Path, chain: tuple[Path, ...]) -> Any:
     """The value that a reference names."""
-    if not match[2]:
+    if not match[3]:
         raise _broken(path, match, r"has no closing brace; write '\${' for the text itself")
-    parts = match[1].lstrip(".").split(".")
-    dots = len(match[1]) - len(match[1].lstrip("."))
+    dots = len(match[1])
     if dots > len(path):
         raise _broken(path, match, "climbs above the root")
     place = path[:-dots] if dots else ()
     value = _at(root, place)
-    for part in parts:
+    for part in match[2].split("."):
         key = find_key(value, part)
         if key is None:
             hint = did_you_mean(part, known_keys(value))
@@ -223,8 +223,9 @@ def _follow(root: Any, match: re.Match[str], path: Path, chain: tuple[Path, ...]
 
 
 def _broken(path: Path, match: re.Match[str], what: str) -> ValueError:
-    return ValueError(f"{_dotted(path)}: the reference {match[0]!r} {what}")
+    return ValueError(f"{dotted(path)}: the reference {match[0]!r} {what}")
 
 
-def _dotted(path: Path) -> str:
+def dotted(path: Path) -> str:
+    """A path as it is written in a reference or an override."""
     return ".".join(map(str, path))

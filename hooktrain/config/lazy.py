@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hooktrain.config.config_dict import ConfigDict, resolve, restore_references
+from hooktrain.config.config_dict import ConfigDict, dotted, resolve, restore_references
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.source import config_outline, config_source
 from hooktrain.utils.file_io import atomic_write
@@ -61,24 +61,20 @@ def instantiate(cfg: Any) -> Any:
             argument the note suggests the nearest parameter. (Python 3.10 has no notes; there it
             is logged.)
     """
-    return _built(cfg, "")
+    return _built(cfg, ())
 
 
-def _built(value: Any, path: str) -> Any:
+def _built(value: Any, path: tuple[Any, ...]) -> Any:
     if type(value) in (list, tuple):
-        return type(value)(_built(v, _join(path, i)) for i, v in enumerate(value))
+        return type(value)(_built(v, (*path, i)) for i, v in enumerate(value))
     if type(value) not in (dict, ConfigDict):
         return value
-    kwargs = {k: _built(v, _join(path, k)) for k, v in value.items()}
+    kwargs = {k: _built(v, (*path, k)) for k, v in value.items()}
     if "_target_" not in kwargs:
         return kwargs
     target, args = kwargs.pop("_target_"), kwargs.pop("_args_", ())
     name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
-    return call(target, args, kwargs, f"{path or 'the config'} ({name})")
-
-
-def _join(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return call(target, args, kwargs, f"{dotted(path) or 'the config'} ({name})")
 
 
 class LazyConfig:

@@ -57,31 +57,30 @@ def _apply(cfg: ConfigDict, override: str) -> None:
         forms = "'key=value', '+key=value' or '~key', where key is like 'train.max_iter'"
         raise ValueError(f"the override {override!r} is none of {forms}")
     node: Any = cfg
-    for depth, part in enumerate(parts[:-1], start=1):
-        if sign == "+" and isinstance(node, dict) and find_key(node, part) is None:
-            node[part] = {}
-        node = node[_existing_key(node, parts[:depth], override)]
-    last = parts[-1]
+    for depth in range(1, len(parts)):
+        key = _find(node, parts[:depth], override)
+        node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]
     if sign == "~":
-        del node[_existing_key(node, parts, override)]
-    elif sign == "+" and isinstance(node, list) and last == str(len(node)):
-        node.append(to_config(parse_value(text, override)))
+        del node[_find(node, parts, override)]
+        return
+    value = to_config(parse_value(text, override))
+    if sign == "+" and isinstance(node, list) and parts[-1] == str(len(node)):
+        node.append(value)
     else:
-        new = sign == "+" and isinstance(node, dict) and find_key(node, last) is None
-        key = last if new else _existing_key(node, parts, override)
-        node[key] = to_config(parse_value(text, override))
+        node[_find(node, parts, override)] = value
 
 
-def _existing_key(node: Any, parts: Sequence[str], override: str) -> Any:
-    """The key of a dict or list that the last part of a path means."""
+def _find(node: Any, parts: Sequence[str], override: str) -> Any:
+    """The key of a dict or list that the last part of a path means; + may name a new one."""
     container = node if isinstance(node, dict | list) else None
     key = find_key(container, parts[-1])
+    if key is None and override.startswith("+") and isinstance(node, dict):
+        return parts[-1]
     if key is None:
         hint = did_you_mean(parts[-1], known_keys(container))
         adding = "" if override.startswith("~") else f" (to add it, write {'+' + override!r})"
-        raise KeyError(
-            f"the override {override!r}: the config has no {'.'.join(parts)!r}{hint}{adding}"
-        )
+        name = ".".join(parts)
+        raise KeyError(f"the override {override!r}: the config has no {name!r}{hint}{adding}")
     return key
 
 

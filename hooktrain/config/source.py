@@ -57,16 +57,17 @@ class _Source:
     """
 
     def __init__(self, taken: Iterable[str], for_people: bool = False) -> None:
-        self._taken = set(taken)
         self._for_people = for_people
-        self._imports: dict[tuple[str, str], str] = {}
+        # The module and the name in it that each name in the file stands for, if it is imported.
+        self._names: dict[str, tuple[str, str] | None] = dict.fromkeys(taken)
 
     def imports(self) -> str:
         """The import statements."""
-        lines = []
-        for (module, name), local in sorted(self._imports.items()):
-            lines.append(f"from {module} import {name}{'' if local == name else f' as {local}'}\n")
-        return "".join(lines)
+        imported = sorted((origin, local) for local, origin in self._names.items() if origin)
+        return "".join(
+            f"from {module} import {name}{'' if local == name else f' as {local}'}\n"
+            for (module, name), local in imported
+        )
 
     def value(self, value: Any, path: str, indent: int = 0) -> str:
         """The expression for one value, whose lines after the first are indented."""
@@ -115,13 +116,11 @@ class _Source:
 
     def _local(self, module: str, name: str) -> str:
         """Import a name; gives the name that it has in the file."""
-        if (module, name) not in self._imports:
-            free = name
-            while free in self._taken:
-                free += "_"
-            self._taken.add(free)
-            self._imports[module, name] = free
-        return self._imports[module, name]
+        local = name
+        while self._names.get(local, (module, name)) != (module, name):
+            local += "_"
+        self._names[local] = module, name
+        return local
 
 
 def _brackets(opening: str, items: list[str], closing: str, indent: int) -> str:
