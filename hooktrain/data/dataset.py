@@ -54,17 +54,11 @@ class MapDataset(Dataset[Any]):
             if attempt == 3:
                 logger.warning("%d samples in place of number %d were filtered out", attempt, index)
             current = mix(index, attempt) % len(self)
-        raise ValueError(
-            f"the map function returned None for {MAX_ATTEMPTS} samples in a row, "
-            f"starting from number {index!r}"
-        )
+        raise ValueError(f"map_func returned None for {MAX_ATTEMPTS} samples, first for {index!r}")
 
 
 class MapIterableDataset(MapDataset, IterableDataset[Any]):
     """Applies a function to each sample of a stream, and leaves out those that become None."""
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         return (data for data in map(self.map_func, self.dataset) if data is not None)
@@ -122,12 +116,11 @@ class ToIterableDataset(IterableDataset[Any]):
     shard_chunk_size: int = 1
 
     def __iter__(self) -> Iterator[Any]:
-        indices, worker = iter(self.sampler), get_worker_info()
-        if not self.shard_sampler or worker is None:
-            return (self.dataset[index] for index in indices)
+        worker = get_worker_info() if self.shard_sampler else None
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        indices = iter(self.sampler)
         chunks = iter(lambda: list(islice(indices, self.shard_chunk_size)), [])
-        mine = islice(chunks, worker.id, None, worker.num_workers)
-        return (self.dataset[index] for chunk in mine for index in chunk)
+        return (self.dataset[i] for chunk in islice(chunks, first, None, step) for i in chunk)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]

@@ -137,16 +137,12 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_shuffle: int | None = None,
         seed_subset: int | None = None,
     ) -> None:
-        chosen = int(size * subset_ratio)
-        if not 1 <= chosen <= size:
-            raise ValueError(
-                f"subset_ratio must be in (0, 1] and leave something of {size} samples, "
-                f"but got {subset_ratio!r}"
-            )
-        super().__init__(chosen, shuffle, seed_shuffle)
+        if not 0 < subset_ratio <= 1:
+            raise ValueError(f"subset_ratio must be in (0, 1], but got {subset_ratio!r}")
+        super().__init__(int(size * subset_ratio), shuffle, seed_shuffle)
         self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
         generator = torch.Generator().manual_seed(self.seed_subset)
-        self.indices = torch.randperm(size, generator=generator)[:chosen]
+        self.indices = torch.randperm(size, generator=generator)[: self.size]
 
     def identity(self) -> dict[str, int]:
         """The seeds, and the size of the part."""
@@ -182,10 +178,7 @@ class RepeatFactorTrainingSampler(StreamSampler):
     ) -> None:
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
         if not (1.0 <= factors.sum() < math.inf and (factors >= 0).all()):
-            raise ValueError(
-                "repeat_factors must not be negative, and must add up to at least 1, or epochs "
-                f"would have no samples; but got {repeat_factors!r}"
-            )
+            raise ValueError(f"repeat_factors must be >= 0 with a sum >= 1, got {repeat_factors!r}")
         super().__init__(seed)
         self.shuffle = shuffle
         self.repeat_factors = factors

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import length_hint
 from time import perf_counter
@@ -130,13 +130,14 @@ def inference_on_dataset(
     if evaluator is None or isinstance(evaluator, Sequence):
         evaluator = DatasetEvaluators(evaluator or ())
     evaluator.reset()
-    progress = _Progress(length_hint(data_loader, -1), _accelerator(model))
+    module = model if isinstance(model, nn.Module) else nn.Module()  # a function has no parameters
+    accelerator = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
+    progress = _Progress(length_hint(data_loader, -1), accelerator)
     # DDP's own forward may exchange buffers, and would wait for ranks that have fewer batches.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forward = getattr(inner, step, inner)
-    mode = inference_context(model) if isinstance(model, nn.Module) else nullcontext()
-    together = computes_together(model)
-    with mode, torch.no_grad():
+    together = computes_together(module)
+    with inference_context(module), torch.no_grad():
         callbacks["on_start"]()
         batches = in_step(data_loader) if together else ((batch, True) for batch in data_loader)
         for inputs, own in batches:
@@ -169,9 +170,9 @@ def inference_context(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def computes_together(model: Any) -> bool:
+def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
-    if comm.get_world_size() == 1 or not isinstance(model, nn.Module):
+    if comm.get_world_size() == 1:
         return False
     # Right after a forward pass the outermost parameters may still be whole.
     wrapped = any(hasattr(module, "reshard") for module in model.modules())
@@ -192,8 +193,7 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     stand_in = batch = next(batches, _END)
     owners = comm.all_gather(batch is not _END)
     if True in owners and False in owners:
-        first = comm.broadcast(batch, src=owners.index(True))
-        stand_in = first if batch is _END else batch
+        stand_in = comm.broadcast(batch, src=owners.index(True))
     while comm.any_rank(batch is not _END):
         stand_in = stand_in if batch is _END else batch
         yield stand_in, batch is not _END
@@ -210,8 +210,7 @@ class _Progress:
 
     def __init__(self, total: int, accelerator: torch.device | None) -> None:
         logger.info("Start inference on %s batches", "?" if total < 0 else total)
-        self._total = total
-        self._accelerator = accelerator
+        self._total, self._accelerator = total, accelerator
         self.batches = self._warmup = 0
         self._seconds = dict.fromkeys(("Dataloading", "Inference", "Eval"), 0.0)
         self._lap_end = self._last_line = perf_counter()
@@ -238,12 +237,11 @@ class _Progress:
         """Log the whole time, and that of the model alone, without the first few batches."""
         self._synchronize()
         measured, ranks = max(1, self.batches - self._warmup), comm.get_world_size()
+        text = "Total inference %stime: %s (%.6f s / iter per device, on %d devices)"
         whole, compute = sum(self._seconds.values()), self._seconds["Inference"]
         for name, seconds in (("", whole), ("pure compute ", compute)):
-            mean = f"{seconds / measured:.6f} s / iter per device, on {ranks} devices"
-            logger.info(
-                "Total inference %stime: %s (%s)", name, timedelta(seconds=int(seconds)), mean
-            )
+            total = timedelta(seconds=int(seconds))
+            logger.info(text, name, total, seconds / measured, ranks)
 
     def _synchronize(self) -> None:
         """Wait for the accelerator."""
@@ -256,15 +254,9 @@ class _Progress:
         self._last_line = self._lap_end
         mean = {n: s / (self.batches - self._warmup) for n, s in self._seconds.items()}
         mean["Total"] = sum(mean.values())
-        parts = " ".join(f"{name}: {seconds:.4f} s/iter." for name, seconds in mean.items())
-        of = eta = ""
+        times = " ".join(f"{name}: {seconds:.4f} s/iter." for name, seconds in mean.items())
+        done = str(self.batches)
         if self._total >= 0:
-            left = timedelta(seconds=int(mean["Total"] * max(0, self._total - self.batches)))
-            of, eta = f"/{self._total}", f" ETA={left}"
-        logger.info("Inference done %d%s. %s%s", self.batches, of, parts, eta)
-
-
-def _accelerator(model: Any) -> torch.device | None:
-    """Where the model computes, unless that is the CPU, which needs no waiting for."""
-    parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    return next((p.device for p in parameters if p.device.type != "cpu"), None)
+            left = mean["Total"] * max(0, self._total - self.batches)
+            done, times = f"{done}/{self._total}", f"{times} ETA={timedelta(seconds=int(left))}"
+        logger.info("Inference done %s. %s", done, times)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hooktrain.evaluation.evaluator import DatasetEvaluator
 from hooktrain.utils import comm
-from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +48,18 @@ class ClassificationEvaluator(DatasetEvaluator):
             outputs: logits, shape (N, C).
 
         Raises:
-            KeyError: the batch has no labels.
             ValueError: wrong shapes or types. Labels out of range are an error of
                 :meth:`evaluate`, to save a synchronisation.
         """
-        classes = len(self._class_names)
-        labels = self._checked_labels(inputs, outputs)
+        classes, key = len(self._class_names), self._label_key
+        labels = torch.as_tensor(inputs[key])
+        fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
+        if not fits or labels.is_floating_point():
+            raise ValueError(
+                f"outputs must be logits of shape (N, {classes}), as there are {classes} "
+                f"class_names, and {key!r} integers of shape (N,), but got {tuple(outputs.shape)} "
+                f"and {labels.dtype} of shape {tuple(labels.shape)}"
+            )
         labels = labels.to(outputs.device, torch.int64, non_blocking=True)
         in_range = (labels >= 0) & (labels < classes)
         labels = labels.clamp(0, classes - 1)
@@ -109,17 +114,3 @@ class ClassificationEvaluator(DatasetEvaluator):
                 "mean_class_accuracy": math.fsum(present) / len(present),
             }
         }
-
-    def _checked_labels(self, inputs: Mapping[str, Any], outputs: Tensor) -> Tensor:
-        key, classes = self._label_key, len(self._class_names)
-        if key not in inputs:
-            raise KeyError(f"label_key {key!r} is not in the batch{did_you_mean(key, inputs)}")
-        labels = torch.as_tensor(inputs[key])
-        fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
-        if not fits or labels.is_floating_point():
-            raise ValueError(
-                f"outputs must be logits of shape (N, {classes}), as there are {classes} "
-                f"class_names, and {key!r} integers of shape (N,), but got {tuple(outputs.shape)} "
-                f"and {labels.dtype} of shape {tuple(labels.shape)}"
-            )
-        return labels

@@ -60,8 +60,6 @@ _ITEMS: dict[str, Callable[[], object]] = {
     "hooktrain": lambda: f"{__version__} ({Path(__file__).parent.parent})",
     "numpy": lambda: np.__version__,
     "torch": lambda: f"{torch.__version__} ({Path(torch.__file__).parent})",
-    "CUDA": lambda: f"{torch.version.cuda}, available: {torch.cuda.is_available()}",
-    "cuDNN": torch.backends.cudnn.version,
     "Devices": _devices,
     "CPUs": os.cpu_count,
     "CPU affinity": lambda: f"{len(os.sched_getaffinity(0))} CPUs",

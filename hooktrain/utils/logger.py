@@ -177,14 +177,7 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """Format a dictionary as a Markdown table of one row, keys on top; for a few short entries."""
-    return tabulate(
-        [list(small_dict.values())],
-        headers=list(small_dict),
-        tablefmt="pipe",
-        floatfmt=".3f",
-        stralign="center",
-        numalign="center",
-    )
+    return tabulate([small_dict], "keys", "pipe", ".3f", numalign="center", stralign="center")
 
 
 def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:

@@ -69,9 +69,9 @@ def test_a_random_subset_is_fixed_and_of_the_asked_size() -> None:
     other = take(RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=5, seed_subset=2), 9)
     assert len(set(stream)) == 3
     assert set(stream[:3]) == set(stream[3:6]) == set(other)
-    with pytest.raises(ValueError, match=r"\(0, 1\] .*, but got 1.5"):
+    with pytest.raises(ValueError, match=r"\(0, 1\], but got 1.5"):
         RandomSubsetTrainingSampler(10, 1.5)
-    with pytest.raises(ValueError, match="leave something of 10"):
+    with pytest.raises(ValueError, match="at least 1, but got 0"):
         RandomSubsetTrainingSampler(10, 0.05)
 
 
@@ -89,9 +89,9 @@ def test_whole_repeat_factors_are_exact() -> None:
 
 
 def test_repeat_factors_that_give_empty_epochs_are_refused_instead_of_looping_forever() -> None:
-    with pytest.raises(ValueError, match=r"add up to at least 1, .* but got \[0.1, 0.1\]"):
+    with pytest.raises(ValueError, match=r"a sum >= 1, got \[0.1, 0.1\]"):
         RepeatFactorTrainingSampler([0.1, 0.1])
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="must be >= 0"):
         RepeatFactorTrainingSampler([1.0, -1.0])
 
 
