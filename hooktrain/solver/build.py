@@ -170,34 +170,28 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | Opt
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
-        raise TypeError(
-            "optimizer wrapper should be an OptimWrapper, a torch optimizer or a dict, "
-            f"but got {cfg!r}"
-        )
-    optimizer = cfg.get("optimizer")
-    if optimizer is None and cfg.get("constructor") is None:
-        return _build_each(model, cfg)
+        raise TypeError(f"expected an OptimWrapper, a torch optimizer or a dict, but got {cfg!r}")
+    rest = dict(cfg)
+    optimizer, constructor = rest.get("optimizer"), rest.pop("constructor", None)
     wrapper: OptimWrapper | OptimWrapperDict
     if isinstance(optimizer, Optimizer):
         wrapper = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
-        return wrapper
-    if model is None:
+    elif optimizer is None and constructor is None:
+        wrapper = _build_each(model, rest)
+    elif model is None:
         raise ValueError(f"a model is needed to build an optimizer for, from {dict(cfg)!r}")
-    rest = dict(cfg)
-    kind = rest.pop("constructor", None) or DefaultOptimWrapperConstructor
-    rules = rest.pop("paramwise_cfg", None)
-    construct = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
-    wrapper = construct(optim_wrapper_cfg=rest, paramwise_cfg=rules)(model)
+    else:
+        rules = rest.pop("paramwise_cfg", None)
+        construct = OPTIM_WRAPPER_CONSTRUCTORS.find(constructor or DefaultOptimWrapperConstructor)
+        wrapper = construct(optim_wrapper_cfg=rest, paramwise_cfg=rules)(model)
     return wrapper
 
 
-def _build_each(model: nn.Module | None, cfg: Mapping[str, Any]) -> OptimWrapperDict:
+def _build_each(model: nn.Module | None, items: dict[str, Any]) -> OptimWrapperDict:
     """Several wrappers by name."""
-    items = dict(cfg)
     kind = items.pop("type", OptimWrapperDict)
     if OPTIM_WRAPPERS.find(kind) is not OptimWrapperDict:
-        near = did_you_mean("optimizer", cfg)
-        raise ValueError(f"the configuration of a {kind!r} needs 'optimizer'{near}")
+        raise ValueError(f"{kind!r} needs 'optimizer'{did_you_mean('optimizer', items)}")
     wrappers: dict[str, Any] = {}
     for name, item in items.items():
         is_built = not isinstance(item, Mapping) or isinstance(item.get("optimizer"), Optimizer)
@@ -242,10 +236,7 @@ def build_param_scheduler(
     else:
         by_name = dict.fromkeys(optim_wrapper, scheduler)
         if len(optim_wrapper) > 1 and any(isinstance(one, Built) for one in each):
-            raise ValueError(
-                "a scheduler that is built has one optimizer: give a dict of schedulers by the "
-                f"names {sorted(optim_wrapper)}"
-            )
+            raise ValueError(f"give built schedulers by name of the optimizer: {[*optim_wrapper]}")
     if set(by_name) != set(optim_wrapper):
         raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {[*optim_wrapper]}")
     return {
@@ -273,10 +264,7 @@ def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
     ours, saved = (s if isinstance(s, dict) else {"": s} for s in (schedulers, states))
     counts, were = ({name: len(each) for name, each in some.items()} for some in (ours, saved))
     if counts != were:
-        raise ValueError(
-            f"the state has so many schedulers: {were}, and this run: {counts}. Set up the same, "
-            "or resume without the schedulers' state"
-        )
+        raise ValueError(f"the state has so many schedulers: {were}, and this run: {counts}")
     for name, each in ours.items():
         for scheduler, state in zip(each, saved[name], strict=True):
             if state:
@@ -289,9 +277,7 @@ def _build_scheduler(
     if isinstance(config, Built):
         return config
     if not isinstance(config, Mapping) or "type" not in config:
-        raise TypeError(
-            f"scheduler must be a parameter scheduler or a dict with 'type', but got {config!r}"
-        )
+        raise TypeError(f"expected a scheduler or a dict with 'type', but got {config!r}")
     arguments = {"optimizer": optimizer, **defaults, **config}
     run = {key: arguments.pop(key, None) for key in ("max_epochs", "max_iters", "epoch_length")}
     target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
@@ -299,9 +285,7 @@ def _build_scheduler(
     if needs is not None and arguments.get("end") is None:
         length = "max_epochs" if arguments.get("by_epoch", True) else "max_iters"
         if run[length] is None and needs and not any(map(arguments.get, needs)):
-            raise ValueError(
-                f"{target.__name__} needs {' or '.join(needs)}, or {length} in default_args"
-            )
+            raise ValueError(f"{target.__name__} needs {' or '.join(needs)}, or the run's {length}")
         arguments["end"] = run[length] or INF
     if arguments.pop("convert_to_iter_based", False):
         target = target.build_iter_from_epoch

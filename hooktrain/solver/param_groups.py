@@ -11,6 +11,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,13 +34,9 @@ _NORMS: tuple[type[nn.Module], ...] = (
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-_MULTIPLIERS = (
-    "bias_lr_mult",
-    "bias_decay_mult",
-    "norm_decay_mult",
-    "dwconv_decay_mult",
-    "flat_decay_mult",
-)
+# The rules of the weight decay. The first that applies to a parameter counts.
+_DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
+_MULTIPLIERS = ("bias_lr_mult", *_DECAYS)
 
 
 def bare_name(name: str) -> str:
@@ -224,10 +221,7 @@ def paramwise_param_groups(
     def settings(names: list[str], module: nn.Module, parameter: nn.Parameter) -> ParamGroup:
         first, *others = [_paramwise(name, module, parameter, rules, base) for name in names]
         if any(other != first for other in others) and not rules.get("bypass_duplicate"):
-            raise ValueError(
-                f"{names} are one parameter, and the rules differ: {first}, {others}; with "
-                "bypass_duplicate=True the first counts"
-            )
+            raise ValueError(f"rules differ for {names}: {first}, {others}; see bypass_duplicate")
         return first
 
     groups = _group_trainable(model, settings)
@@ -247,9 +241,8 @@ def _check_rules(rules: Mapping[str, Any], base: Mapping[str, Any]) -> None:
             if name in ("lr_mult", "decay_mult"):
                 multipliers[f"custom_keys[{key!r}].{name}"] = custom[name]
             # Other names are options of the optimizer, or of whoever looks at its groups.
-            elif get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8):
-                hint = did_you_mean(name, ("lr_mult", "decay_mult"))
-                raise ValueError(f"custom_keys[{key!r}] has no {name!r}{hint}")
+            elif near := get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8):
+                raise ValueError(f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}")
     for rule, value in multipliers.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{rule} must be finite and not negative, but got {value!r}")
@@ -276,13 +269,9 @@ def _paramwise(
     else:
         lr_mult = rules.get("bias_lr_mult", 1) if is_bias and not is_norm else 1
         is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
-        decays = {
-            "norm_decay_mult": is_norm,
-            "bias_decay_mult": is_bias,
-            "dwconv_decay_mult": is_depthwise,
-            "flat_decay_mult": parameter.ndim == 1,
-        }
-        decay_mult = next((rules[r] for r, applies in decays.items() if applies and r in rules), 1)
+        applies = (is_norm, is_bias, is_depthwise, parameter.ndim == 1)
+        decays = [rule for rule in compress(_DECAYS, applies) if rule in rules]
+        decay_mult = rules[decays[0]] if decays else 1
     # Settings that are the base's are written down too, so that equal groups look equal.
     settings = (("lr", lr_mult), ("weight_decay", decay_mult))
     multiplied = {key: base[key] * mult for key, mult in settings if base[key] is not None}

@@ -361,15 +361,15 @@ def test_the_type_of_several_may_be_written_down() -> None:
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        (3, TypeError, "should be an OptimWrapper, a torch optimizer or a dict, but got 3"),
-        ("SGD", TypeError, "should be an OptimWrapper, .*but got 'SGD'"),
+        (3, TypeError, "expected an OptimWrapper, a torch optimizer or a dict, but got 3"),
+        ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
         ({}, ValueError, "at least one wrapper"),
-        ({"a": 3}, TypeError, "should be an OptimWrapper, .*but got 3"),
-        ({"optimizer": None}, TypeError, "should be an OptimWrapper, .*but got None"),
+        ({"a": 3}, TypeError, "expected an OptimWrapper, .*but got 3"),
+        ({"optimizer": None}, TypeError, "expected an OptimWrapper, .*but got None"),
         (
             {"type": "OptimWrapper", "optimiser": SGD},
             ValueError,
-            "the configuration of a 'OptimWrapper' needs 'optimizer'; did you mean 'optimiser'",
+            "'OptimWrapper' needs 'optimizer'; did you mean 'optimiser'",
         ),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
         ({"genrator": {"optimizer": SGD}}, AttributeError, "GAN has no attribute `genrator`"),

@@ -78,10 +78,19 @@ def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(config:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "LinearLR"}, "LinearLR needs end, or max_epochs in default_args"),
-        ({"type": "PolyMomentum", "by_epoch": False}, "PolyMomentum needs end, or max_iters"),
-        ({"type": "CosineAnnealingLR"}, "CosineAnnealingLR needs end or T_max, or max_epochs"),
-        ({"type": "OneCycleLR", "eta_max": 1.0}, "needs end or total_steps, or max_epochs"),
+        ({"type": "LinearLR"}, "LinearLR needs end, or the run's max_epochs"),
+        (
+            {"type": "PolyMomentum", "by_epoch": False},
+            "PolyMomentum needs end, or the run's max_",
+        ),
+        (
+            {"type": "CosineAnnealingLR"},
+            "CosineAnnealingLR needs end or T_max",
+        ),
+        (
+            {"type": "OneCycleLR", "eta_max": 1.0},
+            "needs end or total_steps, or the run's",
+        ),
     ],
 )
 def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
@@ -150,7 +159,7 @@ def test_the_names_must_be_those_of_the_optimizers(names: list[str]) -> None:
 
 def test_a_scheduler_that_is_built_cannot_serve_several_optimizers() -> None:
     wrappers = two()
-    with pytest.raises(ValueError, match=r"has one optimizer: give a dict .* \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"by name of the optimizer: \['a', 'b'\]"):
         build_param_scheduler([{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN)
 
 
