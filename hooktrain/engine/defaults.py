@@ -81,11 +81,8 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add("--num-machines", type=int, default=1, help="number of machines")
     add("--machine-rank", type=int, default=0, help="this machine's number, from 0")
     add("--dist-url", default="auto", help="where the processes meet, such as tcp://host:port")
-    add(
-        "opts",
-        nargs=argparse.REMAINDER,
-        help="changes of the configuration, each as key.subkey=value, +new.key=value or ~key",
-    )
+    changes = "changes of the configuration, each as key.subkey=value, +new.key=value or ~key"
+    add("opts", nargs=argparse.REMAINDER, help=changes)
     return parser
 
 

@@ -104,14 +104,10 @@ class BestCheckpointer(HookBase):
             logger.warning("There is no metric %r to choose the best checkpoint by%s", name, hint)
             return
         value, measured_at = latest
-        if measured_at == self.best_iter:
-            return
         is_better, before = self._is_better(value), self.state_dict()
-        logger.info(
-            "%s is %.5f at iteration %d, the best before is %s at %s: %s",
-            *(name, value, measured_at, self.best_metric, self.best_iter),
-            "saving the best model" if is_better else "not saving",
-        )
+        best = f"the best before is {self.best_metric} at {self.best_iter}"
+        verdict = "saving the best model" if is_better else "not saving"
+        logger.info("%s is %.5f at iteration %d, %s: %s", name, value, measured_at, best, verdict)
         if not is_better:
             return
         self.best_metric, self.best_iter = value, measured_at
