@@ -8,8 +8,8 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,13 +21,8 @@ import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from hooktrain.strategy.environment import (
-    DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
-    find_place,
-    infer_launcher,
-    join_processes,
-    leave_processes,
-)
+from hooktrain.strategy import environment
+from hooktrain.strategy.environment import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -87,8 +82,8 @@ def launch(
         raise ValueError(f"num_gpus_per_machine must be at least 1, got {num_gpus_per_machine!r}")
     if not 0 <= machine_rank < num_machines:
         raise ValueError(f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}")
-    launcher, world_size = infer_launcher(), num_machines * num_gpus_per_machine
-    there = find_place(launcher).world_size
+    launcher, world_size = environment.infer_launcher(), num_machines * num_gpus_per_machine
+    there = environment.find_place(launcher).world_size
     if launcher == "pytorch" or there > 1:
         if world_size not in (1, there):  # 1 is the default
             raise ValueError(
@@ -106,16 +101,14 @@ def launch(
 
 def _meeting_place(dist_url: str | None, num_machines: int) -> tuple[dict[str, str], Any]:
     """The variables that say where the processes meet, and the store there, if it is ours."""
-    if dist_url is not None and dist_url != "auto":
-        url = urlparse(dist_url)
+    if num_machines > 1 or dist_url not in (None, "auto"):
+        url = urlparse(dist_url or "")
         if url.scheme != "tcp" or not url.hostname or not url.port:
-            raise ValueError(f"dist_url must be like 'tcp://10.0.0.1:29500', got {dist_url!r}")
+            raise ValueError(
+                f"dist_url must be an address of machine 0 and a free port of it, such as "
+                f"'tcp://10.0.0.1:29500', got {dist_url!r}"
+            )
         return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
-    if num_machines > 1:
-        raise ValueError(
-            f"dist_url={dist_url!r} cannot tell {num_machines} machines where to meet: give an "
-            "address of machine 0 and a free port of it, such as dist_url='tcp://10.0.0.1:29500'"
-        )
     # The parent keeps the port that it was given, so that nobody can take it before a child comes.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -131,16 +124,18 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
         for process in filter(SpawnProcess.is_alive, context.processes):
             os.kill(process.pid, signum)
 
-    with tempfile.TemporaryDirectory(prefix="hooktrain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hooktrain-") as folder, ExitStack() as stack:
         arguments = (ranks, variables, folder, work)
         context: ProcessContext = start_processes(_child, arguments, len(ranks), join=False)  # type: ignore[no-untyped-call]
-        with _signals_handled_by(pass_on):
-            try:
-                while not context.join(grace_period=_GRACE_SECONDS):
-                    pass
-                outcomes = [pickle.loads(Path(folder, str(r)).read_bytes()) for r in ranks]
-            except ProcessException as error:
-                failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
+        if threading.current_thread() is threading.main_thread():  # the others have no handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, pass_on))
+        try:
+            while not context.join(grace_period=_GRACE_SECONDS):
+                pass
+            outcomes = [pickle.loads(Path(folder, str(r)).read_bytes()) for r in ranks]
+        except ProcessException as error:
+            failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
     for file in context.error_files:  # torch leaves them behind
         Path(file).unlink(missing_ok=True)
     if failure and signals:  # that is what the process died of, so let it end this one too
@@ -152,15 +147,6 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
         if isinstance(outcome, SystemExit | KeyboardInterrupt):
             raise outcome
     return outcomes
-
-
-@contextmanager
-def _signals_handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():  # the others have no handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                stack.callback(signal.signal, number, signal.signal(number, handler))
-        yield
 
 
 def _child(index: int, ranks: range, variables: dict[str, str], folder: str, work: Any) -> None:
@@ -189,26 +175,26 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
 
     @record  # hands an error to torchrun, which prints it as the last thing
     def run() -> Any:
-        join_processes(*how)
+        environment.join_processes(*how)
         try:
             return main_func(*args)
         except Exception as error:
-            cause = _first_error(f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}")
-            if cause is None:
+            report = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
+            if (first := _first_error(report)) == report:
                 raise
-            raise RuntimeError(cause) from error
+            raise RuntimeError(first) from error
         finally:
-            leave_processes()
+            environment.leave_processes()
 
     return run()
 
 
-def _first_error(report: str) -> str | None:
-    """Report an error to the other ranks; return that of a rank that failed before, if any."""
+def _first_error(report: str) -> str:
+    """Report an error to the other ranks; return the report of the rank that failed first."""
     try:
         # Not a collective: a request to the server of the store, which may have ended.
         store = dist.distributed_c10d._get_default_store()
         first: str = store.compare_set("hooktrain/first_error", "", report).decode()
     except (RuntimeError, ValueError):  # a ValueError: the function has left the group itself
-        return None
-    return None if first == report else first
+        return report
+    return first

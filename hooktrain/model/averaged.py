@@ -151,10 +151,9 @@ class BaseAveragedModel(nn.Module):
         One kernel takes many tensors if they have one data type and are on one device.
         """
         averages, weights = _tensors(self.module), _tensors(unwrap_model(model))
-        wrong = averages.keys() ^ weights.keys()
-        wrong |= {k for k in averages.keys() - wrong if averages[k].shape != weights[k].shape}
-        if wrong:
-            names = sorted(name for _, name in wrong)[:5]
+        ours, theirs = ({k: t.shape for k, t in each.items()} for each in (averages, weights))
+        if ours != theirs:
+            names = sorted({name for (_, name), _ in ours.items() ^ theirs.items()})[:5]
             raise ValueError(f"the model and its average differ in name or shape: {names}")
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for key, average in averages.items():

@@ -108,11 +108,9 @@ class BaseModel(nn.Module, ABC):
             the model has an entry of that name beside other losses, it is ``total_loss``.
 
         Raises:
-            TypeError: if ``losses`` is not a dict, or one of its values something else.
+            TypeError: if a value is something else.
             ValueError: if no name has "loss" in it, or there is no name left for the sum.
         """
-        if not isinstance(losses, Mapping):
-            raise TypeError(f"forward with mode='loss' must return a dict of losses: {losses!r}")
         values = {name: _mean(name, value) for name, value in losses.items()}
         terms = [value for name, value in values.items() if "loss" in name]
         if not terms:

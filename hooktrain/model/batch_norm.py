@@ -168,11 +168,10 @@ class _Statistics:
 
 
 def _statistics(model: nn.Module) -> list[_Statistics]:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return [
         _Statistics(name, layer, layer.running_mean)
         for name, layer in model.named_modules()
-        if isinstance(layer, kinds) and layer.training and layer.running_mean is not None
+        if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
     ]
 
 

@@ -82,7 +82,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     Args:
         mean: of the channels, 3 or 1 for all, in the order of channels after reversing. Given
             with ``std``, or both None for no normalisation.
-        std: standard deviations of the channels, 3 or 1 for all, not 0.
+        std: standard deviations of the channels, 3 or 1 for all.
         pad_size_divisor: height and width are padded to the largest of the batch, rounded up to a
             multiple of this. At least 1.
         pad_value: what is padded with, after normalisation.
@@ -122,8 +122,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         for name, values in (("mean", mean), ("std", std)):
             if values is not None and len(values) not in (1, 3):
                 raise ValueError(f"{name} must be a list of 1 or 3 numbers, but got {values!r}")
-        if std is not None and 0 in std:
-            raise ValueError(f"std must not be 0, but got {std!r}")
         self._mean, self._std = mean, std
         self._place_statistics()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hooktrain.utils import comm
@@ -19,11 +19,11 @@ from hooktrain.utils.dtensor import full_tensor, full_tensors, is_sharded, local
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+# A policy of mixed precision, or its arguments, in which data types may be names.
 Precision: TypeAlias = "MixedPrecisionPolicy | Mapping[str, Any] | None"
-"""A policy of mixed precision, or its arguments, in which data types may be names."""
+# Which modules of a model: those of some classes, given as classes or by their bare names, or those
+# for which ``rule(name, module)``.
 WrapRule: TypeAlias = Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
-"""Which modules of a model: those of some classes, given as classes or by their bare names, or
-those for which ``rule(name, module)``."""
 
 
 def shard_model(
@@ -68,10 +68,7 @@ def shard_model(
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     units = select_modules(model, wrap, "wrap")
-    if mesh is None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh = init_device_mesh(kind, (comm.get_world_size(),))
-    pinned = mesh.device_type != "cpu"
+    pinned = torch.accelerator.is_available()
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": build_mp_policy(mp_policy),

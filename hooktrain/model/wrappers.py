@@ -107,8 +107,8 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             the ``detect_anomalous_params`` of StepDistributedDataParallel.
 
     Raises:
-        ValueError: if no child has trainable parameters, or if some are directly in the model,
-            where no child exchanges them.
+        ValueError: if trainable parameters are directly in the model, where no child exchanges
+            them.
     """
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
@@ -121,8 +121,6 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
                 f"parameters directly in {type(module).__name__}: move {own} into a child"
             )
         trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
-        if not trained:
-            raise ValueError(f"no child of {type(module).__name__} has trainable parameters")
         inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}
         rest = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]
         kwargs["broadcast_buffers"] = broadcast_buffers

@@ -31,8 +31,10 @@ State = dict[str, Any]
 Callback: TypeAlias = Callable[[State], Any] | None
 Path = str | os.PathLike[str]
 Renames: TypeAlias = Sequence[tuple[str, str]]
+# Of one optimizer, or of several by name.
+Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
+# A model, its configuration, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
-"""A model, its configuration, or a function that makes it."""
 
 # As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -104,7 +106,7 @@ class BaseStrategy(ABC):
     timestamp: str
     seed: int
     model: nn.Module
-    optim_wrapper: OptimWrapper | OptimWrapperDict
+    optim_wrapper: Wrappers
     param_schedulers: Schedulers
     saves_shards = False
 
@@ -297,9 +299,7 @@ class BaseStrategy(ABC):
         self.logger.info("%s() is compiled: the first iterations take long", target)
         return model
 
-    def build_optim_wrapper(
-        self, optim_wrapper: Any, model: nn.Module | None = None
-    ) -> OptimWrapper | OptimWrapperDict:
+    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Wrappers:
         """The optimizer, from a configuration; see :func:`hooktrain.solver.build_optim_wrapper`.
 
         Args:
@@ -339,10 +339,7 @@ class BaseStrategy(ABC):
                 wrapper.initialize_count_status(self.model, count, max(count, max_iters))
 
     def build_param_scheduler(
-        self,
-        scheduler: Any,
-        optim_wrapper: OptimWrapper | OptimWrapperDict,
-        default_args: Mapping[str, Any] | None = None,
+        self, scheduler: Any, optim_wrapper: Wrappers, default_args: Mapping[str, Any] | None = None
     ) -> Schedulers:
         """The schedulers, from configurations; see :func:`hooktrain.solver.build_param_scheduler`.
 

@@ -6,17 +6,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hooktrain.model.sharding import (
-    Precision,
-    WrapRule,
-    build_mp_policy,
-    full_state_dict,
-    init_deferred,
-    shard_model,
-)
-from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.model import sharding
+from hooktrain.model.sharding import Precision, WrapRule
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.strategy.base import BaseStrategy, ModelSource, State
+from hooktrain.strategy.base import BaseStrategy, ModelSource, State, Wrappers
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.registry import STRATEGIES, unwrap_model
 
@@ -76,7 +69,7 @@ class FSDPStrategy(BaseStrategy):
             raise ValueError(f"state_dict_cfg must be 'full' or 'sharded', got {state_dict_cfg!r}")
         self.sharding: dict[str, Any] = {
             "wrap": wrap,
-            "mp_policy": build_mp_policy(mp_policy),
+            "mp_policy": sharding.build_mp_policy(mp_policy),
             "offload": offload,
             "activation_checkpointing": activation_checkpointing,
             "reshard_after_forward": reshard_after_forward,
@@ -115,18 +108,16 @@ class FSDPStrategy(BaseStrategy):
             model = self.place_model(model)
         whole = dict(model.named_parameters())
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        shard_model(model, mesh=mesh, **self.sharding)
+        sharding.shard_model(model, mesh=mesh, **self.sharding)
         if deferred:
-            init_deferred(model, "cpu" if self.sharding["offload"] else self.device)
+            sharding.init_deferred(model, "cpu" if self.sharding["offload"] else self.device)
             for module in model.modules():  # they are not offloaded
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(self.device)
         self._shards.update((whole[name], shard) for name, shard in model.named_parameters())
         return model
 
-    def build_optim_wrapper(
-        self, optim_wrapper: Any, model: nn.Module | None = None
-    ) -> OptimWrapper | OptimWrapperDict:
+    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Wrappers:
         """The optimizer; one that was built before the model was sharded is taken over.
 
         Raises:
@@ -151,7 +142,7 @@ class FSDPStrategy(BaseStrategy):
         """
         if self.saves_shards:
             return super().model_state_dict()
-        return full_state_dict(unwrap_model(self.model))
+        return sharding.full_state_dict(unwrap_model(self.model))
 
     def optim_state_dict(self) -> State:
         """The state of the optimizer and its wrapper. A collective.

@@ -61,12 +61,9 @@ def test_the_error_of_a_single_process_is_its_own() -> None:
         ({"num_gpus_per_machine": 0}, r"num_gpus_per_machine must be at least 1, got 0"),
         ({"num_machines": 0}, r"machine_rank must be in \[0, 0\), got 0"),
         ({"num_machines": 2, "machine_rank": 2}, r"machine_rank must be in \[0, 2\), got 2"),
-        ({"num_machines": 2}, r"dist_url=None cannot tell 2 machines .*'tcp://10.0.0.1:29500'"),
-        ({"num_machines": 2, "dist_url": "auto"}, r"dist_url='auto' cannot tell 2 machines"),
-        (
-            {"num_machines": 2, "dist_url": "10.0.0.1"},
-            r"must be like 'tcp://10.0.0.1:29500', got '10.0.0.1'",
-        ),
+        ({"num_machines": 2}, "dist_url must be an address of machine 0 .*'tcp:.*, got None"),
+        ({"num_machines": 2, "dist_url": "auto"}, "dist_url must be an address .*, got 'auto'"),
+        ({"num_machines": 2, "dist_url": "10.0.0.1"}, "must be an address .*, got '10.0.0.1'"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -396,11 +396,6 @@ def test_parameters_outside_of_the_children_are_refused_by_name() -> None:
     assert type(model.generator) is nn.Sequential
 
 
-def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(ValueError, match="no child of Pairs has trainable parameters"):
-        SeparateDistributedDataParallel(Pairs().requires_grad_(False))
-
-
 def test_wrappers_are_registered_by_both_names() -> None:
     for name, wrapper in {
         "DistributedDataParallel": DistributedDataParallel,

@@ -10,12 +10,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.config import LazyCall
 from hooktrain.demos.text import Block, TextGPT
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import BaseStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors
 from sharding_toys import VOCABULARY, batches, make_model, train
 
@@ -111,28 +109,6 @@ def _deferred(folder: str) -> dict[str, Any]:
     return {"sharded": isinstance(model, FSDPModule), "state": strategy.model_state_dict()}
 
 
-def _damaged(folder: str) -> str:
-    """The newest of two folders is broken; then the other too."""
-    for number in (1, 2):
-        saved_run(FSDPStrategy, f"{folder}/damaged/iter_{number}", state_dict_cfg="sharded")
-    strategy = prepared(FSDPStrategy, f"{folder}/damaged")
-    checkpointer = Checkpointer(strategy.model, f"{folder}/damaged")
-    for number, expected in ((2, "iter_1"), (1, "")):
-        comm.synchronize()
-        if comm.is_main_process():
-            os.truncate(f"{folder}/damaged/iter_{number}/state.pth", 10)
-        comm.synchronize()
-        if not expected:
-            with pytest.raises(CorruptCheckpointError, match="is intact"):
-                checkpointer.read_newest()
-            continue
-        found = checkpointer.read_newest()
-        assert found is not None
-        name = os.path.basename(found[0])
-        assert name == expected
-    return name
-
-
 def _on_two_ranks(folder: str) -> dict[str, Any]:
     sharded = {"state_dict_cfg": "sharded"}
     return {
@@ -146,7 +122,6 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
         "configured": _configured(folder),
         "compiled": _configured(folder, {"backend": "eager"}),
         "deferred": _deferred(folder),
-        "damaged": _damaged(folder),
         "prepared again": _prepared_again(folder),
     }
 
@@ -223,10 +198,6 @@ def test_a_folder_of_shards_resumes_without_shards(folder: Path, two: list[dict[
         assert resumed["iter"] == 3
         assert same(resumed["states"], saved["states"])
         assert resumed["losses"] == pytest.approx(saved["losses"][3:], abs=1e-5)
-
-
-def test_broken_folders_are_passed_over(two: list[dict[str, Any]]) -> None:
-    assert [result["damaged"] for result in two] == ["iter_1", "iter_1"]
 
 
 def test_the_states_are_whole_on_the_main_process_and_empty_elsewhere(

@@ -28,8 +28,12 @@ def losses_of(rank: int) -> dict[str, Tensor]:
     return losses if rank % 2 == 0 else dict(reversed(losses.items()))
 
 
-def visit() -> dict[str, Any]:
+def visit(folder: str) -> dict[str, Any]:
     """What one rank sees; the tests below look at it, so that the processes start only once."""
+    return {**visit_all_ranks(), **visit_local_groups(), "three groups": visit_three_groups(folder)}
+
+
+def visit_all_ranks() -> dict[str, Any]:
     rank = comm.get_rank()
     seen: dict[str, Any] = {}
     seen["place"] = (rank, comm.get_world_size(), comm.is_main_process())
@@ -86,12 +90,12 @@ def visit_three_groups(folder: str) -> list[Any]:
     for i in range(3):
         dist.destroy_process_group()
         gc.collect()
-        place = (rank + i) % 2
+        place = (rank + i) % WORLD_SIZE
         # This name is not "gloo", as is the case with nccl, so objects need a group of their own.
         url = f"file://{folder}/rendezvous{i}"
-        dist.init_process_group("cpu:gloo", init_method=url, rank=place, world_size=2)
+        dist.init_process_group("cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE)
         before = error_of(comm.get_local_process_group)
-        comm.create_local_process_group(2)
+        comm.create_local_process_group(WORLD_SIZE)
         comm.synchronize()
         gathered = comm.all_gather(rank)
         seen.append((before.split(":")[0], gathered, comm.broadcast(rank), comm.get_local_rank()))
@@ -101,13 +105,8 @@ def visit_three_groups(folder: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(visit, WORLD_SIZE)
-
-
-@pytest.fixture(scope="module")
-def local_ranks() -> list[dict[str, Any]]:
-    return run_ranks(visit_local_groups, WORLD_SIZE)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(visit, WORLD_SIZE, str(tmp_path_factory.mktemp("comm")))
 
 
 def test_every_rank_knows_its_place(ranks: list[dict[str, Any]]) -> None:
@@ -192,23 +191,23 @@ def test_the_mean_of_integers_is_not_rounded(ranks: list[dict[str, Any]]) -> Non
     assert all(r["mean of integers"] == {"n": torch.tensor(1.5)} for r in ranks)
 
 
-def test_local_groups_split_the_ranks_into_machines(local_ranks: list[dict[str, Any]]) -> None:
-    assert [r["pairs"] for r in local_ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert [r["in pair"] for r in local_ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+def test_local_groups_split_the_ranks_into_machines(ranks: list[dict[str, Any]]) -> None:
+    assert [r["pairs"] for r in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [r["in pair"] for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_local_groups_can_be_made_again(local_ranks: list[dict[str, Any]]) -> None:
-    assert [r["replaced"] for r in local_ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+def test_local_groups_can_be_made_again(ranks: list[dict[str, Any]]) -> None:
+    assert [r["replaced"] for r in ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
-def test_without_a_local_group_torchrun_tells_the_place(local_ranks: list[dict[str, Any]]) -> None:
-    assert all(r["torchrun"] == (7, 8) for r in local_ranks)
+def test_without_a_local_group_torchrun_tells_the_place(ranks: list[dict[str, Any]]) -> None:
+    assert all(r["torchrun"] == (7, 8) for r in ranks)
 
 
 def test_a_local_place_that_nobody_knows_is_an_error_that_says_what_to_do(
-    local_ranks: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
 ) -> None:
-    for r in local_ranks:
+    for r in ranks:
         assert r["unknown rank"].startswith("RuntimeError: cannot tell which ranks share")
         assert "set LOCAL_RANK," in r["unknown rank"]
         assert "set LOCAL_WORLD_SIZE," in r["unknown size"]
@@ -216,19 +215,22 @@ def test_a_local_place_that_nobody_knows_is_an_error_that_says_what_to_do(
 
 
 def test_local_groups_that_do_not_fit_are_refused_on_every_rank(
-    local_ranks: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
 ) -> None:
-    for r in local_ranks:
+    for r in ranks:
         assert r["sizes differ"].endswith("the same on every rank, got [4, 2, 2, 2]")
         assert "world size (4) must be divisible by 'group_size=3'" in r["does not divide"]
         assert "(0) must be positive" in r["zero"]
 
 
-def test_nothing_outlives_a_process_group_that_was_destroyed(tmp_path: Any) -> None:
-    first, second = run_ranks(visit_three_groups, 2, str(tmp_path))
+def test_nothing_outlives_a_process_group_that_was_destroyed(ranks: list[dict[str, Any]]) -> None:
     none = "RuntimeError"  # there was no local group before it was made
-    assert first == [(none, [0, 1], 0, 0), (none, [1, 0], 1, 1), (none, [0, 1], 0, 0)]
-    assert second == [(none, [0, 1], 0, 1), (none, [1, 0], 1, 0), (none, [0, 1], 0, 1)]
+    for rank, seen in enumerate(r["three groups"] for r in ranks):
+        assert seen == [
+            (none, [0, 1, 2, 3], 0, rank),
+            (none, [3, 0, 1, 2], 3, (rank + 1) % 4),
+            (none, [2, 3, 0, 1], 2, (rank + 2) % 4),
+        ]
 
 
 def test_a_single_process_is_rank_0_of_1() -> None:
