@@ -6,10 +6,7 @@ from hooktrain.engine.hooks.early_stopping import EarlyStopping as EarlyStopping
 from hooktrain.engine.hooks.ema import EMA as EMA
 from hooktrain.engine.hooks.eval_hook import EvalHook as EvalHook
 from hooktrain.engine.hooks.iteration_timer import IterationTimer as IterationTimer
-from hooktrain.engine.hooks.lr_scheduler import (
-    LRScheduler as LRScheduler,
-    ParamSchedulerHook as ParamSchedulerHook,
-)
+from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.engine.hooks.periodic_checkpointer import (
     PeriodicCheckpointer as PeriodicCheckpointer,
 )
@@ -25,6 +22,8 @@ from hooktrain.engine.hooks.torch_profiler import (
 from hooktrain.engine.hooks.watchdog import Watchdog as Watchdog
 from hooktrain.engine.train_loop import HookBase as HookBase
 from hooktrain.utils.registry import HOOKS
+
+ParamSchedulerHook = LRScheduler  # MMEngine's name
 
 for _name, _item in list(globals().items()):
     if isinstance(_item, type) and issubclass(_item, HookBase) and _item is not HookBase:

@@ -162,7 +162,3 @@ class LRScheduler(HookBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state until training starts: only then a multiplier has its scheduler."""
         self._loaded = dict(state_dict)
-
-
-ParamSchedulerHook = LRScheduler
-"""MMEngine's name."""

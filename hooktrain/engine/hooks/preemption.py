@@ -63,11 +63,11 @@ class Preemption(HookBase):
         """Install the handlers."""
         self._received = None
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("Signals are not heeded: the training does not run in the main thread")
+            logger.warning("Signals are ignored: the training does not run in the main thread")
             return
         previous = {number: signal.getsignal(number) for number in self._signals}
         if any(isinstance(getattr(p, "__self__", None), Preemption) for p in previous.values()):
-            logger.warning("Signals are heeded by another Preemption hook already, not by this one")
+            logger.warning("Signals are handled by another Preemption hook, not by this one")
             return
         self._previous, self._process = previous, os.getpid()
         for number in self._signals:

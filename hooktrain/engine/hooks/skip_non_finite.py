@@ -24,7 +24,7 @@ class SkipNonFinite(HookBase):
     skip the same update; of a sharded model they exchange one number.
 
     A loss that is not finite though its gradients are, and a buffer such as a batch norm's that
-    has taken in what is not finite, still end the run: skipping an update does not mend them. Of
+    has taken in what is not finite, still end the run: skipping an update does not repair them. Of
     several passes that are accumulated, the gradients alone decide.
 
     A scaler of float16 skips updates while it looks for its scale, which counts here too.

@@ -54,7 +54,6 @@ class Watchdog(HookBase):
             raise ValueError(f"on_timeout must be 'report' or 'abort', but got {on_timeout!r}")
         self.timeout_s = timeout_s
         self.on_timeout = on_timeout
-        self._end = threading.Event()
 
     def before_train(self) -> None:
         """Begin to watch."""
@@ -65,7 +64,7 @@ class Watchdog(HookBase):
             store: Any = dist.distributed_c10d._get_default_store()
             # A second connection: the main thread may hang in a request of the other one.
             self._store = store.clone()
-        self._end.clear()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hooktrain.engine import SimpleTrainer, StepTrainer
-from hooktrain.engine.hooks import CallbackHook, LRScheduler
-from hooktrain.engine.hooks.lr_scheduler import ParamSchedulerHook
+from hooktrain.engine.hooks import CallbackHook, LRScheduler, ParamSchedulerHook
 from hooktrain.solver import (
     ConstantParamScheduler,
     CosineAnnealingLR,

@@ -167,10 +167,10 @@ def test_a_second_hook_leaves_the_signals_to_the_first(
     with pytest.raises(SystemExit):
         trainer.train(max_iter=3)
     assert handlers() == before
-    assert "heeded by another Preemption hook" in caplog.text
+    assert "handled by another Preemption hook" in caplog.text
 
 
-def test_in_another_thread_it_says_that_it_heeds_nothing(
+def test_in_another_thread_it_says_that_it_ignores_signals(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, before = preemptible(tmp_path), handlers()
