@@ -9,12 +9,10 @@
 
     assert run_ranks(rank_and_sum, 2, 10) == [21, 21]
 
-The processes come from `CONTEXT`: a fork server that has imported torch and the package already.
-The first process of a test run costs as much as these imports do, the later ones next to nothing.
-The server keeps the environment variables it was started with, so hand values over as arguments.
+The processes are copies of the fork server in tests/processes.py. It keeps the environment
+variables it was started with, so hand values over as arguments.
 """
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -27,21 +25,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "pytest",
-        "torch._dynamo",  # which the first optimizer imports, and that takes seconds
-        "hooktrain.checkpoint.folders",
-        "hooktrain.demos",
-        "hooktrain.engine",
-        "hooktrain.evaluation",
-        "hooktrain.strategy",
-    ]
-)
+from processes import CONTEXT, as_on_its_own
 
 NOT_CONNECTED = ", before the function was called"
 
@@ -113,8 +99,7 @@ def _wait(processes: list[Any], folder: Path, limit_seconds: float) -> None:
 def _run_rank(
     folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    multiprocessing.set_start_method("fork", force=True)  # the default of a process on its own
-    torch.set_num_threads(1)
+    as_on_its_own()
     when = NOT_CONNECTED
     try:
         dist.init_process_group(

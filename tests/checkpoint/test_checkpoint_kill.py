@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gloo import CONTEXT
 from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer
+from processes import CONTEXT
 
 
 def make_model(iteration: int) -> nn.Linear:

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from hooktrain.checkpoint.formats import read_checkpoint
+from processes import LIMIT_SECONDS, end, run_program, start_program
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "digits_cnn.py")
 SCRIPT = str(Path(__file__).parent / "disturbances.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
-LIMIT_SECONDS = 120
 
 # Nothing is saved before the disturbance in iteration 2, or right before it.
 SMALL = [
-    "train.max_iter=4",
+    "train.max_iter=5",
     "train.checkpointer.period=2",
     "train.eval_period=0",
     "train.log_period=1",
@@ -44,15 +44,7 @@ def run(
     launcher: list[str], disturbance: str, rank: int, folder: Path, *options: str
 ) -> tuple[int, str]:
     """The exit code, and what was printed."""
-    done = subprocess.run(
-        command(launcher, disturbance, rank, folder, *options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    done = run_program(*command(launcher, disturbance, rank, folder, *options))
     return done.returncode, done.stdout
 
 
@@ -95,7 +87,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     code, printed = run(TWO_RANKS, "nothing", 0, folder)
     assert code == 0, printed
-    assert "Warning" not in printed
     return folder
 
 
@@ -121,8 +112,18 @@ def test_a_sharded_run_goes_on_from_its_shards(folder: Path) -> None:
 
 
 def test_the_error_of_a_rank_is_the_last_thing_printed_and_soon(folder: Path) -> None:
-    code, printed = run(TWO_RANKS, "fail", 1, folder)
-    assert code != 0
+    # Interpreters of their own: copies of torchrun would hand it their errors by themselves.
+    done = subprocess.run(
+        command([sys.executable, *TWO_RANKS], "fail", 1, folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    printed = done.stdout
+    assert done.returncode != 0
     assert time.time() - (folder / "failed").stat().st_mtime < 10
     end = printed[printed.rindex("Root Cause") :]
     assert "KeyError: 'the cause'" in end
@@ -148,48 +149,37 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_bit_for_bit(
     assert not (folder / "model_final.pth").exists()
     code, printed = run(TWO_RANKS, "nothing", 0, folder)
     assert code == 0, printed
-    assert "Starting training from iteration 3" in printed
+    assert "Starting training from iteration 4" in printed
     assert_same_weights(folder, undisturbed)
 
 
 def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(folder: Path) -> None:
-    alone = [sys.executable]
-    code, printed = run(alone, "terminate", 0, folder)
+    code, printed = run([], "terminate", 0, folder)
     assert code == 143, printed
     assert (folder / "last_checkpoint").read_text() == "model_0000002.pth"
 
-    process = subprocess.Popen(
-        command(alone, "show", 0, folder / "second"), env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    arguments = command([], "show", 0, folder / "second")
+    process = start_program(*arguments, output=folder / "printed")
     deadline = time.monotonic() + LIMIT_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline:
         if (folder / "second" / "pid").exists():
             process.terminate()
         time.sleep(0.1)
-    process.kill()
-    assert process.wait() == -signal.SIGTERM
+    assert end(process) == -signal.SIGTERM
     assert (folder / "second" / "last_checkpoint").read_text() == "model_0000001.pth"
 
 
-def two_agents(
-    options: list[str], disturbance: str, folder: Path, env: dict[str, str] | None = None
-) -> str:
+def two_agents(options: list[str], disturbance: str, folder: Path, **environment: str) -> str:
     """What both print; each runs one rank."""
+    outputs = [folder / f"agent{node}" for node in range(2)]
     agents = []
-    for node in range(2):
+    for node, output in enumerate(outputs):
         launcher = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *options]
         launcher = [option.format(node=node) for option in launcher]
-        with open(folder / f"agent{node}", "w") as output:
-            agents.append(
-                subprocess.Popen(
-                    command(launcher, disturbance, 1, folder / "out"),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-                )
-            )
-    codes = [agent.wait(LIMIT_SECONDS) for agent in agents]
-    printed = (folder / "agent0").read_text() + (folder / "agent1").read_text()
+        arguments = command(launcher, disturbance, 1, folder / "out")
+        agents.append(start_program(*arguments, output=output, **environment))
+    codes = [end(agent) for agent in agents]
+    printed = "".join(output.read_text() for output in outputs)
     assert codes == [0, 0], printed
     return printed
 
@@ -210,6 +200,6 @@ def test_two_agents_train_one_network(folder: Path, undisturbed: Path) -> None:
 def test_two_agents_restart_when_a_rank_is_killed(folder: Path, undisturbed: Path) -> None:
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=1"]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    printed = two_agents([*meet, "--max-restarts=1"], "kill", folder, fresh)
+    printed = two_agents([*meet, "--max-restarts=1"], "kill", folder, **fresh)
     assert "Starting training from iteration 2" in printed
     assert_same_weights(folder / "out", undisturbed)

@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import pytest
 import torch
 
 from equality import assert_equal
-from gloo import CONTEXT
 from hooktrain.engine import DefaultTrainer, default_argument_parser
 from hooktrain.engine.hooks import CallbackHook
+from processes import end, start
 
 ROOT = Path(__file__).parent.parent.parent
 TIMES = ("time", "data_time", "eta_seconds")
@@ -35,9 +33,6 @@ SETTINGS = [
 
 def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
     """Run tools/train_net.py --resume in this process, which kills itself at "event iteration"."""
-    os.setsid()  # a group of its own, with the workers of its loaders
-    multiprocessing.set_start_method("fork", force=True)  # the default of a process on its own
-    torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("train_net", ROOT / "tools" / "train_net.py")
     assert spec is not None
     assert spec.loader is not None
@@ -72,14 +67,8 @@ def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
 
 
 def run(folder: Path, workers: int = 0, kill_at: str = "", extra: list[str] | None = None) -> None:
-    process = CONTEXT.Process(target=train, args=(folder, workers, kill_at, extra or []))
-    process.start()
-    process.join(120)
-    assert process.pid is not None
-    with suppress(ProcessLookupError):  # workers see only after a while that it is gone
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
+    code = end(start(train, folder, workers, kill_at, extra or []))
+    assert code == (-signal.SIGKILL if kill_at else 0)
 
 
 def outcome(folder: Path) -> tuple[Any, list[Any]]:

@@ -1,10 +1,7 @@
 """configs/text_gpt.py as a user runs it, at a tiny size."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,10 @@ import torch
 from equality import assert_equal
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.demos import python_docs_vocabulary
+from processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "text_gpt.py")
-PATHS = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
 TINY = [
     "model.size=tiny",
     "model.dropout=0.1",
@@ -34,16 +31,13 @@ TIMES = ("time", "data_time", "eta_seconds")
 
 
 def run(folder: Path, *args: str, exit_code: int = 0) -> str:
-    command = [sys.executable, str(ROOT / "tools" / "train_net.py"), "--config-file", CONFIG]
     flags, overrides = [a for a in args if a[:2] == "--"], [a for a in args if a[:2] != "--"]
-    result = subprocess.run(
-        [*command, *flags, *TINY, f"train.output_dir={folder}", *overrides],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
+    done = run_program(
+        *(ROOT / "tools" / "train_net.py", "--config-file", CONFIG, *flags, *TINY),
+        *(f"train.output_dir={folder}", *overrides),
     )
-    assert result.returncode == exit_code, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    assert done.returncode == exit_code, done.stdout
+    return done.stdout
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,15 +1,14 @@
 """The configuration of the GAN, run by the script as a user runs it."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
+
+from processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 SETTINGS = [
@@ -22,16 +21,12 @@ SETTINGS = [
 
 
 def run(folder: Path, *args: str) -> str:
-    command = [sys.executable, str(ROOT / "tools" / "train_net.py"), *args]
-    config = ["--config-file", str(ROOT / "configs" / "digits_gan.py")]
-    result = subprocess.run(
-        [*command, *config, f"train.output_dir={folder}", *SETTINGS],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    config = ["--config-file", ROOT / "configs" / "digits_gan.py"]
+    done = run_program(
+        ROOT / "tools" / "train_net.py", *args, *config, f"train.output_dir={folder}", *SETTINGS
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def final(folder: Path) -> dict[str, Any]:

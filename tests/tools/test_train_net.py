@@ -1,14 +1,18 @@
-"""The scripts as a user runs them: real commands in real processes."""
+"""The scripts as a user runs them."""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "digits_cnn.py")
@@ -20,18 +24,15 @@ def run(
 ) -> str:
     """Run a script of tools/ in a folder of its own; return what it printed."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    launcher = torchrun if ranks else []
-    command = [sys.executable, *launcher, str(ROOT / "tools" / script), "--config-file", CONFIG]
+    done = run_program(*(torchrun if ranks else []), *command(folder, *args, script=script))
+    assert (done.returncode != 0) == fails, done.stdout
+    return done.stdout
+
+
+def command(folder: Path, *args: str, script: str = "train_net.py") -> list[str]:
     own = [f"train.output_dir={folder}", *SMALL, "model.channels=4"]
     flags, overrides = [a for a in args if a[:2] == "--"], [a for a in args if a[:2] != "--"]
-    result = subprocess.run(
-        [*command, *flags, *own, *overrides],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (result.returncode != 0) == fails, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    return [str(ROOT / "tools" / script), "--config-file", CONFIG, *flags, *own, *overrides]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -44,7 +45,11 @@ def checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(tmp_path: Path) -> None:
-    printed = run(tmp_path)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    printed = subprocess.check_output(
+        [sys.executable, *command(tmp_path)], stderr=subprocess.STDOUT, text=True, env=alone
+    )
+    assert "Warning" not in printed
     assert "eta: " in printed
     assert "total_loss: " in printed
     assert "copypaste: accuracy,val_loss,mean_class_accuracy" in printed
@@ -73,11 +78,10 @@ def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(tmp_path:
 
 def test_the_saved_configuration_trains_the_same_network(tmp_path: Path) -> None:
     run(tmp_path / "first")
-    command = [sys.executable, str(ROOT / "tools" / "train_net.py")]
     saved = ["--config-file", str(tmp_path / "first" / "config.py")]
-    override = [f"train.output_dir={tmp_path / 'second'}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *saved, *override], check=True, capture_output=True, env=env)
+    override = f"train.output_dir={tmp_path / 'second'}"
+    done = run_program(ROOT / "tools" / "train_net.py", *saved, override)
+    assert done.returncode == 0, done.stdout
     first, second = (checkpoint(tmp_path / name)["model"] for name in ("first", "second"))
     assert all(torch.equal(first[key], second[key]) for key in first)
 
@@ -134,22 +138,33 @@ def test_the_plain_script_trains_and_resumes(tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11, 15]
 
 
-def test_the_benchmark_measures_a_pair(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), "step"]
-    result = subprocess.run(
-        [*command, "--pairs", "1", "--iterations", "50"], capture_output=True, text=True, check=True
-    )
-    assert "added (median of pairs)" in result.stdout
+@pytest.fixture
+def benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a script of tools/ in this process; what it starts are copies of the fork server."""
+
+    def run(script: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(str(ROOT / "tools" / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: run_program(*command[1:]))
+    return run
 
 
-def test_the_benchmark_of_strategies_runs_a_configuration_through_each(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "benchmark_strategies.py")]
+def test_the_benchmark_measures_a_pair(benchmark: Callable[..., str]) -> None:
+    printed = benchmark("benchmark.py", "step", "--pairs", "1", "--iterations", "50")
+    assert "added (median of pairs)" in printed
+
+
+def test_the_benchmark_of_strategies_runs_a_configuration_through_each(
+    benchmark: Callable[..., str],
+) -> None:
     small = ["--iterations", "4", "--config-file", CONFIG, "model.channels=2"]
     cases = ["--strategies", "SingleDeviceStrategy", "FSDPStrategy", "--precisions", "bfloat16"]
-    result = subprocess.run(
-        [*command, *cases, "--compiled", "no", *small], capture_output=True, text=True, check=True
-    )
-    rows = [[cell.strip() for cell in line.split("|")] for line in result.stdout.splitlines()[-2:]]
+    printed = benchmark("benchmark_strategies.py", *cases, "--compiled", "no", *small)
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[-2:]]
     assert [row[1] for row in rows] == ["SingleDeviceStrategy", "FSDPStrategy"]
     assert all(float(row[5]) > 0 for row in rows)
     assert rows[0][6] == rows[1][6] != "nan"
