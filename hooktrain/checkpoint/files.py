@@ -6,17 +6,17 @@ as another number; :func:`verify_file` compares them all. Everything is loaded w
 """
 
 import os
-import pickle
 import re
 import zipfile
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.dtensor import is_sharded
-from hooktrain.utils.file_io import moved_aside, replacing, sync_file
+from hooktrain.utils.file_io import is_moved_aside, replacing
 
 _PLAIN_TYPES = frozenset(
     {bool, int, float, complex, str, bytes, bytearray, type(None)}
@@ -61,7 +61,8 @@ def write_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        sync_file(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def verify_file(path: str | os.PathLike[str]) -> None:
@@ -106,11 +107,9 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     One that is being written or deleted is none. One that was moved aside, so that another may take
     its place, is one as long as that has not happened.
     """
-    parent, name = os.path.split(path)
-    replaced = moved_aside(name)
-    if name.startswith(".") and (not replaced or os.path.exists(os.path.join(parent, replaced))):
-        return False
-    return any(os.path.isfile(os.path.join(path, file)) for file in (MANIFEST, METADATA))
+    path = Path(path)
+    is_hidden = path.name.startswith(".") and not is_moved_aside(path)
+    return not is_hidden and any((path / file).is_file() for file in (MANIFEST, METADATA))
 
 
 def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
@@ -174,14 +173,11 @@ def _find_problem(file: IO[bytes]) -> str:
 
 def _reason(error: Exception) -> str:
     """The one line of torch's page-long messages that says what happened."""
-    message = str(error)
-    if isinstance(error, pickle.UnpicklingError):
-        wanted = re.search(r"GLOBAL (\S+)", message)
-        if wanted:
-            return (
-                f"refused, since it asks for {wanted[1]!r}, which is no tensor and no plain type: "
-                "loading it could run code. Nothing was run"
-            )
-        message = message.partition("WeightsUnpickler error:")[2] or message
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}"
+    message = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    if wanted := re.search(r"GLOBAL (\S+)", message):
+        return (
+            f"refused, since it asks for {wanted[1]!r}, which is no tensor and no plain type: "
+            "loading it could run code. Nothing was run"
+        )
+    first_line, *_ = message.strip().split("\n")
+    return f"{type(error).__name__}: {first_line}"

@@ -1,7 +1,5 @@
 """What a checkpoint is on the disk and what it holds, from any library."""
 
-import errno
-import os
 from typing import Any
 
 import torch
@@ -9,7 +7,6 @@ from torch import nn
 
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file, verify_file
-from hooktrain.utils.registry import did_you_mean
 
 State = dict[str, Any]
 
@@ -48,10 +45,6 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
 
         verify_checkpoint(path)
         return _with_model(read_folder(path, map_location=map_location), path)
-    if not os.path.exists(path):
-        folder, name = os.path.dirname(path) or ".", os.path.basename(path)
-        near = did_you_mean(name, sorted(os.listdir(folder))) if os.path.isdir(folder) else ""
-        raise FileNotFoundError(errno.ENOENT, f"No such file{near}", path)
     return _with_model(load_file(path, map_location), path)
 
 

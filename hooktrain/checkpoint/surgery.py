@@ -1,7 +1,6 @@
 """A saved state into a model or a trainer: names, prefixes and shapes that differ, and parts."""
 
 import copy
-import inspect
 import logging
 import os
 import re
@@ -92,9 +91,8 @@ def load_model_state(
 
     A prefix ``module.`` on every name is taken off (a file of a wrapped model). Parameters that are
     still uninitialised (lazy modules) take the shape of the file. A missing name whose tensor was
-    loaded under another name, because the model shares it, counts as loaded. Batch norm's counter
-    ``num_batches_tracked``, which old files do not have, is never missing. Each rank takes its part
-    of what the model has sharded, so it is collective then.
+    loaded under another name, because the model shares it, counts as loaded. Each rank takes its
+    part of what the model has sharded, so it is collective then.
 
     Args:
         model: changed in place.
@@ -103,12 +101,15 @@ def load_model_state(
         revise_keys: patterns and replacements for the names; see :func:`revise_names`.
 
     Raises:
-        RuntimeError: with ``strict``, if there is a difference; the model is as it was.
-        ValueError: if a value is neither tensor nor array, or names cannot be revised; the model
-            is as it was.
+        RuntimeError: with ``strict``, if there is a difference; the model is as it was. Also if a
+            value is neither tensor nor array.
+        ValueError: if names cannot be revised; the model is as it was.
     """
     in_model = model.state_dict()
-    loadable = _as_tensors(revise_names(state, revise_keys))
+    loadable = revise_names(state, revise_keys)
+    for name, value in loadable.items():
+        if isinstance(value, np.ndarray):
+            loadable[name] = torch.tensor(value)
     in_wrapper = all(name.startswith("module.") for name in loadable)
     if loadable and in_wrapper and not any(name.startswith("module.") for name in in_model):
         loadable = take_prefix(loadable, "module")
@@ -127,7 +128,7 @@ def load_model_state(
     result = model.load_state_dict(loadable, strict=False)
     known = {name for name, _, _ in incorrect}
     known |= _loaded_under_another_name(model, in_model, set(result.missing_keys))
-    missing = [name for name in result.missing_keys if name not in known and not _is_counter(name)]
+    missing = [name for name in result.missing_keys if name not in known]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
     problems = _problems(found, shapes, in_model)
     if before is not None and problems:
@@ -136,19 +137,6 @@ def load_model_state(
     for problem in problems:
         logger.warning("%s", problem)
     return found
-
-
-def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
-    for name, value in state.items():
-        if isinstance(value, np.ndarray):
-            state[name] = torch.tensor(value)
-        # Modules may keep what they like under this name (Module.get_extra_state).
-        elif not torch.is_tensor(value) and not name.endswith("_extra_state"):
-            raise ValueError(
-                f"the model's state holds {name!r} of type {type(value).__name__}: "
-                "it must be a tensor or a numpy array"
-            )
-    return state
 
 
 def _loaded_under_another_name(
@@ -164,10 +152,6 @@ def _loaded_under_another_name(
         if name in in_model:  # buffers that are not persistent are in no file
             names_of[id(tensor)].add(name)
     return {name for names in names_of.values() if names - not_loaded for name in names}
-
-
-def _is_counter(name: str) -> bool:
-    return name.rpartition(".")[2] == "num_batches_tracked"
 
 
 def _problems(
@@ -294,7 +278,6 @@ def choose_parts(
 
     Raises:
         ValueError: if a name is unknown, or not in the state.
-        TypeError: if components are chosen of one that loads as a whole only.
     """
     if names is None:
         if lacking := [key for key in checkpointables if key not in state]:
@@ -311,10 +294,6 @@ def choose_parts(
             chosen[key] = {}
         elif chosen.get(key) != {}:  # not chosen as a whole
             _check_known(name, component, state[key], f"is not in {path}")
-            if "only" not in inspect.signature(checkpointables[key].load_state_dict).parameters:
-                raise TypeError(
-                    f"cannot load {name!r} alone: load_state_dict takes no argument 'only'"
-                )
             chosen.setdefault(key, {"only": set()})["only"].add(component)
     return chosen
 

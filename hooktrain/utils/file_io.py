@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -72,13 +72,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     with replacing(path) as temporary, open(temporary, "wb") as file:
         yield file
-        sync_file(file)
-
-
-def sync_file(file: IO[Any]) -> None:
-    """Put on the disk what was written to an open file."""
-    file.flush()
-    os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def delete(path: str | os.PathLike[str]) -> None:
@@ -104,17 +99,18 @@ def sweep(folder: str | os.PathLike[str]) -> None:
         match = _TEMPORARY.fullmatch(entry.name)
         if match is None or _is_written(int(match["pid"]), match["token"]):
             continue
-        final = entry.with_name(match["name"])
-        if match["kind"] == "old" and not final.exists():
-            os.rename(entry, final)
+        if is_moved_aside(entry):
+            os.rename(entry, entry.with_name(match["name"]))
         else:
             _remove(entry)
 
 
-def moved_aside(name: str) -> str:
-    """The name that a folder had which :func:`replacing` has moved aside; else ""."""
-    match = _TEMPORARY.fullmatch(name)
-    return match["name"] if match and match["kind"] == "old" else ""
+def is_moved_aside(path: Path) -> bool:
+    """Whether :func:`replacing` has moved this folder aside, and nothing has taken its place."""
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None or match["kind"] == "tmp":
+        return False
+    return not path.with_name(match["name"]).exists()
 
 
 def sync_folder(folder: Path) -> None:
@@ -141,9 +137,9 @@ def raise_disk_full(error: BaseException, path: Path) -> None:
     cause: BaseException | None = error if isinstance(error, Exception) else None
     while cause is not None and not is_disk_full(cause):
         cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError) and cause.errno is not None:
+    if isinstance(cause, OSError):
         free = shutil.disk_usage(path.parent).free
-        message = f"no space to write {path}: {os.strerror(cause.errno)}, {free:,} bytes free"
+        message = f"no space to write {path}: {cause.strerror}, {free:,} bytes free"
         raise OSError(cause.errno, message) from error
 
 

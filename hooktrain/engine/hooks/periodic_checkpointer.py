@@ -15,8 +15,6 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     ends, for a period at most.
     """
 
-    _is_put_off = False
-
     @property
     def needs_every_rank(self) -> bool:  # type: ignore[override]
         """Every rank writes its part of a sharded checkpoint."""
@@ -32,16 +30,13 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     def after_step(self) -> None:
         """Save where a period ends, and at the last iteration."""
         is_due = self.is_due(self.period)
-        if not is_due and not self._is_put_off:
-            return
-        is_last = self.trainer.iter + 1 == self.max_iter
-        if self.trainer.can_save or is_last or (is_due and self._is_put_off):
-            self._is_put_off = False
+        is_wanted = is_due or self._is_put_off
+        is_late = (is_due and self._is_put_off) or self.trainer.iter + 1 == self.max_iter
+        self._is_put_off = is_wanted and not is_late and not self.trainer.can_save
+        if is_wanted and not self._is_put_off:
             if self.on_every_rank:
                 self.trainer.synchronize()
             self.save_at(self.trainer.iter)
-        else:
-            self._is_put_off = True
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait for what is written."""
