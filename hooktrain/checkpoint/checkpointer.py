@@ -34,6 +34,7 @@ from hooktrain.utils.registry import unwrap_model
 _GIVE_UP_SECONDS = 5.0
 
 State = dict[str, Any]
+OnFull = Callable[[OSError], object] | None
 
 
 class Checkpointer:
@@ -127,7 +128,7 @@ class Checkpointer:
         state: State | None = None,
         tag: bool = True,
         on_saved: Callable[[str], object] | None = None,
-        on_full: Callable[[OSError], object] | None = None,
+        on_full: OnFull = None,
         **extra: Any,
     ) -> None:
         """Write a checkpoint, then make it the one to resume from.
@@ -215,13 +216,7 @@ class Checkpointer:
         # A rank that ends does not wait for others that may never come.
         self._worker.submit(partial(write, staged), daemon=self._group is not None)
 
-    def _write(
-        self,
-        state: State,
-        path: str,
-        finish: Callable[[], None],
-        on_full: Callable[[OSError], object] | None,
-    ) -> None:
+    def _write(self, state: State, path: str, finish: Callable[[], None], on_full: OnFull) -> None:
         """Write a file alone or a folder with all ranks; in the background, in a thread."""
         try:
             if self.sharded:
@@ -305,23 +300,22 @@ class Checkpointer:
         """
         on_all_ranks(self.wait)
         pointed = on_main_process(lambda: read_pointer(self.save_dir))
-        in_turn, problems = names_to_resume(self.save_dir, pointed), {}
+        in_turn, problems = names_to_resume(self.save_dir, pointed), []
         while name := on_main_process(lambda: next(in_turn, None)):
             path = os.path.join(self.save_dir, name)
             try:
                 state = read_on_all_ranks(path, self.model)
             except (OSError, CorruptCheckpointError) as error:  # the same one on every rank
                 self.logger.warning("Passing over the checkpoint %s: %s", path, error)
-                problems[name] = str(error)
+                problems.append(f"  {name}: {error}")
                 continue
             if name != pointed:
                 self.logger.warning("Resuming from %s, which %s does not name", path, POINTER)
             return path, state
         if problems:
-            listing = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
             raise CorruptCheckpointError(
                 f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, or resume "
-                f"elsewhere, to start from scratch:\n{listing}"
+                "elsewhere, to start from scratch:\n" + "\n".join(problems)
             )
         if ignored := on_main_process(lambda: checkpoint_names(self.save_dir)):
             reason = "they are of an earlier run" if pointed == NOTHING_YET else "no last iteration"

@@ -18,10 +18,8 @@ from torch.utils.serialization import config
 from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.file_io import is_moved_aside, replacing
 
-_PLAIN_TYPES = frozenset(
-    {bool, int, float, complex, str, bytes, bytearray, type(None)}
-    | {torch.dtype, torch.device, torch.layout, torch.Size}
-)
+_PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
+_TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
 # The beginning of files from before torch's zip container, which it still writes on request.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
@@ -134,7 +132,8 @@ def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
     elif shards and is_sharded(value):
         return
     elif not (
-        (kind in (torch.Tensor, torch.nn.Parameter) and not value.is_meta)
+        kind in _TORCH_TYPES
+        or (kind in (torch.Tensor, torch.nn.Parameter) and not value.is_meta)
         # The restricted unpickler does not know how empty bytes are pickled.
         or (kind in _PLAIN_TYPES and value != b"")
     ):

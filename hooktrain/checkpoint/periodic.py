@@ -49,10 +49,9 @@ class PeriodicCheckpointer:
         max_to_keep: int | None = None,
         file_prefix: str = "model",
     ) -> None:
-        if period < 1:
-            raise ValueError(f"period must be at least 1 iteration, got {period!r}")
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be at least 1 or None, got {max_to_keep!r}")
+        for key, number in [("period", period), ("max_to_keep", max_to_keep)]:
+            if number is not None and number < 1:
+                raise ValueError(f"{key} must be at least 1, got {number!r}")
         self.checkpointer = checkpointer
         self.period = period
         self.max_iter = max_iter

@@ -61,13 +61,10 @@ def register_scheme(
 
     Raises:
         KeyError: if a prefix has a loader; nothing was registered.
-        ValueError: if a prefix is empty, as paths would have it too.
     """
     if loader is None:
         return lambda decorated: register_scheme(prefixes, decorated, force=force)
     prefixes = [prefixes] if isinstance(prefixes, str) else list(prefixes)
-    if not prefixes or "" in prefixes:
-        raise ValueError(f"prefixes must be such as 's3://', but got {prefixes!r}")
     taken = [prefix for prefix in prefixes if prefix in _loaders]
     if taken and not force:
         raise KeyError(f"{taken} have a loader already; to replace it, give force=True")

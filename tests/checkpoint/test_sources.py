@@ -82,12 +82,6 @@ def test_a_prefix_has_one_loader_unless_it_is_replaced(schemes: None) -> None:
     assert local_path("https://a/b") == "mine"
 
 
-@pytest.mark.parametrize("prefixes", ["", [], ["a://", ""]])
-def test_an_empty_prefix_is_refused(prefixes: Any) -> None:
-    with pytest.raises(ValueError, match="prefixes must be such as 's3://'"):
-        register_scheme(prefixes, lambda address: address)
-
-
 def fetch_with_four_ranks_on_two_machines(folder: Path) -> Any:
     comm.create_local_process_group(2)
     machine = comm.get_rank() // 2
