@@ -204,7 +204,7 @@ class OptimWrapper:
         kind, limit, norm_type = self._clipping
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        if kind == "value":
+        if kind == "value" and parameters:  # torch refuses to clip nothing by value
             nn.utils.clip_grad_value_(parameters, limit)
         elif parameters:
             # As clip_grad_norm_ of torch; ranks that hold shards exchange one number.
