@@ -98,10 +98,9 @@ def known_keys(container: Any) -> Sequence[Any]:
 def find_key(container: Any, part: str) -> Any:
     """The key or index that one part of a dotted path means in a dict, list or tuple, or None."""
     known = known_keys(container)
-    number = int(part) if re.fullmatch(r"-?\d+", part) else None
-    if number is not None and number < 0 and isinstance(known, range):
-        number += len(known)
-    return next((key for key in (part, number) if key in known), None)
+    if isinstance(known, range):
+        known = range(-len(known), len(known))
+    return next((key for key in known if str(key) == part), None)
 
 
 def resolve(cfg: ConfigDict) -> ConfigDict:

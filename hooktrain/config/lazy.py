@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hooktrain.config.config_dict import ConfigDict, dotted, resolve, restore_references
+from hooktrain.config.config_dict import ConfigDict, dotted, resolve, restore_references, to_config
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.source import config_outline, config_source
 from hooktrain.utils.file_io import atomic_write
@@ -185,9 +185,7 @@ def _run(path: Path) -> ModuleType:
         exec(code, names)
     finally:
         del sys.modules[module.__name__]
-    for name, value in list(names.items()):
-        if type(value) is dict and not name.startswith("__"):
-            names[name] = ConfigDict(value)
+    names |= {n: to_config(value) for n, value in names.items() if not n.startswith("__")}
     return module
 
 

@@ -2,18 +2,13 @@
 
 import time
 
-_last_beat = 0.0
+last_beat = 0.0  # when beat() was called last, by time.monotonic()
 
 
 def beat() -> None:
     """Say that the main thread makes progress, in loops that take long, such as evaluations."""
-    global _last_beat
-    _last_beat = time.monotonic()
-
-
-def last_beat() -> float:
-    """When that was said last, by ``time.monotonic()``; 0 before the first time."""
-    return _last_beat
+    global last_beat
+    last_beat = time.monotonic()
 
 
 class Timer:

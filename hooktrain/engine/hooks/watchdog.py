@@ -85,10 +85,10 @@ class Watchdog(HookBase):
     def _watch(self) -> None:
         pause = min(10.0, self.timeout_s / 4)
         limit = math.ceil(self.timeout_s / pause)
-        seen, looks = timer.last_beat(), 0
+        seen, looks = timer.last_beat, 0
         while not self._end.wait(pause):
             # Looks are counted, since the clock also runs while the process is suspended.
-            beat = timer.last_beat()
+            beat = timer.last_beat
             looks = looks + 1 if beat == seen else 0
             seen = beat
             self._share_progress()
