@@ -73,8 +73,7 @@ def _built(value: Any, path: tuple[Any, ...]) -> Any:
     if "_target_" not in kwargs:
         return kwargs
     target, args = kwargs.pop("_target_"), kwargs.pop("_args_", ())
-    name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
-    return call(target, args, kwargs, f"{dotted(path) or 'the config'} ({name})")
+    return call(target, args, kwargs, f"({dotted(path) or 'the config'})")
 
 
 class LazyConfig:
@@ -107,9 +106,7 @@ class LazyConfig:
         """
         path = _python_file(filename)
         names = vars(_run(path))
-        public = [
-            n for n, v in names.items() if not n.startswith("_") and isinstance(v, dict | list)
-        ]
+        public = [n for n, v in names.items() if n[:1] != "_" and isinstance(v, dict | list)]
         cfg = ConfigDict({n: _pick(names, n, path) for n in names.get("__all__", public)})
         names |= resolve(cfg)
         if keys is None:

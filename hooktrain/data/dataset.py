@@ -78,13 +78,12 @@ class DatasetFromList(Dataset[Any]):
     def __init__(self, lst: Sequence[Any], copy: bool = True, serialize: bool = True) -> None:
         self._copy = copy
         self._serialize = serialize
-        self._lst: Sequence[Any] = lst
+        self._lst: Sequence[Any] = () if serialize else lst
         if serialize:
             parts = [pickle.dumps(item, protocol=-1) for item in lst]
             # With a byte at the end, since torch takes no empty buffer.
             self._bytes = torch.frombuffer(bytearray(b"".join([*parts, b"\0"])), dtype=torch.uint8)
             self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-            self._lst = ()
 
     def __len__(self) -> int:
         return len(self._ends) - 1 if self._serialize else len(self._lst)

@@ -185,9 +185,8 @@ def build_train_loader(
             f"but got {total_batch_size!r}"
         )
     adopt_seed = seed is None and sampler is None
-    if seed is None:
-        seed = getattr(sampler, "seed", None)
-        seed = comm.shared_random_seed() if seed is None else seed
+    given = getattr(sampler, "seed", None) if seed is None else seed
+    seed = comm.shared_random_seed() if given is None else given
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
     if sampler is None:

@@ -240,8 +240,7 @@ class _Progress:
         text = "Total inference %stime: %s (%.6f s / iter per device, on %d devices)"
         whole, compute = sum(self._seconds.values()), self._seconds["Inference"]
         for name, seconds in (("", whole), ("pure compute ", compute)):
-            total = timedelta(seconds=int(seconds))
-            logger.info(text, name, total, seconds / measured, ranks)
+            logger.info(text, name, timedelta(seconds=int(seconds)), seconds / measured, ranks)
 
     def _synchronize(self) -> None:
         """Wait for the accelerator."""

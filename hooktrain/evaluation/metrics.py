@@ -56,9 +56,8 @@ class ClassificationEvaluator(DatasetEvaluator):
         fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
         if not fits or labels.is_floating_point():
             raise ValueError(
-                f"outputs must be logits of shape (N, {classes}), as there are {classes} "
-                f"class_names, and {key!r} integers of shape (N,), but got {tuple(outputs.shape)} "
-                f"and {labels.dtype} of shape {tuple(labels.shape)}"
+                f"outputs must be of shape (N, {classes}), and {key!r} integers of shape (N,), "
+                f"but got {tuple(outputs.shape)} and {labels.dtype} of shape {tuple(labels.shape)}"
             )
         labels = labels.to(outputs.device, torch.int64, non_blocking=True)
         in_range = (labels >= 0) & (labels < classes)

@@ -5,8 +5,9 @@ import math
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,8 +114,8 @@ def close_logger(name: str = "hooktrain") -> None:
     logger.propagate = True
 
 
-_first_n: Counter[object] = Counter()
-_every_n: Counter[object] = Counter()
+_first_n: defaultdict[object, Iterator[int]] = defaultdict(count)
+_every_n: defaultdict[object, Iterator[int]] = defaultdict(count)
 _last_logged_at: dict[object, float] = {}
 
 
@@ -139,8 +140,7 @@ def log_first_n(
     site, logger = _caller(name)
     parts = (key,) if isinstance(key, str) else key
     counted = (lvl, *({"caller": site, "message": msg}[part] for part in parts))
-    _first_n[counted] += 1
-    if _first_n[counted] <= n:
+    if next(_first_n[counted]) < n:
         logger.log(lvl, msg, stacklevel=2)
 
 
@@ -154,8 +154,7 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
         name: of the logger; None is the caller's module.
     """
     site, logger = _caller(name)
-    _every_n[lvl, site] += 1
-    if (_every_n[lvl, site] - 1) % n == 0:
+    if next(_every_n[lvl, site]) % n == 0:
         logger.log(lvl, msg, stacklevel=2)
 
 

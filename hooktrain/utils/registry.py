@@ -115,9 +115,9 @@ def _places(obj: Any) -> Iterator[tuple[str, str]]:
 
 
 def call(
-    target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+    target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], where: str
 ) -> Any:
-    """Call ``target(*args, **kwargs)``, with a note about ``what`` on every error.
+    """Call ``target(*args, **kwargs)``, with a note about the target on every error.
 
     Python 3.10 has no notes on errors; there the note is logged.
 
@@ -125,7 +125,7 @@ def call(
         target: What to call, or its dotted name.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        what: The call in the words of the user, such as ``"model.head (torch.nn.Linear)"``.
+        where: Where the user wrote the call, such as ``"(model.head)"``; it ends the note.
 
     Raises:
         Exception: What the target raises, with the note. For an argument that it does not know,
@@ -138,7 +138,8 @@ def call(
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(err))
         known = _parameters(target) if unknown and isinstance(err, TypeError) else []
         hint = did_you_mean(unknown[1], known) if unknown and known else ""
-        note = f"while instantiating {what}{hint}"
+        name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
+        note = f"while instantiating {name} {where}{hint}"
         getattr(err, "add_note", logger.error)(note)  # Python 3.10 has no notes
         raise
 
@@ -262,9 +263,8 @@ class Registry:
         if "type" not in arguments:
             raise KeyError(f"a config for the registry {self.name!r} needs 'type', got {cfg!r}")
         target = self.find(arguments.pop("type"))
-        name = getattr(target, "__qualname__", repr(target))
-        what = f"{name} of the registry {self.name!r} with the keys {list(arguments)}"
-        return call(target, (), arguments, what)
+        where = f"of the registry {self.name!r} with the keys {list(arguments)}"
+        return call(target, (), arguments, where)
 
     def __contains__(self, name: object) -> bool:
         return name in self._objects

@@ -37,9 +37,8 @@ class TensorboardXWriter(EventWriter):
         # Importing it takes a second, and only the main process needs it.
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorboardXWriter needs: pip install 'hooktrain[tensorboard]'")
-        self._log_dir = os.fspath(log_dir)
         self._unwritten = UnwrittenScalars(window_size)
-        self._kwargs = kwargs
+        self._arguments = {"log_dir": log_dir, **kwargs}
         self._writer: SummaryWriter | None = None
 
     def write(self) -> None:
@@ -59,9 +58,9 @@ class TensorboardXWriter(EventWriter):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._log_dir, **self._kwargs)
+            self._writer = SummaryWriter(**self._arguments)
             # A file that follows a close() belongs to the same run.
-            self._kwargs.pop("purge_step", None)
+            self._arguments.pop("purge_step", None)
         for name, value, iteration in scalars:
             self._writer.add_scalar(name, value, iteration)
             self._unwritten.mark_written([name], iteration)
@@ -75,7 +74,7 @@ class TensorboardXWriter(EventWriter):
         """Let TensorBoard hide what earlier files have at and after ``iteration``."""
         self.close()
         self._unwritten.rewind(iteration)
-        self._kwargs["purge_step"] = iteration
+        self._arguments["purge_step"] = iteration
 
     def close(self) -> None:
         """Close the event file."""
