@@ -140,14 +140,13 @@ class BaseStrategy(ABC):
         """
         if hasattr(self, "seed"):
             return
-        self.launcher = self.environment.launcher or environment.infer_launcher()
+        settings = self.environment
+        self.launcher = settings.launcher or environment.infer_launcher()
         self._setup_distributed()
         self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
-        self.environment.apply()
-        self.seed = environment.set_random_seed(
-            self.environment.seed, self.environment.diff_rank_seed
-        )
+        settings.apply()
+        self.seed = environment.set_random_seed(settings.seed, settings.diff_rank_seed)
         if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
 
@@ -155,9 +154,9 @@ class BaseStrategy(ABC):
         """Join the other processes, unless that is done already."""
         if self.launcher == "none" or self.distributed:
             return
-        env, on_cpu = self.environment, str(self._wanted_device) == "cpu"
-        backend = env.backend or ("gloo" if on_cpu else None)
-        environment.join_processes(self.launcher, backend, env.timeout, env.port)
+        settings, on_cpu = self.environment, str(self._wanted_device) == "cpu"
+        backend = settings.backend or ("gloo" if on_cpu else None)
+        environment.join_processes(self.launcher, backend, settings.timeout, settings.port)
         self._made_group = True
 
     def teardown(self) -> None:

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 T = TypeVar("T")
 
 # Keyed by the default group, so that nothing outlives destroy_process_group().
-_object_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-_local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 
 
 def get_world_size() -> int:
@@ -53,7 +53,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     if len(set(sizes)) > 1:
         raise ValueError(f"num_workers_per_machine must be the same on every rank, got {sizes}")
     group, _ = dist.new_subgroups(num_workers_per_machine)  # type: ignore[no-untyped-call]
-    _local_groups[_default_group()] = group
+    _local_groups[dist.group.WORLD] = group
 
 
 def get_local_process_group() -> ProcessGroup:
@@ -209,15 +209,10 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
     return {name: reduced[name] for name in input_dict}
 
 
-def _default_group() -> ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _object_group() -> ProcessGroup:
     """All ranks, through a backend that moves CPU memory. Collective when called first."""
-    world = _default_group()
+    world = dist.group.WORLD
+    assert world is not None
     if dist.get_backend(world) == "gloo":
         return world
     if world not in _object_groups:
@@ -226,7 +221,7 @@ def _object_group() -> ProcessGroup:
 
 
 def _local_group() -> ProcessGroup | None:
-    return _local_groups.get(_default_group()) if dist.is_initialized() else None
+    return _local_groups.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def _from_torchrun(variable: str, alone: int) -> int:

@@ -107,7 +107,6 @@ GO_ON: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "shards, one": ("shards", 1, ()),
     "fsdp, ddp on four": ("fsdp", 4, ()),
     "ddp, fsdp on four": ("ddp", 4, (FSDP,)),
-    "shards, ddp on four": ("shards", 4, ()),
     "shards, fsdp on four": ("shards", 4, (FSDP,)),
 }
 

@@ -126,16 +126,6 @@ def test_the_warm_up_starts_with_a_short_memory() -> None:
     assert ema.module.weight.item() == pytest.approx(1 - 0.1 * 2 / 11)
 
 
-def test_integer_buffers_and_batch_norm_statistics_are_copied_at_every_update() -> None:
-    model = Net()
-    ema = ExponentialMovingAverage(model)
-    for _ in range(3):
-        train(model)
-        ema.update_parameters(model)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            assert torch.equal(getattr(ema.module.norm, name), getattr(model.norm, name))
-
-
 def test_the_averaged_model_is_a_separate_one_for_evaluation() -> None:
     model = Net().train()
     model(torch.randn(5, 3)).sum().backward()
@@ -230,24 +220,6 @@ def test_training_goes_on_after_a_swap_as_if_there_had_been_none() -> None:
         return values(model)
 
     assert same(run(evaluate=True), run(evaluate=False))
-
-
-def test_a_saved_average_goes_on_where_it_was() -> None:
-    model = Net()
-    first = ExponentialMovingAverage(model, warmup=True)
-    for _ in range(3):
-        train(model)
-        first.update_parameters(model)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second = ExponentialMovingAverage(model, warmup=True)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    assert second.steps == 3
-    train(model)
-    first.update_parameters(model)
-    second.update_parameters(model)
-    assert same(values(first.module), values(second.module))
 
 
 @pytest.mark.parametrize(
