@@ -129,8 +129,6 @@ def _build_scaler(loss_scale: Any, device_type: str, enabled: bool) -> torch.amp
     elif isinstance(loss_scale, int | float) and loss_scale > 0:
         options["init_scale"] = float(loss_scale)
     elif loss_scale != "dynamic":
-        raise ValueError(
-            "loss_scale must be 'dynamic', a positive number, a dict of GradScaler's arguments or "
-            f"a GradScaler, but got {loss_scale!r}"
-        )
+        known = "'dynamic', a positive number, a dict of GradScaler's arguments or a GradScaler"
+        raise ValueError(f"loss_scale must be {known}, but got {loss_scale!r}")
     return torch.amp.GradScaler(device_type, **options)

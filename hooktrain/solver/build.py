@@ -74,9 +74,7 @@ class DefaultOptimWrapperConstructor:
     """
 
     def __init__(
-        self,
-        optim_wrapper_cfg: Mapping[str, Any],
-        paramwise_cfg: Mapping[str, Any] | None = None,
+        self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
     ) -> None:
         if hasattr(self, "add_params"):
             raise TypeError(f"{type(self).__name__}: override param_groups in place of add_params")
@@ -84,9 +82,7 @@ class DefaultOptimWrapperConstructor:
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
         if not isinstance(self.optimizer_cfg, Mapping) or "type" not in self.optimizer_cfg:
-            raise ValueError(
-                f"optim_wrapper_cfg needs 'optimizer', a dict with 'type': {optim_wrapper_cfg!r}"
-            )
+            raise ValueError(f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}")
         self.paramwise_cfg = instantiate(paramwise_cfg or {})
         self.base_lr = self.optimizer_cfg.get("lr")
         self.base_wd = self.optimizer_cfg.get("weight_decay")

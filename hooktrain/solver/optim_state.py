@@ -22,6 +22,7 @@ ParamGroups = Sequence[Mapping[str, Any]]
 Names = Mapping[Tensor, str]
 # By name: the number of a parameter's group, and the parameter, or its state in a saved optimizer.
 Places = dict[str, tuple[int, Any]]
+Pairs = set[tuple[int, int]]  # of a group here, and the saved group that it goes on from
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay as built.
 _KERNELS = ("foreach", "fused", "capturable")
@@ -50,20 +51,16 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> di
         return state
     ids = [k for group in state["param_groups"] for k in group["params"]]
     name_of = dict(zip(ids, in_order, strict=True))
-    return {
-        **state,
-        "state": {name_of.get(k, k): item for k, item in state["state"].items()},
-        "param_groups": [
-            {**settings_of(group), "params": [name_of[k] for k in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    groups = [
+        {**settings_of(group), "params": [name_of[k] for k in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    named = {name_of.get(k, k): item for k, item in state["state"].items()}
+    return {**state, "state": named, "param_groups": groups}
 
 
 def load_optimizer_state(
-    optimizer: Optimizer,
-    state_dict: Mapping[str, Any],
-    names: Names | None = None,
+    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Names | None = None
 ) -> None:
     """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
 
@@ -118,16 +115,14 @@ def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tup
         if sizes != saved_sizes:
             side = "this optimizer has" if names is None else "the saved state has"
             raise ValueError(
-                f"the state has parameter groups of the sizes {saved_sizes}, this optimizer has "
-                f"{sizes}, and they cannot be matched by name, since {side} no names (param_names)"
-                ". Go on without the optimizer's state (train.resume_parts)"
+                f"{side} no names (param_names), and the saved parameter groups have the sizes "
+                f"{saved_sizes}, not {sizes}: resume without the optimizer (train.resume_parts)"
             )
         names = saved_names = names or saved_names or [f"#{i}" for i in range(sum(sizes))]
     if names and not set(names) & set(saved_names):
         raise ValueError(
-            f"none of the optimizer's parameters ({', '.join(names[:3])}, ...) is in the saved "
-            f"state ({', '.join(saved_names[:3])}, ...): it is of another model. To start from its "
-            "weights alone, go on without the optimizer's state (train.resume_parts)"
+            f"the state of {saved_names[:3]}, ... has none of the optimizer's parameters, "
+            f"{names[:3]}, ...: resume without the optimizer (train.resume_parts)"
         )
     here, there = (
         [(g, item) for g, group in enumerate(some) for item in group["params"]]
@@ -137,11 +132,7 @@ def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tup
 
 
 def _match(
-    optimizer: Optimizer,
-    states: Mapping[Any, Any],
-    here: Places,
-    saved: Places,
-    same_groups: set[tuple[int, int]],
+    optimizer: Optimizer, states: Mapping[Any, Any], here: Places, saved: Places, same_groups: Pairs
 ) -> dict[Any, Any]:
     """The state by present positions. A table tells which parameters are not as before."""
     ids = {k for _, k in saved.values()}

@@ -268,8 +268,6 @@ def _check_clipping(config: Mapping[str, Any]) -> tuple[str, float, float]:
     kind, norm_type = options.pop("type", "norm"), float(options.pop("norm_type", 2.0))
     limit = options.pop({"norm": "max_norm", "value": "clip_value"}.get(kind, ""), None)
     if options or not isinstance(limit, int | float) or not limit > 0:
-        raise ValueError(
-            "clip_grad must be like {'max_norm': 1.0, 'norm_type': 2} or {'type': 'value', "
-            f"'clip_value': 0.5}}, with a positive threshold, but got {config!r}"
-        )
+        like = "{'max_norm': 1.0, 'norm_type': 2} or {'type': 'value', 'clip_value': 0.5}"
+        raise ValueError(f"clip_grad must be like {like}, with a limit above 0, not {config!r}")
     return kind, limit, norm_type

@@ -1,6 +1,6 @@
 """Several optimizers by name, for models that own their step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,7 @@ from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.utils.registry import did_you_mean
 
 
-class OptimWrapperDict(Mapping[str, OptimWrapper]):
+class OptimWrapperDict(dict[str, OptimWrapper]):
     """Optimizer wrappers by name, each with its own precision, scaler and accumulation.
 
     The model's ``train_step`` takes the one it needs::
@@ -35,19 +35,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             wrapper.name = name
         if len({id(w.optimizer) for w in wrappers.values()}) < len(wrappers):
             raise ValueError(f"two of {list(wrappers)} share an optimizer; each needs its own")
-        self._wrappers = wrappers
+        super().__init__(wrappers)
 
-    def __getitem__(self, name: str) -> OptimWrapper:
-        if name not in self._wrappers:
-            hint = did_you_mean(name, self._wrappers)
-            raise KeyError(f"there is no optimizer named {name!r}{hint}")
-        return self._wrappers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._wrappers)
-
-    def __len__(self) -> int:
-        return len(self._wrappers)
+    def __missing__(self, name: str) -> OptimWrapper:
+        raise KeyError(f"there is no optimizer named {name!r}{did_you_mean(name, self)}")
 
     @property
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:

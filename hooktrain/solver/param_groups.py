@@ -129,9 +129,7 @@ def get_default_optimizer_params(
         raise ValueError("lr_factor_func and bias_lr_factor need base_lr, the rate to multiply")
     overrides = {} if overrides is None else overrides
     if "bias" in overrides and (bias_lr_factor != 1.0 or weight_decay_bias is not None):
-        raise ValueError(
-            "biases are set twice: by overrides['bias'], and by bias_lr_factor or weight_decay_bias"
-        )
+        raise ValueError("biases are set twice: by overrides['bias'] and by another argument")
 
     every_name = [name for names, _, _ in walk_parameters(model) for name in names]
     for rule in overrides:
@@ -172,10 +170,7 @@ def _rank(rule: str, names: Iterable[str]) -> tuple[int, int]:
 
 
 def paramwise_param_groups(
-    model: nn.Module,
-    paramwise_cfg: Mapping[str, Any],
-    base_lr: Any = None,
-    base_wd: Any = None,
+    model: nn.Module, paramwise_cfg: Mapping[str, Any], base_lr: Any = None, base_wd: Any = None
 ) -> list[ParamGroup]:
     """Parameter groups by the rules of MMEngine's ``paramwise_cfg``, each parameter once.
 

@@ -165,10 +165,7 @@ class CosineRestartParamScheduler(GroupParamScheduler):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         if not 0 < len(self.periods) == len(self.restart_weights):
-            raise ValueError(
-                f"periods must be at least one, and restart_weights as many: {self.periods!r} and "
-                f"{self.restart_weights!r}"
-            )
+            raise ValueError(f"periods must be at least one, and restart_weights as many: {self!r}")
 
     def _share(self, k: int) -> float:
         starts = [*accumulate(self.periods, initial=0)]

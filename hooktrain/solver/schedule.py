@@ -51,9 +51,7 @@ class ParamScheduler:
 
     def _value_at(self, where: float) -> float:
         """The value at progress ``where``, which lies in [0, 1]."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define _value_at(where) or __call__(where)"
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define _value_at or __call__")
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,7 @@ class MultiStepParamScheduler(ParamScheduler):
             needed = len(values) - (self.num_updates is not None)
             raise ValueError(f"{len(values)} values need {needed} milestones: {self.milestones!r}")
         if any(left >= right for left, right in pairwise([0, *milestones, end])):
-            raise ValueError(
-                f"milestones must increase, between 0 and num_updates={end!r}: {milestones!r}"
-            )
+            raise ValueError(f"milestones must increase and lie in (0, {end!r}): {milestones!r}")
         # The constructor of a frozen dataclass cannot assign either.
         vars(self).update(values=values, num_updates=end, milestones=tuple(milestones))
 

@@ -149,9 +149,9 @@ def test_a_subclass_makes_groups_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        ({"optimiser": SGD}, ValueError, "needs 'optimizer', a dict with 'type': {'optimiser'"),
-        ({"optimizer": "SGD"}, ValueError, "needs 'optimizer', a dict with 'type'"),
-        ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type': .*{'lr': 0.1}"),
+        ({"optimiser": SGD}, ValueError, "give 'optimizer', a dict with 'type', not {'optimiser'"),
+        ({"optimizer": "SGD"}, ValueError, "give 'optimizer', a dict with 'type'"),
+        ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type', not .*{'lr': 0.1}"),
         ({"optimizer": {"type": "SDG"}}, KeyError, "'optimizers'; did you mean 'SGD'"),
         ({"optimizer": {**SGD, "momentun": 1}}, TypeError, "momentun"),
         ({"optimizer": {**SGD, "lr": -1.0}}, ValueError, "Invalid learning rate: -1.0"),

@@ -219,14 +219,14 @@ def test_torchs_own_state_with_names_is_matched_by_them() -> None:
 def test_without_names_other_groups_are_refused_with_a_way_out() -> None:
     old, new = net("a"), net("a", "b")
     nameless = torch.optim.SGD(old.parameters())
-    with pytest.raises(ValueError, match=r"sizes \[2\].*\[4\].*saved state has no names.*Go on"):
+    with pytest.raises(ValueError, match=r"saved state has no names.*sizes \[2\], not \[4\]"):
         load_optimizer_state(sgd(groups_of(new)), nameless.state_dict())
     with pytest.raises(ValueError, match=r"this optimizer has no names.*train\.resume_parts"):
         load_optimizer_state(nameless, sgd(groups_of(new)).state_dict())
 
 
 def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"none of .*\(a.weight, a.bias, ...\).*\(b.weight"):
+    with pytest.raises(ValueError, match=r"'b.weight', 'b.bias'\], .* has none of .*'a.weight"):
         load_optimizer_state(sgd(groups_of(net("a"))), sgd(groups_of(net("b"))).state_dict())
 
 

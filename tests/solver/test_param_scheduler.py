@@ -306,7 +306,7 @@ def test_the_last_step_has_exactly_the_final_value(
             ValueError,
             "eta_min=0.1 or eta_min_ratio=0.2, not both",
         ),
-        (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\] and \(1,\)"),
+        (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\], .*\(1,\)"),
         (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
         (lambda o: OneCycleLR(o, 1.0, 9, 1.5), ValueError, "pct_start must lie in .*: 1.5"),
         (
