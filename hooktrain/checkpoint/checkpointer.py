@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -27,7 +26,7 @@ from hooktrain.checkpoint.surgery import choose_parts, load_model_state
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.file_io import is_disk_full, sweep
+from hooktrain.utils.file_io import AnyPath, is_disk_full, sweep
 from hooktrain.utils.registry import unwrap_model
 
 # Ranks that have failed are ended by their launcher after 10 s.
@@ -82,7 +81,7 @@ class Checkpointer:
     def __init__(
         self,
         model: nn.Module,
-        save_dir: str | os.PathLike[str] = "",
+        save_dir: AnyPath = "",
         *,
         save_to_disk: bool | None = None,
         background: bool = False,
@@ -200,16 +199,9 @@ class Checkpointer:
     def _write_in_background(self, write: Callable[[State], None], state: State) -> None:
         """Copy a state into host memory that is kept for it; a thread writes that."""
         if self._stager is None:
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+            from hooktrain.checkpoint.folders import new_stager
 
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=torch.cuda.is_available(),
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=torch.accelerator.is_available(),
-                )
-            )
+            self._stager = new_stager()
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")  # the thread's own
         staged = self._stager.stage(state)  # host-device synchronisation: the copies arrive
@@ -249,9 +241,7 @@ class Checkpointer:
         if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
             self.logger.error("The checkpoint that is being saved is given up")
 
-    def load(
-        self, path: str | os.PathLike[str], checkpointables: Iterable[str] | None = None
-    ) -> State:
+    def load(self, path: AnyPath, checkpointables: Iterable[str] | None = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
         Nothing is changed unless the file is intact and everything that was asked for is in it.
@@ -277,7 +267,7 @@ class Checkpointer:
             return {}
         return self._restore(path, self.read(path), checkpointables)
 
-    def read(self, path: str | os.PathLike[str]) -> State:
+    def read(self, path: AnyPath) -> State:
         """The content of a file or folder, verified, with the model's state under ``"model"``.
 
         Nothing is loaded. Of a folder, each rank reads its shards of what the model has sharded.
@@ -323,11 +313,7 @@ class Checkpointer:
         return None
 
     def resume_or_load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        resume: bool = True,
-        checkpointables: Iterable[str] | None = None,
+        self, path: AnyPath, *, resume: bool = True, checkpointables: Iterable[str] | None = None
     ) -> State:
         """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``. Collective.
 

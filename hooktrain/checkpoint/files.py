@@ -16,7 +16,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.dtensor import is_sharded
-from hooktrain.utils.file_io import is_moved_aside, replacing
+from hooktrain.utils.file_io import AnyPath, is_moved_aside, replacing
 
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
 _TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
@@ -33,7 +33,7 @@ class CorruptCheckpointError(RuntimeError):
     """A checkpoint that cannot be trusted: truncated, altered, foreign, or asking to run code."""
 
 
-def save_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def save_file(state: dict[str, Any], path: AnyPath) -> None:
     """Write a state to a file, so that the old file or the new one is there, never neither.
 
     Args:
@@ -48,7 +48,7 @@ def save_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     write_file(state, path)
 
 
-def write_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def write_file(state: dict[str, Any], path: AnyPath) -> None:
     """Write a state that :func:`check_storable` has accepted; see :func:`save_file`."""
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
     with crc, replacing(path) as temporary, open(temporary, "wb") as file:
@@ -63,7 +63,7 @@ def write_file(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         os.fsync(file.fileno())
 
 
-def verify_file(path: str | os.PathLike[str]) -> None:
+def verify_file(path: AnyPath) -> None:
     """Read the whole file and compare every checksum in it (some GB/s).
 
     Files of torch's old format have no checksums. They pass if they begin as they should.
@@ -81,7 +81,7 @@ def verify_file(path: str | os.PathLike[str]) -> None:
         raise CorruptCheckpointError(f"{os.fspath(path)} is no intact checkpoint: {problem}")
 
 
-def load_file(path: str | os.PathLike[str], map_location: str | torch.device = "cpu") -> Any:
+def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
     """Verify a file, then load it without running any code that it may hold.
 
     Args:
@@ -99,7 +99,7 @@ def load_file(path: str | os.PathLike[str], map_location: str | torch.device = "
         raise CorruptCheckpointError(f"cannot load {os.fspath(path)}: {_reason(error)}") from error
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
+def is_folder(path: AnyPath) -> bool:
     """Whether there is a folder of shards, intact or not.
 
     One that is being written or deleted is none. One that was moved aside, so that another may take

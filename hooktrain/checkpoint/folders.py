@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -37,7 +38,7 @@ from hooktrain.checkpoint.files import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import is_sharded, map_leaves
-from hooktrain.utils.file_io import atomic_write, raise_disk_full, replacing
+from hooktrain.utils.file_io import AnyPath, atomic_write, raise_disk_full, replacing
 
 STATE = "state.pth"
 _PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -60,9 +61,7 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-def save_folder(
-    state: dict[str, Any], folder: str | os.PathLike[str], group: ProcessGroup | None = None
-) -> None:
+def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | None = None) -> None:
     """Write a state to a folder that is there as a whole, or not at all. Collective.
 
     A sharded checkpoint of that name is replaced.
@@ -94,7 +93,7 @@ def save_folder(
         temporary = on_main_process(begin, group)
         saved = _save_tensors(tensors, temporary, group)
         own = f"__{comm.get_rank()}_*"
-        parts = on_all_ranks(lambda: _digests(temporary, temporary.glob(own)), group)
+        parts = on_all_ranks(lambda: _digests(temporary.glob(own)), group)
 
         def complete() -> None:
             if unknown := saved - tensors.keys():
@@ -102,7 +101,7 @@ def save_folder(
             write_file(skeleton, temporary / STATE)
             files = {name: record for part in parts for name, record in part.items()}
             _check_sizes(temporary, files)  # fails if the ranks do not share the disk
-            files |= _digests(temporary, [temporary / METADATA, temporary / STATE])
+            files |= _digests([temporary / METADATA, temporary / STATE])
             with atomic_write(temporary / MANIFEST) as file:
                 file.write(json.dumps(files).encode())
             stack.close()  # the rename
@@ -110,7 +109,7 @@ def save_folder(
         on_main_process(complete, group)
 
 
-def load_folder(folder: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
+def load_folder(folder: AnyPath, model: nn.Module | None = None) -> dict[str, Any]:
     """Verify a folder, each rank a part of it, then load it on every rank. Collective.
 
     Args:
@@ -129,7 +128,7 @@ def load_folder(folder: str | os.PathLike[str], model: nn.Module | None = None) 
 
 
 def read_folder(
-    folder: str | os.PathLike[str],
+    folder: AnyPath,
     model: nn.Module | None = None,
     map_location: str | torch.device = "cpu",
 ) -> dict[str, Any]:
@@ -165,7 +164,7 @@ def read_folder(
     return state
 
 
-def verify_folder(folder: str | os.PathLike[str], part: slice = slice(None)) -> None:
+def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
     """Compare the files of a sharded checkpoint with its manifest.
 
     Args:
@@ -180,10 +179,22 @@ def verify_folder(folder: str | os.PathLike[str], part: slice = slice(None)) -> 
     files = _read_manifest(folder)
     _check_sizes(folder, files)
     for name in sorted(files)[part]:
-        if _digests(folder, [folder / name])[name] != files[name]:
+        if _digests([folder / name])[name] != files[name]:
             raise CorruptCheckpointError(
                 f"{folder / name} was altered: its sha256 is not that of the manifest"
             )
+
+
+def new_stager() -> DefaultStager:
+    """What copies a state into host memory, and keeps that for the next copy."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=torch.accelerator.is_available(),
+        )
+    )
 
 
 def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -258,7 +269,7 @@ def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup 
     return set(saved.state_dict_metadata)
 
 
-def _read_tensors(tensors: dict[str, Tensor], folder: str | os.PathLike[str]) -> None:
+def _read_tensors(tensors: dict[str, Tensor], folder: AnyPath) -> None:
     """Do what dcp.load does, except that the metadata is not unpickled without restrictions."""
     found = _read_metadata(Path(folder))
     if lacking := [name for name in tensors if name not in found.state_dict_metadata]:
@@ -269,8 +280,8 @@ def _read_tensors(tensors: dict[str, Tensor], folder: str | os.PathLike[str]) ->
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
 
-def _digests(folder: Path, paths: Iterable[Path]) -> dict[str, list[Any]]:
-    """The size and the sha256 of files (1 to 2 GB/s), by their names in the folder."""
+def _digests(paths: Iterable[Path]) -> dict[str, list[Any]]:
+    """The size and the sha256 of files (1 to 2 GB/s), by their names."""
     records: dict[str, list[Any]] = {}
     for path in paths:
         digest = hashlib.sha256()

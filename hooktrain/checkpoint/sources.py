@@ -17,11 +17,11 @@ import torch
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.checkpoint.files import CorruptCheckpointError
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import atomic_write
+from hooktrain.utils.file_io import AnyPath, atomic_write
 
 logger = logging.getLogger(__name__)
 
-Loader = Callable[[str], str | os.PathLike[str]]
+Loader = Callable[[str], AnyPath]
 """Takes an address, and returns the path of a local file."""
 
 _loaders: dict[str, Loader] = {}
@@ -72,7 +72,7 @@ def register_scheme(
     return loader
 
 
-def local_path(address: str | os.PathLike[str]) -> str:
+def local_path(address: AnyPath) -> str:
     """The path of a local file for an address; fetched, if it has to be.
 
     ``http://`` and ``https://`` are downloaded into torch.hub's folder, once.

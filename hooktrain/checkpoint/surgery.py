@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils.dtensor import shard_like
+from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class IncompatibleKeys(NamedTuple):
 
 def load_checkpoint(
     model: nn.Module,
-    filename: str | os.PathLike[str],
+    filename: AnyPath,
     map_location: str | torch.device = "cpu",
     strict: bool = False,
     revise_keys: Sequence[tuple[str, str]] = (),
@@ -283,19 +283,18 @@ def choose_parts(
         if lacking := [key for key in checkpointables if key not in state]:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
         return {key: {} for key in checkpointables if key in state}
-    chosen: dict[str, dict[str, Any]] = {}
+    chosen: dict[str, set[str]] = defaultdict(set)
     for name in names:
         key, _, component = name.partition(".")
         if name == "model":  # always loaded
             continue
         _check_known(name, key, checkpointables, "is not among what this checkpointer loads")
         _check_known(name, key, state, f"is not in {path}")
-        if not component:
-            chosen[key] = {}
-        elif chosen.get(key) != {}:  # not chosen as a whole
+        if component:
             _check_known(name, component, state[key], f"is not in {path}")
-            chosen.setdefault(key, {"only": set()})["only"].add(component)
-    return chosen
+        chosen[key].add(component)
+    # Without a component it is chosen as a whole.
+    return {key: {} if "" in only else {"only": only} for key, only in chosen.items()}
 
 
 def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+AnyPath = str | os.PathLike[str]
+
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
@@ -23,7 +25,7 @@ _TOKEN = secrets.token_hex(4)
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: AnyPath) -> Iterator[Path]:
     """A temporary path. What is there when the block ends well takes the place of ``path``.
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
@@ -60,7 +62,7 @@ def _beside(target: Path, kind: str) -> Path:
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def atomic_write(path: AnyPath) -> Iterator[IO[bytes]]:
     """Replace a file by a new one, all at once and durably; see :func:`replacing`.
 
     Example:
@@ -76,7 +78,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def delete(path: str | os.PathLike[str]) -> None:
+def delete(path: AnyPath) -> None:
     """Delete a file or a folder. A folder loses its name first, so that no half of it is found.
 
     Raises:
@@ -89,7 +91,7 @@ def delete(path: str | os.PathLike[str]) -> None:
     _remove(path)
 
 
-def sweep(folder: str | os.PathLike[str]) -> None:
+def sweep(folder: AnyPath) -> None:
     """Remove what killed processes left in a folder, and put back what they had moved aside.
 
     What living processes write stays. Only processes of this machine can be seen, so call it while
@@ -143,7 +145,7 @@ def raise_disk_full(error: BaseException, path: Path) -> None:
         raise OSError(cause.errno, message) from error
 
 
-def _remove(path: str | os.PathLike[str]) -> None:
+def _remove(path: AnyPath) -> None:
     if os.path.isdir(path):
         shutil.rmtree(path)
     else:
