@@ -172,8 +172,6 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 
 def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
-    if comm.get_world_size() == 1:
-        return False
     # Right after a forward pass the outermost parameters may still be whole.
     wrapped = any(hasattr(module, "reshard") for module in model.modules())
     return wrapped or any(map(is_sharded, model.parameters()))

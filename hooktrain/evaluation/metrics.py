@@ -84,9 +84,9 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample, or a label out of range.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        ranks = comm.all_gather((self._counts.tolist(), self._loss_sum.item()))
-        counts = torch.tensor([rank_counts for rank_counts, _ in ranks]).sum(0)
-        loss_sum = math.fsum(rank_loss for _, rank_loss in ranks)
+        of_ranks = comm.all_gather((self._counts.tolist(), self._loss_sum.item()))
+        counts_of_ranks, losses = zip(*of_ranks, strict=True)
+        counts = torch.tensor(counts_of_ranks).sum(0)
         classes = len(self._class_names)
         if counts[-1] > 0:
             raise ValueError(f"{int(counts[-1])} labels are out of range: not in [0, {classes})")
@@ -109,7 +109,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         return {
             "classification": {
                 "accuracy": 100 * int(correct.sum()) / total,
-                "val_loss": loss_sum / total,
+                "val_loss": math.fsum(losses) / total,
                 "mean_class_accuracy": math.fsum(present) / len(present),
             }
         }

@@ -307,10 +307,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Wrappers are those in ``MODEL_WRAPPERS``, torch's data parallel ones among them, which have the
     model as ``module``, and ``torch.compile``.
     """
-    while True:
-        if is_model_wrapper(model):
-            model = model.get_submodule("module")
-        elif "_orig_mod" in model._modules:  # importing the class of torch.compile takes seconds
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
+    # torch.compile's class is known by its attribute, since importing it takes seconds.
+    while is_model_wrapper(model) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if is_model_wrapper(model) else "_orig_mod")
+    return model

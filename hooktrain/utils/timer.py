@@ -59,9 +59,8 @@ class Timer:
 
     def seconds(self) -> float:
         """The seconds since the last reset, without the pauses."""
-        if self._resumed_at is None:
-            return self._seconds_before
-        return self._seconds_before + time.perf_counter() - self._resumed_at
+        running = 0.0 if self._resumed_at is None else time.perf_counter() - self._resumed_at
+        return self._seconds_before + running
 
     def avg_seconds(self) -> float:
         """The seconds since the last reset, divided by the number of starts (one plus resumes)."""
