@@ -48,17 +48,11 @@ class LossRecorder:
         self._together = self._checked = iteration
 
     def begin(self, iteration: int) -> None:
-        """Begin a run. What a step that broke off has left of ``iteration`` is forgotten."""
+        """Begin a run, perhaps by doing again an ``iteration`` that broke off."""
         self._alone = comm.get_world_size() == 1  # once a run, since it takes a microsecond
         self._names.clear()
         self._checked = min(self._checked, iteration)
         self._tolerated = {i for i in self._tolerated if i < iteration}
-        if self._waiting.latest_iter("data_time") == iteration:
-            before, self._waiting = self._waiting.histories(), EventStorage()
-            for name, history in before.items():
-                for value, i in history.values():
-                    if i < iteration:
-                        self._waiting.put_scalar(name, value, cur_iter=i)
 
     def tolerate(self, iteration: int) -> None:
         """Let the losses of an iteration be infinite or NaN: no update is made of them."""

@@ -127,12 +127,8 @@ class ModelTrainer(TrainerBase):
             raise ValueError(
                 f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
             )
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, OptimWrapper | OptimWrapperDict):
             optimizer = OptimWrapper(optimizer)
-        elif not isinstance(optimizer, OptimWrapper | OptimWrapperDict):
-            raise TypeError(
-                f"optimizer must be a torch optimizer or a wrapper, but got {optimizer!r}"
-            )
         model.train()
         self.model = model
         self._batches = Batches(data_loader)
@@ -376,7 +372,6 @@ class StepTrainer(ModelTrainer):
                 advice = "StepDistributedDataParallel does not hide the train_step of its model"
             raise TypeError(f"{type(model).__name__} has no train_step: {advice}")
         super().__init__(model, data_loader, optimizer, *args, **kwargs)
-        self._broke_off = False
 
     def _wrappers(self) -> Mapping[str, OptimWrapper]:
         return wrappers_by_name(self.optim_wrapper)
@@ -386,50 +381,45 @@ class StepTrainer(ModelTrainer):
         """Whether no window of accumulation is open: its gradients are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers().values())
 
+    def before_train(self) -> None:
+        """Begin a window of accumulation, without what a step that broke off has left."""
+        self.optim_wrapper.start_window()
+        self.optim_wrapper.zero_grad()
+        for wrapper in self._wrappers().values():
+            wrapper.after_backward = partial(self._before_update, wrapper)
+        self._counts = {name: w.inner_count for name, w in self._wrappers().items()}
+        # How often the model calls update_params in an iteration: as it did so far, else once.
+        each = {name: max(1, n // max(1, self.iter)) for name, n in self._counts.items()}
+        self._expect_updates(each, self.max_iter - self.iter)
+        super().before_train()
+
     def run_step(self) -> None:
         """One batch for the model's own step."""
         self._check_mode()
-        if self._broke_off:
-            logger.warning("The last step broke off: a new window of accumulation begins")
-            self.optim_wrapper.start_window()
-            self.optim_wrapper.zero_grad()
         start = time.perf_counter()
         data = next(self._batches)
         data_time = time.perf_counter() - start
-        first = self.iter == self.start_iter
-        if first:
-            counts = {name: w.inner_count for name, w in self._wrappers().items()}
-            # How often the model calls update_params in an iteration: as it did so far, else once.
-            each = {name: max(1, count // max(1, self.iter)) for name, count in counts.items()}
-            self._expect_updates(each, self.max_iter - self.iter)
-        self._broke_off = True
         outputs = self._call_step(data)
-        self._broke_off = False
-        if first:  # it has shown how often the model calls update_params
-            made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
-            if made != each:
+        if self.iter == self.start_iter:  # it has shown how often the model calls update_params
+            made = {
+                name: w.inner_count - self._counts[name] for name, w in self._wrappers().items()
+            }
+            if made != self._expected:
                 self._expect_updates(made, self.max_iter - self.iter - 1)
         self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
-        wrappers = self._wrappers()
-        for wrapper in wrappers.values():
-            wrapper.after_backward = partial(self._before_update, wrapper)
-        try:
-            outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
-            if not isinstance(outputs, Mapping):
-                raise TypeError(f"train_step must return a dict of values to log, not {outputs!r}")
-            if "log_vars" in outputs:
-                # What MMCV's runner and its optimizer hook do after a model's train_step.
-                log_vars = dict(outputs["log_vars"])
-                if "loss" in outputs:
-                    self.optim_wrapper.update_params(outputs["loss"])
-                    log_vars.setdefault("loss", outputs["loss"])
-                return log_vars
+        outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
+        if not isinstance(outputs, Mapping):
+            raise TypeError(f"train_step must return a dict of values to log, not {outputs!r}")
+        if "log_vars" not in outputs:
             return outputs
-        finally:
-            for wrapper in wrappers.values():
-                wrapper.after_backward = None
+        # What MMCV's runner and its optimizer hook do after a model's train_step.
+        log_vars = dict(outputs["log_vars"])
+        if "loss" in outputs:
+            self.optim_wrapper.update_params(outputs["loss"])
+            log_vars.setdefault("loss", outputs["loss"])
+        return log_vars
 
     def _before_update(self, wrapper: OptimWrapper) -> None:
         self.updating = wrapper
@@ -437,6 +427,7 @@ class StepTrainer(ModelTrainer):
 
     def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
         """Tell the wrappers that accumulate how many backward passes are still to come."""
+        self._expected = each
         for name, wrapper in self._wrappers().items():
             if wrapper.accumulative_counts > 1:
                 done = wrapper.inner_count
@@ -444,6 +435,8 @@ class StepTrainer(ModelTrainer):
 
     def after_train(self) -> None:
         """Call the hooks; say so if the last window of accumulation made no update."""
+        for wrapper in self._wrappers().values():
+            wrapper.after_backward = None
         super().after_train()
         if self.succeeded and not self.can_save:
             logger.warning(

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class JSONWriter(EventWriter):
     def __init__(self, json_file: str | os.PathLike[str], window_size: int = 20) -> None:
         self._path = Path(json_file)
         self._unwritten = UnwrittenScalars(window_size)
-        self._unsynced = False
+        self._file: FileIO | None = None
 
     def write(self) -> None:
         """Append what is new.
@@ -65,10 +66,26 @@ class JSONWriter(EventWriter):
                 raise ValueError("no metric may be named 'iteration': each line has that already")
             line = lines.setdefault(iteration, {"iteration": iteration})
             line[name] = value if math.isfinite(value) else _SPELLED[str(value)]
-        _append(self._path, "".join(_ENCODER.encode(line) + "\n" for line in lines.values()))
-        self._unsynced = True
+        self._append("".join(_ENCODER.encode(line) + "\n" for line in lines.values()).encode())
         for iteration, line in lines.items():
             self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)
+
+    def _append(self, text: bytes) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer: one would try again later to write what a full disk has refused.
+            self._file = FileIO(self._path, "a+")
+            if self._file.tell():
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read() != b"\n":
+                    text = b"\n" + text  # the last line is incomplete; do not spoil ours
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while text:
+                text = text[self._file.write(text) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def rewind(self, iteration: int) -> None:
         """Make the file end before ``iteration``, so that the run continues it without overlap.
@@ -99,10 +116,10 @@ class JSONWriter(EventWriter):
 
     def close(self) -> None:
         """Bring the file to the disk."""
-        if self._unsynced:
-            with open(self._path, "ab") as file:
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
                 os.fsync(file.fileno())
-            self._unsynced = False
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -137,13 +154,3 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if broken:
         message = "%s: left out %d lines that are no complete metrics, the first one is line %d"
         logger.warning(message, path, len(broken), broken[0])
-
-
-def _append(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                text = "\n" + text  # the last line is incomplete; do not spoil ours
-        file.write(text.encode())

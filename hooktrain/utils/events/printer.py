@@ -52,25 +52,22 @@ class CommonMetricPrinter(EventWriter):
         if ended or not comm.is_main_process():
             return
         histories = storage.histories()
-        eta = self._eta(storage, histories)
-        rates = [name for name in histories if name == "lr" or name.endswith(".lr")]
-        lr = "  ".join(f"{n}: {histories[n].latest():.5g}" for n in rates) or "lr: N/A"
-        others = [name for name in histories if "[metric]" in name]
-        losses = [name for name in histories if name not in others and _LOSS.search(name)]
+        losses, others, rates = [], [], []
+        for name, history in histories.items():
+            if name == "lr" or name.endswith(".lr"):
+                rates.append(f"{name}: {history.latest():.5g}")
+            elif (other := "[metric]" in name) or _LOSS.search(name):
+                median = f"{name}: {history.recent_median(self._window_size):.4g}"
+                (others if other else losses).append(median)
         self.logger.info(
-            f" {eta}iter: {storage.iter}"
-            f"  {self._medians(histories, losses)}"
-            f"  {self._medians(histories, others)}"
-            f"  {self._times(histories)} {lr}  {_peak_memory()}"
+            f" {self._eta(storage, histories)}iter: {storage.iter}"
+            f"  {'  '.join(losses)}  {'  '.join(others)}"
+            f"  {self._times(histories)} {'  '.join(rates) or 'lr: N/A'}  {_peak_memory()}"
         )
 
     def rewind(self, iteration: int) -> None:
         """Forget the clock: the time between two runs says nothing about either."""
         self._last_write = None
-
-    def _medians(self, histories: Mapping[str, HistoryBuffer], names: list[str]) -> str:
-        window = self._window_size
-        return "  ".join(f"{name}: {histories[name].recent_median(window):.4g}" for name in names)
 
     def _times(self, histories: Mapping[str, HistoryBuffer]) -> str:
         text = ""
