@@ -146,18 +146,16 @@ class TrainerBase:
         Args:
             hooks: the hooks, in order. None entries are left out.
             before: place them before this hook: an object, a class or a key.
-            after: place them after this hook. At most one of the two may be given.
+            after: place them after this hook, if there is no ``before``.
 
         Raises:
             TypeError: for something that is not a hook.
-            ValueError: for a place that is not there, or two places.
+            ValueError: for a place that is not there.
         """
         new = [hook for hook in hooks if hook is not None]
         for hook in new:
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
-        if before is not None and after is not None:
-            raise ValueError("register_hooks takes before= or after=, not both")
         place = len(self._hooks)
         if before is not None:
             place = self._places(before)[0]

@@ -44,10 +44,6 @@ class Batches(Iterator[Any]):
             self._iterator = iter(self.loader)
         return self._iterator
 
-    def stop(self) -> None:
-        """Forget the loader's iterator, and with it the loader's workers."""
-        self._iterator = None
-
     def __next__(self) -> Any:
         if self._iterator is not None:
             try:
@@ -156,8 +152,7 @@ class ModelTrainer(TrainerBase):
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
-        self._batches.stop()
-        self._batches.loader = data_loader
+        self._batches = Batches(data_loader)
 
     @property
     def _data_loader_iter(self) -> Batches:

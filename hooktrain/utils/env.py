@@ -5,6 +5,8 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,12 +62,16 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     mixed &= 0x7FFFFFFFFFFFFFFF
     mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
     seed_on_host(mixed)
+    module = _device_module()
+    # Some kinds of device (mps) have no state of being uninitialised.
+    if module is not None and getattr(module, "is_initialized", lambda: True)():
+        module.manual_seed(mixed)
+
+
+@cache
+def _device_module() -> Any:
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        module = torch.get_device_module(device)
-        # Some kinds of device (mps) have no state of being uninitialised.
-        if getattr(module, "is_initialized", lambda: True)():
-            module.manual_seed(mixed)
+    return device and torch.get_device_module(device)
 
 
 @contextmanager

@@ -261,8 +261,6 @@ def test_a_place_that_is_not_there_is_refused() -> None:
     trainer.register_hooks([Counter()])
     with pytest.raises(ValueError, match=r"'Missing'.*Counter"):
         trainer.register_hooks([Counter()], before="Missing")
-    with pytest.raises(ValueError, match="not both"):
-        trainer.register_hooks([Counter()], before=Counter, after=Counter)
 
 
 def test_something_that_is_no_hook_is_refused() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hooktrain.utils import env
 from hooktrain.utils.env import preserved_rng_state, seed_all_rng, seed_step
 
 
@@ -95,10 +96,8 @@ class FakeDevice:
 
 
 def test_a_device_is_seeded_for_a_step_once_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
     for device in (FakeDevice(True), FakeDevice(False)):
-        monkeypatch.setattr(torch, "get_device_module", lambda _, module=device: module)
+        monkeypatch.setattr(env, "_device_module", lambda module=device: module)
         seed_step(1, 2, 3)
         assert len(device.seeds) == device.initialized
 

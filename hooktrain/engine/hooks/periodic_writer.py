@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
@@ -63,13 +64,7 @@ class PeriodicWriter(HookBase):
 
     def after_train(self) -> None:
         """Write what came last, such as the final evaluation, and close every writer."""
-        first: Exception | None = None
-        for writer in self._writers:
-            for act in (writer.write, writer.close):
-                try:
-                    act()
-                except Exception as error:
-                    logger.exception("%s failed at the end of the run:", type(writer).__name__)
-                    first = first or error
-        if first is not None:
-            raise first
+        with ExitStack() as last_first:  # calls them all, whatever they raise
+            for writer in reversed(self._writers):
+                last_first.callback(writer.close)
+                last_first.callback(writer.write)

@@ -11,17 +11,6 @@ from typing import Any
 import torch
 
 
-def at_least_1(name: str, value: int) -> int:
-    """The value, if it is legal for a window, a length or a period.
-
-    Raises:
-        ValueError: for a value below 1.
-    """
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, but got {value!r}")
-    return value
-
-
 class HistoryBuffer:
     """Keeps the last values of a metric, and the mean of all its values.
 
@@ -34,8 +23,7 @@ class HistoryBuffer:
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
-        maxlen = at_least_1("max_length", max_length)
-        self._entries: deque[tuple[float, int]] = deque(maxlen=maxlen)
+        self._entries: deque[tuple[float, int]] = deque(maxlen=max_length)
         self._count = self._non_finite_count = 0
         self._finite_sum = 0.0
 
@@ -64,30 +52,25 @@ class HistoryBuffer:
         """The value that was added last.
 
         Raises:
-            ValueError: if there is none; so do all methods that compute something from values.
+            IndexError: if there is none.
         """
-        return self.latest_entry()[0]
+        return self._entries[-1][0]
 
     def latest_entry(self) -> tuple[float, int]:
         """The pair (value, iteration) that was added last."""
-        if not self._entries:
-            raise ValueError("this history has no values yet")
         return self._entries[-1]
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values, or of all if fewer; NaN if one is."""
-        self.latest_entry()
         return _median([value for value, _ in self.tail(window_size)])
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values, or of all if there are fewer."""
-        self.latest_entry()
         values = [value for value, _ in self.tail(window_size)]
         return sum(values) / len(values)
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added, also those dropped since; NaN without any."""
-        self.latest_entry()
         finite_count = self._count - self._non_finite_count
         return self._finite_sum / finite_count if finite_count else math.nan
 
@@ -97,7 +80,6 @@ class HistoryBuffer:
 
     def tail(self, window_size: int) -> list[tuple[float, int]]:
         """The last ``window_size`` pairs (value, iteration), the oldest first."""
-        window_size = at_least_1("window_size", window_size)
         return list(islice(reversed(self._entries), window_size))[::-1]
 
     def since(self, iteration: int) -> list[tuple[float, int]]:
@@ -113,7 +95,7 @@ class HistoryBuffer:
         The newest comes first. Empty if there are no values.
         """
         last = self._entries[-1][1] if self._entries else 0
-        first = last - at_least_1("window_size", window_size)
+        first = last - window_size
         values = []
         for value, iteration in reversed(self._entries):
             if not first < iteration <= last:
@@ -128,14 +110,14 @@ class HistoryBuffer:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def state_dict(self, tail: int = 1000) -> dict[str, Any]:
-        """The last ``tail`` values, and what the global average needs.
+    def state_dict(self) -> dict[str, Any]:
+        """The last 1000 values, and what the global average needs.
 
         Returns:
             ``values`` (float64) and ``iterations`` (int64), tensors of one dimension, and plain
             numbers.
         """
-        entries = self.tail(tail)
+        entries = self.tail(1000)
         return {
             "values": torch.tensor([value for value, _ in entries], dtype=torch.float64),
             "iterations": torch.tensor([i for _, i in entries], dtype=torch.int64),

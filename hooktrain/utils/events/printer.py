@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 
 from hooktrain.utils import comm
-from hooktrain.utils.events.history import HistoryBuffer, at_least_1
+from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
-from hooktrain.utils.events.writer import EventWriter
+from hooktrain.utils.events.writer import EventWriter, at_least_1
 
 # A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
 # but neither glossy nor lossless_ratio.
@@ -52,7 +52,9 @@ class CommonMetricPrinter(EventWriter):
         if ended or not comm.is_main_process():
             return
         histories = storage.histories()
-        losses, others, rates = [], [], []
+        losses: list[str] = []
+        others: list[str] = []
+        rates: list[str] = []
         for name, history in histories.items():
             if name == "lr" or name.endswith(".lr"):
                 rates.append(f"{name}: {history.latest():.5g}")

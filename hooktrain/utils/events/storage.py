@@ -36,9 +36,8 @@ def get_event_storage() -> "EventStorage":
     entered = _entered.get()
     if not entered:
         raise RuntimeError(
-            "there is no current EventStorage in this thread: call this inside a "
-            "'with EventStorage(start_iter) as storage:' block (a trainer's train() is one); "
-            "in a thread of your own, enter the storage there as well"
+            "there is no current EventStorage in this thread: call this inside of train() or of "
+            "'with EventStorage(start_iter):'; in a thread of your own, enter the storage there too"
         )
     return entered[-1]
 
@@ -254,22 +253,18 @@ class EventStorage:
     def __exit__(self, *exc_info: object) -> None:
         entered = _entered.get()
         if not entered or entered[-1] is not self:
-            raise RuntimeError(
-                "an EventStorage must be left in the thread that entered it, and the one entered "
-                "last must be left first"
-            )
+            raise RuntimeError("leave an EventStorage in its thread, the last one entered first")
         _entered.set(entered[:-1])
 
-    def state_dict(self, tail: int = 1000) -> dict[str, Any]:
-        """The iteration and the metrics, in tensors and plain types; no images and histograms.
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration and the last 1000 values of each metric, in tensors and plain types.
 
-        Args:
-            tail: how many of the last values of each metric to keep, at least 1.
+        Images and histograms are not in it.
         """
         return {
             "iteration": self.iter,
             "metrics": {
-                name: {**history.state_dict(tail), "smoothing_hint": self._smoothing_hints[name]}
+                name: {**history.state_dict(), "smoothing_hint": self._smoothing_hints[name]}
                 for name, history in self.histories().items()
             },
         }
@@ -284,6 +279,7 @@ class EventStorage:
         self._histories = histories
         self._smoothing_hints = {name: metrics[name]["smoothing_hint"] for name in metrics}
         self._pending = {name: [] for name in metrics}
+        self._tensors_pending = False
 
     def _settle_smoothing_hint(self, name: str, hint: bool) -> None:
         """Make room for a new metric, or refuse another hint than the first."""
@@ -335,18 +331,20 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _fetch_tensors(queues: list[list[tuple[Any, int]]]) -> None:
-    """Replace the tensors in the queues by their values: one transfer for each device."""
-    by_device: dict[torch.device, list[tuple[list[tuple[Any, int]], int]]] = {}
-    for queue in queues:
-        for index, (value, _) in enumerate(queue):
-            if type(value) is not float:
-                by_device.setdefault(value.device, []).append((queue, index))
-    for places in by_device.values():
-        values = _read_at_once([queue[index][0] for queue, index in places])
-        for (queue, index), value in zip(places, values, strict=True):
-            queue[index] = (value, queue[index][1])
+    """Replace the tensors in the queues by their values, in one transfer."""
+    places = [
+        (queue, index)
+        for queue in queues
+        for index, (value, _) in enumerate(queue)
+        if type(value) is not float
+    ]
+    tensors = [queue[index][0] for queue, index in places]
+    for (queue, index), value in zip(places, _read_at_once(tensors), strict=True):
+        queue[index] = (value, queue[index][1])
 
 
 def _read_at_once(tensors: list[Tensor]) -> list[float]:
-    values: list[float] = torch.stack(tensors).tolist()  # host-device synchronisation
+    first, *others = tensors
+    together = torch.stack([first, *(tensor.to(first.device) for tensor in others)])
+    values: list[float] = together.tolist()  # host-device synchronisation
     return values

@@ -3,8 +3,18 @@
 from collections import deque
 from collections.abc import Iterable
 
-from hooktrain.utils.events.history import at_least_1
 from hooktrain.utils.events.storage import EventStorage
+
+
+def at_least_1(name: str, value: int) -> int:
+    """The value, if it is legal for a window or a period.
+
+    Raises:
+        ValueError: for a value below 1.
+    """
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, but got {value!r}")
+    return value
 
 
 class EventWriter:

@@ -94,43 +94,20 @@ def test_a_late_value_of_an_old_iteration_is_a_window_of_its_own() -> None:
     assert len(history.recent(20)) == 1
 
 
-def test_an_empty_history_says_that_it_is() -> None:
-    history = HistoryBuffer()
-    for read in (
-        history.latest,
-        history.global_avg,
-        lambda: history.median(3),
-        lambda: history.avg(3),
-    ):
-        with pytest.raises(ValueError, match="no values yet"):
-            read()
-    assert history.values() == history.tail(2) == history.since(0) == []
-    assert len(history.recent(20)) == 0
-
-
-def test_windows_and_lengths_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_length must be at least 1, but got 0"):
-        HistoryBuffer(0)
-    history = filled(1.0)
-    for read in (history.median, history.avg, history.tail, history.recent):
-        with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
-            read(0)
-
-
 def test_a_state_goes_through_a_file_without_pickled_code(tmp_path: Path) -> None:
-    history = filled(0.1, math.nan, *map(float, range(2, 30)), max_length=25)
-    torch.save(history.state_dict(tail=10), tmp_path / "state.pth")
+    history = filled(0.1, math.nan, *map(float, range(2, 1030)), max_length=1025)
+    torch.save(history.state_dict(), tmp_path / "state.pth")
     state = torch.load(tmp_path / "state.pth", weights_only=True)
     assert state["values"].dtype == torch.float64
     assert state["iterations"].dtype == torch.int64
     loaded = filled(77.0)
     loaded.load_state_dict(state)
-    assert loaded.values() == history.values()[-10:]
+    assert loaded.values() == history.values()[-1000:]
     assert loaded.global_avg() == history.global_avg()
     for one in (history, loaded):
         one.update(5.0)
     assert loaded.latest() == history.latest()
-    assert loaded.tail(11) == history.tail(11)
+    assert loaded.tail(1001) == history.tail(1001)
     assert loaded.global_avg() == history.global_avg()
 
 
