@@ -1,7 +1,7 @@
 """Optimizers, wrappers and schedulers from configurations, as MMEngine's strategies build them."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -223,8 +223,7 @@ def build_param_scheduler(
         ValueError: if the end of a schedule is not known though it needs one, for arguments out of
             range, or if one built scheduler is given for several optimizers.
     """
-    several = isinstance(scheduler, Sequence) and not isinstance(scheduler, str)
-    each = scheduler if several else [scheduler]
+    each = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
     if not isinstance(optim_wrapper, OptimWrapperDict):
         return [_build_scheduler(one, optim_wrapper, default_args or {}) for one in each]
     if isinstance(scheduler, Mapping) and "type" not in scheduler:

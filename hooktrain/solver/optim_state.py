@@ -154,10 +154,10 @@ def _match(
                 key: shard_like(value, parameter) if isinstance(value, Tensor) else value
                 for key, value in item.items()
             }
+    headers = ["parameter", "change", "in the checkpoint", "here"]
     _warn(
-        "The optimizer's parameters are not those of the checkpoint. What is kept for each of "
-        "them was matched by name",
-        ["parameter", "change", "in the checkpoint", "here"],
+        "The optimizer's parameters are not those of the checkpoint (matched by name)",
+        headers,
         rows,
     )
     return state
@@ -193,11 +193,8 @@ def _fit_groups(groups: ParamGroups, sources: Mapping[int, Mapping[str, Any]]) -
         rows += [(g, key, ours[key], theirs[key]) for key in changed]
         if g not in sources and ids:
             logger.warning("Parameter group %d is new: its settings are as configured", g)
-    _warn(
-        "The checkpoint overrules settings of the optimizer",
-        ["group", "setting", "configured", "checkpoint (used)"],
-        rows,
-    )
+    headers = ["group", "setting", "configured", "checkpoint (used)"]
+    _warn("The checkpoint overrules settings of the optimizer", headers, rows)
     return fitted
 
 

@@ -240,11 +240,8 @@ class OptimWrapper:
         """
         if not self.should_update():
             logger.warning("Saved inside a window of accumulation, without its gradients")
-        state = {
-            **optimizer_state_dict(self.optimizer, self._parameter_names()),
-            "inner_count": self.inner_count,
-            "skipped_updates": self.skipped_updates,
-        }
+        counts = {"inner_count": self.inner_count, "skipped_updates": self.skipped_updates}
+        state = {**optimizer_state_dict(self.optimizer, self._parameter_names()), **counts}
         if self.base_param_settings is not None:
             state["base_param_settings"] = {**self.base_param_settings}
         return state

@@ -62,6 +62,13 @@ def test_the_norm_before_clipping_is_logged() -> None:
     assert storage.latest()["grad_norm"][0] == pytest.approx(2.0 * 15**0.5)
 
 
+@pytest.mark.parametrize("clip", [{"max_norm": 1.0}, {"type": "value", "clip_value": 0.5}])
+def test_without_gradients_there_is_nothing_to_clip_or_to_log(clip: Any) -> None:
+    with EventStorage() as storage:
+        assert OptimWrapper(sgd(linear()), clip_grad=clip).step()
+    assert storage.latest() == {}
+
+
 def test_a_clipping_configuration_serves_several_wrappers() -> None:
     config = {"type": "value", "clip_value": 0.5}
     for _ in range(2):
