@@ -4,8 +4,6 @@ import ast
 import builtins
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,25 +16,11 @@ from hooktrain import checkpoint, config, data, engine, evaluation, model, solve
 from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
 from hooktrain.utils import comm, env, events, logger, registry
+from processes import run_program
 from toy import linear_trainer
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
 SCRIPTS = dict(re.findall(r"<!-- test: ([\w-]+) -->\n```python\n(.*?)```", GUIDE, re.DOTALL))
-
-# Runs each script in a folder of its own, as `python script.py` there would. The trainer seeds each
-# iteration, and the others draw from one stream. Without that, both draw the same numbers.
-_RUN = """
-import os, runpy, sys, torch
-from hooktrain.engine import train_loop
-torch.set_num_threads(1)
-train_loop.seed_step = lambda *_: None
-folders, sys.argv = sys.argv[1:], ["script.py"]
-for folder in folders:
-    os.chdir(folder)
-    model = runpy.run_path("script.py", run_name="__main__").get("model")
-    if model is not None:
-        torch.save(model.state_dict(), "weights.pth")
-"""
 
 Weights = dict[str, Tensor]
 
@@ -49,12 +33,29 @@ def write_script(name: str, folder: Path) -> Path:
     return path
 
 
+# Runs each script in a folder of its own, as `python script.py` there would. The trainer seeds each
+# iteration, and the others draw from one stream. Without that, both draw the same numbers.
+_RUN = """
+import os, runpy, sys, torch, warnings
+from hooktrain.engine import train_loop
+_, how, *folders = sys.argv
+warnings.simplefilter(how)
+train_loop.seed_step = lambda *_: None
+for folder in folders:
+    os.chdir(folder)
+    sys.argv = ["script.py"]
+    model = runpy.run_path("script.py", run_name="__main__").get("model")
+    if model is not None:
+        torch.save(model.state_dict(), "weights.pth")
+"""
+
+
 def run_scripts(names: list[str], folder: Path, warnings: str = "error") -> dict[str, Weights]:
     """Run scripts one after the other in a new process; returns the weights of their `model`."""
     folders = [write_script(name, folder).parent for name in names]
-    command = [sys.executable, "-W", warnings, "-c", _RUN, *map(str, folders)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "run.py").write_text(_RUN)
+    done = run_program(folder / "run.py", warnings, *folders)
+    assert done.returncode == 0, done.stdout
     files = {path.name: path / "weights.pth" for path in folders}
     return {name: torch.load(file) for name, file in files.items() if file.exists()}
 

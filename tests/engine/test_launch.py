@@ -11,17 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 import hooktrain
 from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
+from processes import CONTEXT, end, start
 
+LAUNCH = sys.modules[launch.__module__]  # hooktrain.engine.launch is the function
 LIMIT_SECONDS = 60
 WITH_PACKAGE = {
     **os.environ,
@@ -69,6 +73,13 @@ def test_the_error_of_a_single_process_is_its_own() -> None:
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launch(place, **arguments)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `launch` start copies of the fork server in place of interpreters of their own."""
+    forked = partial(start_processes, start_method=CONTEXT.get_start_method())
+    monkeypatch.setattr(LAUNCH, "start_processes", forked)
 
 
 def set_torchrun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -160,6 +171,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("forked")
 def test_machines_meet_at_the_address_they_are_given() -> None:
     results: list[Any] = [None, None]
     with socket.socket() as free:
@@ -177,11 +189,11 @@ def test_machines_meet_at_the_address_they_are_given() -> None:
     assert results == [[(0, 2, 0, 1)], [(1, 2, 0, 1)]]
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_error_of_the_first_rank_that_fails_comes_back_and_the_others_are_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # hooktrain.engine.launch is the function.
-    monkeypatch.setattr(sys.modules["hooktrain.engine.launch"], "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(LAUNCH, "_GRACE_SECONDS", 0.5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"rank [12] failed") as caught:
         launch(fail_in_rank_1_alone, 3)
@@ -191,11 +203,13 @@ def test_the_error_of_the_first_rank_that_fails_comes_back_and_the_others_are_en
     assert list(tmp_path.iterdir()) == []  # nothing is left of the processes
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed: .* terminated with signal SIGKILL"):
         launch(die_in_rank_1_alone, 2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(exit_in_order, 2, args=(str(tmp_path),))
@@ -203,69 +217,62 @@ def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(tmp_path:
     assert (tmp_path / "saved").exists()
 
 
-LAUNCHED = """
-import os, signal, sys, time
-from pathlib import Path
-from hooktrain.engine.launch import launch
-from hooktrain.utils import comm
-
-def main(folder, heeds):
-    stopped = []
+def run_until_a_signal(folder: str, heeds: bool) -> None:
+    stopped: list[bool] = []
     if heeds:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's own message of a parent's death
         signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-    partial = Path(folder, f"partial{comm.get_rank()}")
-    partial.write_text(str(os.getpid()))
-    partial.rename(Path(folder, f"pid{comm.get_rank()}"))
+    partly = Path(folder, f"partly{comm.get_rank()}")
+    partly.write_text(str(os.getpid()))
+    partly.rename(Path(folder, f"pid{comm.get_rank()}"))
     while not stopped:
         time.sleep(0.02)
     Path(folder, f"saved{comm.get_rank()}").touch()
     sys.exit(75)
 
-if __name__ == "__main__":
-    launch(main, 2, args=(sys.argv[1], sys.argv[2] == "heeds"))
-"""
+
+def launch_two(folder: str, heeds: bool) -> None:
+    # Of this process only.
+    LAUNCH.start_processes = partial(start_processes, start_method="fork")  # type: ignore[attr-defined]
+    launch(run_until_a_signal, 2, args=(folder, heeds))
 
 
 @contextmanager
-def started(tmp_path: Path, heeds: str) -> Iterator[tuple["subprocess.Popen[bytes]", list[int]]]:
-    """The program and the ids of its two ranks, once they run; none of them stays behind."""
-    script = tmp_path / "train_net.py"
-    script.write_text(LAUNCHED)
-    parent = subprocess.Popen([sys.executable, script, tmp_path, heeds], env=WITH_PACKAGE)
+def started(tmp_path: Path, heeds: bool) -> Iterator[tuple[Any, list[int]]]:
+    """The process that launches and the ids of its two ranks; none of them stays behind."""
+    parent = start(launch_two, str(tmp_path), heeds)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     try:
-        wait_until(
-            lambda: all(f.exists() for f in files) or parent.poll() is not None, "both ranks run"
-        )
+        wait_until(lambda: all(f.exists() for f in files) or not parent.is_alive(), "ranks run")
         yield parent, [int(f.read_text()) for f in files]
     finally:
         parent.kill()
-        parent.wait()
+        parent.join()
         for child in [int(f.read_text()) for f in files if f.exists()]:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
 
 def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
-    with started(tmp_path, "heeds") as (parent, children):
+    with started(tmp_path, heeds=True) as (parent, children):
         parent.kill()
-        parent.wait()
+        parent.join()
         wait_until(lambda: not any(map(alive, children)), "the children are gone")
 
 
 def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path) -> None:
-    with started(tmp_path, "heeds") as (parent, children):
+    with started(tmp_path, heeds=True) as (parent, children):
         parent.terminate()
-        assert parent.wait(LIMIT_SECONDS) == 75
+        assert end(parent) == 75
         assert (tmp_path / "saved0").exists()
         assert (tmp_path / "saved1").exists()
         assert not any(map(alive, children))
 
 
 def test_a_signal_that_ends_the_ranks_ends_the_parent_too(tmp_path: Path) -> None:
-    with started(tmp_path, "does not heed") as (parent, children):
+    with started(tmp_path, heeds=False) as (parent, children):
         parent.terminate()
-        assert parent.wait(LIMIT_SECONDS) == -signal.SIGTERM
+        assert end(parent) == -signal.SIGTERM
         assert not any(map(alive, children))
 
 
