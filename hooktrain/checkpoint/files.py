@@ -139,9 +139,8 @@ def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
     ):
         raise TypeError(
             f"cannot save {name or 'the state'} of type {kind.__module__}.{kind.__qualname__}: "
-            "a checkpoint holds tensors with data and plain Python types only, so that it loads "
-            "without running code. Convert it in its state_dict(), for example with float(), "
-            "list() or torch.from_numpy()"
+            "a checkpoint holds tensors with data and plain Python types only. Convert it in its "
+            "state_dict(), for example with float(), list() or torch.from_numpy()"
         )
     # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
     for attribute, item in getattr(value, "__dict__", {}).items():
@@ -158,14 +157,12 @@ def _find_problem(file: IO[bytes]) -> str:
     if not start.startswith(b"PK"):
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
-        bad = container.testzip()
-        if bad is not None:
+        if (bad := container.testzip()) is not None:
             return f"the checksum of its part {bad!r} does not match"
         if not any(name.endswith("/data.pkl") for name in container.namelist()):
             return "a zip file, but not of torch.save"
         # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.
-        folders = [entry.filename for entry in container.infolist() if entry.external_attr & 0x10]
-        if folders:
+        if folders := [e.filename for e in container.infolist() if e.external_attr & 0x10]:
             return f"its parts {folders} are marked as folders"
     return ""
 
@@ -174,9 +171,6 @@ def _reason(error: Exception) -> str:
     """The one line of torch's page-long messages that says what happened."""
     message = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     if wanted := re.search(r"GLOBAL (\S+)", message):
-        return (
-            f"refused, since it asks for {wanted[1]!r}, which is no tensor and no plain type: "
-            "loading it could run code. Nothing was run"
-        )
+        return f"refused, since it asks for {wanted[1]!r}, which could run code. Nothing was run"
     first_line, *_ = message.strip().split("\n")
     return f"{type(error).__name__}: {first_line}"

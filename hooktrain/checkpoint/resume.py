@@ -41,10 +41,9 @@ def read_pointer(save_dir: str) -> str:
     path = Path(save_dir, POINTER)
     try:
         name = path.read_text("utf-8", "replace").strip()
-    except FileNotFoundError:
-        return ""
     except OSError as error:
-        logger.warning("Cannot read %s: %s", path, error)
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("Cannot read %s: %s", path, error)
         return ""
     if name == NOTHING_YET or name in checkpoint_names(save_dir):
         return name

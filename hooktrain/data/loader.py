@@ -1,18 +1,20 @@
 """Loaders of batches. The training stream continues exactly where a run stopped."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
 from hooktrain.utils import comm
-from hooktrain.utils.env import preserved_rng_state, seed_on_host
+from hooktrain.utils.env import seed_on_host
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
@@ -64,7 +66,7 @@ class TrainLoader:
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
             # What is read in this process must not change the random numbers of the step.
-            with preserved_rng_state() if in_process else nullcontext():
+            with _preserved_rng_state() if in_process else nullcontext():
                 batch = next(batches)
             self.batches += 1
             yield batch
@@ -120,6 +122,18 @@ class TrainLoader:
         }
 
 
+@contextmanager
+def _preserved_rng_state() -> Iterator[None]:
+    """Afterwards the generators of the CPU are as before, whatever was drawn or happened inside."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
 def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     """One epoch after the other, each announced by ``set_epoch`` if the sampler has that.
 
@@ -129,7 +143,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with preserved_rng_state():
+        with _preserved_rng_state():
             seed_on_host(mix(seed, _SAMPLER, epoch))
             indices = iter(sampler)
             first = next(indices, None)

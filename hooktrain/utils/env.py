@@ -3,8 +3,6 @@
 import logging
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -72,15 +70,3 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
 def _device_module() -> Any:
     device = torch.accelerator.current_accelerator(check_available=True)
     return device and torch.get_device_module(device)
-
-
-@contextmanager
-def preserved_rng_state() -> Iterator[None]:
-    """Afterwards the generators of the CPU are as before, whatever was drawn or happened inside."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -157,14 +157,12 @@ def _is_written(pid: int, token: str) -> bool:
     if pid == os.getpid():
         return token == _TOKEN
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):  # it lives, and belongs to another user
+            os.kill(pid, 0)
+        # "<number> (<name, which may have brackets>) <state> ..."
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass  # it lives, and belongs to another user
-    try:
-        # "<number> (<name, which may have brackets>) <state> ..."
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:  # only Linux has this file
         return True
-    return state[:1] != ["Z"]  # killed, and its parent has not noticed
+    return status.rpartition(")")[2].split()[:1] != ["Z"]  # killed, and its parent has not noticed

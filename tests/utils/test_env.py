@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hooktrain.utils import env
-from hooktrain.utils.env import preserved_rng_state, seed_all_rng, seed_step
+from hooktrain.utils.env import seed_all_rng, seed_step
 
 
 def draw() -> tuple[float, float, float, list[float]]:
@@ -100,18 +100,3 @@ def test_a_device_is_seeded_for_a_step_once_it_is_in_use(monkeypatch: pytest.Mon
         monkeypatch.setattr(env, "_device_module", lambda module=device: module)
         seed_step(1, 2, 3)
         assert len(device.seeds) == device.initialized
-
-
-def test_random_numbers_go_on_as_if_nothing_was_drawn_inside_also_after_an_error() -> None:
-    seed_all_rng(5)
-    expected = draw()
-    seed_all_rng(5)
-
-    def draw_and_fail() -> None:
-        with preserved_rng_state():
-            draw()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        draw_and_fail()
-    assert draw() == expected
