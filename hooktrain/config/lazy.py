@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hooktrain.config.config_dict import ConfigDict, dotted, resolve, restore_references, to_config
@@ -186,13 +186,11 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _import_relative(importer: Path, name: str, fromlist: Sequence[str], level: int) -> ModuleType:
+def _import_relative(importer: Path, name: str, fromlist: Sequence[str], level: int) -> Any:
     """What ``from <dots><name> import <fromlist>`` gives in the config file ``importer``."""
     target = Path(*importer.parts[:-level]).joinpath(*name.split("."))
     file = target.with_name(f"{target.name}.py")
     if name and (file.is_file() or not target.is_dir()):
         return _run(file)
-    module = ModuleType(f"config:{target}")  # a folder, from which files are imported
-    for item in fromlist:
-        setattr(module, item, _run(target / f"{item}.py"))
-    return module
+    # A folder, from which files are imported.
+    return SimpleNamespace(**{item: _run(target / f"{item}.py") for item in fromlist})

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,23 +51,15 @@ def locate(name: str) -> Any:
     for part in rest:
         # The path may also be a module that an attribute of its package hides.
         holder = found if hasattr(found, part) else sys.modules.get(path, found)
-        owner, path = path, f"{path}.{part}"
         if hasattr(holder, part):
             found = getattr(holder, part)
-        elif (found := _import_if_there(path)) is None:
+        elif hasattr(holder, "__path__") and find_spec(f"{holder.__name__}.{part}"):
+            found = importlib.import_module(f"{holder.__name__}.{part}")
+        else:
             hint = did_you_mean(part, [n for n in dir(holder) if not n.startswith("_")])
-            raise ImportError(f"cannot locate {name!r}: {owner!r} has no {part!r}{hint}")
+            raise ImportError(f"cannot locate {name!r}: {path!r} has no {part!r}{hint}")
+        path = f"{path}.{part}"
     return found
-
-
-def _import_if_there(module: str) -> Any:
-    """Import a module, or return None if there is none. Errors inside the module are raised."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as err:
-        if f"{module}.".startswith(f"{err.name}."):
-            return None
-        raise
 
 
 def importable_name(obj: Any) -> tuple[str, str]:
