@@ -245,21 +245,15 @@ class TrainerBase:
             self.after_train()
 
     def _agree(self) -> None:
-        """Agree on the seed, and find out which hooks not all ranks have. A collective."""
+        """Take the main process's seed and period; find the hooks that not all ranks have."""
         self._find_acting()
-        names = list(self._named_hooks())
+        names = set(self._named_hooks())
         seed = torch.initial_seed() if self.seed is None else self.seed
         of_main = comm.broadcast((names, self.sync_period, seed))
-        self.seed = of_main[2]
-        if not comm.any_rank(set(names) != set(of_main[0]) or self.sync_period != of_main[1]):
+        _, self.sync_period, self.seed = of_main
+        if not comm.any_rank(names != of_main[0]):
             return
-        gathered = comm.all_gather((names, self.sync_period))
-        periods = [period for _, period in gathered]
-        if len({*periods}) > 1:
-            raise ValueError(
-                f"gather_metric_period (sync_period) must be the same on all ranks, not {periods}"
-            )
-        everywhere = set.intersection(*(set(of_rank) for of_rank, _ in gathered))
+        everywhere = set.intersection(*comm.all_gather(names))
         missed = []
         for name, hook in self._named_hooks().items():
             hook.on_every_rank = name in everywhere

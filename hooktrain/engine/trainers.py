@@ -208,10 +208,7 @@ class ModelTrainer(TrainerBase):
         state = {**state_dict.get("_trainer", {}), **state_dict}
         chosen = set(self.state_parts if only is None else only)
         if "optimizer" in chosen and "optimizer" not in state:
-            raise ValueError(
-                f"the trainer's state has no optimizer, only {sorted(state)}; choose the parts to "
-                f"load to go on without it"
-            )
+            raise ValueError(f"there is no optimizer in the state, only {sorted(state)}")
         super().load_state_dict(state, only=only)
         if "optimizer" in chosen:
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.

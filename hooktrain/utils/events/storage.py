@@ -99,9 +99,8 @@ class EventStorage:
             cur_iter: when it was measured; None means the current iteration.
 
         Raises:
-            TypeError: if ``value`` is no real number.
-            ValueError: if ``value`` has not exactly one element, or for another
-                ``smoothing_hint`` than before. Nothing is recorded then.
+            TypeError: if ``value`` is not one real number.
+            ValueError: for another ``smoothing_hint`` than before. Nothing is recorded then.
         """
         name = self._prefix + name
         if type(value) is not float:
@@ -310,14 +309,8 @@ def _read_scalar(name: str, value: Scalar) -> float | Tensor:
         return float(value)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
-    if not isinstance(value, Tensor) or value.is_complex():
-        raise TypeError(
-            f"metric {name!r} must be a real number or a tensor with one, but got {value!r}"
-        )
-    if value.numel() != 1:
-        raise ValueError(
-            f"metric {name!r} must have exactly one element, but its shape is {tuple(value.shape)}"
-        )
+    if not isinstance(value, Tensor) or value.is_complex() or value.numel() != 1:
+        raise TypeError(f"metric {name!r} must be a number or a tensor with one, but got {value!r}")
     if _is_on_host(value):
         return float(value.item())
     # Double holds all that the other types do; MPS does not have it. The copy is queued on the

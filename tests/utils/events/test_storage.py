@@ -60,16 +60,16 @@ def test_every_kind_of_number_becomes_a_float(value: Any) -> None:
 @pytest.mark.parametrize("value", ["1", None, [1.0], 1j, torch.tensor(1j), np.complex64(1)])
 def test_what_is_no_real_number_is_refused_by_name(value: Any) -> None:
     storage = EventStorage()
-    with pytest.raises(TypeError, match="'x' must be a real number"):
+    with pytest.raises(TypeError, match="'x' must be a number or a tensor with one"):
         storage.put_scalar("x", value)
     assert storage.histories() == {}
     assert storage.smoothing_hints() == {}
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, 3), np.ones((2, 3)), torch.ones(2, 3).to("meta")])
-def test_more_than_one_element_is_refused_by_name_and_shape(value: Any) -> None:
+def test_more_than_one_element_is_refused_by_name(value: Any) -> None:
     storage = EventStorage()
-    with pytest.raises(ValueError, match=r"'x' must have exactly one element.*\(2, 3\)"):
+    with pytest.raises(TypeError, match="'x' must be a number or a tensor with one"):
         storage.put_scalar("x", value)
     assert storage.histories() == {}
 
