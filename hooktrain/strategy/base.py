@@ -24,12 +24,12 @@ from hooktrain.strategy.environment import Environment, Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
 from hooktrain.utils.env import seed_step
+from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registry import MODELS, unwrap_model
 
 State = dict[str, Any]
 Callback: TypeAlias = Callable[[State], Any] | None
-Path = str | os.PathLike[str]
 Renames: TypeAlias = Sequence[tuple[str, str]]
 # Of one optimizer, or of several by name.
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
@@ -113,7 +113,7 @@ class BaseStrategy(ABC):
     def __init__(
         self,
         *,
-        work_dir: Path = "work_dirs",
+        work_dir: AnyPath = "work_dirs",
         experiment_name: str | None = None,
         env_kwargs: Environment | Mapping[str, Any] | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
@@ -400,7 +400,7 @@ class BaseStrategy(ABC):
 
     def save_checkpoint(
         self,
-        filename: Path,
+        filename: AnyPath,
         *,
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
@@ -443,7 +443,7 @@ class BaseStrategy(ABC):
 
     def load_checkpoint(
         self,
-        filename: Path,
+        filename: AnyPath,
         *,
         strict: bool = False,
         revise_keys: Renames = (),
@@ -473,7 +473,7 @@ class BaseStrategy(ABC):
 
     def resume(
         self,
-        filename: Path | None,
+        filename: AnyPath | None,
         *,
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
@@ -533,7 +533,7 @@ class BaseStrategy(ABC):
         return state
 
     def load_or_resume(
-        self, *, load_from: Path | None = None, resume: bool | Path = False
+        self, *, load_from: AnyPath | None = None, resume: bool | AnyPath = False
     ) -> State | None:
         """Load weights, go on with a run, or neither. A collective, after :meth:`prepare`.
 
@@ -590,7 +590,7 @@ class BaseStrategy(ABC):
         return dist.is_initialized()
 
     def build_logger(
-        self, log_level: int | str = "INFO", log_file: Path | None = None
+        self, log_level: int | str = "INFO", log_file: AnyPath | None = None
     ) -> logging.Logger:
         """Log to the terminal and to a file.
 
