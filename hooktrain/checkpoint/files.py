@@ -16,7 +16,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.dtensor import is_sharded
-from hooktrain.utils.file_io import AnyPath, is_moved_aside, replacing
+from hooktrain.utils.file_io import AnyPath, replacing
 
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
 _TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
@@ -102,12 +102,11 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
 def is_folder(path: AnyPath) -> bool:
     """Whether there is a folder of shards, intact or not.
 
-    One that is being written or deleted is none. One that was moved aside, so that another may take
-    its place, is one as long as that has not happened.
+    One that is being written or deleted has a hidden name, and is none. One that was moved aside,
+    so that another may take its place, is one until it is removed.
     """
     path = Path(path)
-    is_hidden = path.name.startswith(".") and not is_moved_aside(path)
-    return not is_hidden and any((path / file).is_file() for file in (MANIFEST, METADATA))
+    return path.name[:1] != "." and any((path / f).is_file() for f in (MANIFEST, METADATA))
 
 
 def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import IO
 
 AnyPath = str | os.PathLike[str]
 
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
+_TEMPORARY = re.compile(r"(\..+\.tmp|(?P<aside>.+)\.old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 # Tells what this process writes from what a dead one with the same number left. In a container the
@@ -29,8 +29,9 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     """A temporary path. What is there when the block ends well takes the place of ``path``.
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
-    is removed and ``path`` stays as it was. A folder in its place is moved aside first and removed
-    afterwards. If the process is killed in between, :func:`sweep` puts it back.
+    is removed and ``path`` stays as it was. A folder in its place is moved aside first, to
+    ``<name>.old-<process>-<token>``, and removed afterwards. If the process is killed in between,
+    :func:`sweep` puts it back.
 
     Args:
         path: a file or a folder, that may be there or not. Its parent must exist.
@@ -40,7 +41,8 @@ def replacing(path: AnyPath) -> Iterator[Path]:
             the path and the free space.
     """
     target = Path(path).absolute()
-    temporary, aside = _beside(target, "tmp"), _beside(target, "old")
+    temporary = _beside(target, f".{target.name}.tmp")
+    aside = _beside(target, f"{target.name}.old")
     try:
         yield temporary
         if target.is_dir():
@@ -57,8 +59,8 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         raise
 
 
-def _beside(target: Path, kind: str) -> Path:
-    return target.with_name(f".{target.name}.{kind}-{os.getpid()}-{_TOKEN}")
+def _beside(target: Path, name: str) -> Path:
+    return target.with_name(f"{name}-{os.getpid()}-{_TOKEN}")
 
 
 @contextmanager
@@ -84,10 +86,9 @@ def delete(path: AnyPath) -> None:
     Raises:
         OSError: if it cannot be deleted. The rest of a folder is swept later.
     """
-    if os.path.isdir(path):
-        temporary = _beside(Path(path).absolute(), "tmp")
-        os.rename(path, temporary)
-        path = temporary
+    path = Path(path).absolute()
+    if path.is_dir():
+        path = path.rename(_beside(path, f".{path.name}.tmp"))
     _remove(path)
 
 
@@ -101,18 +102,10 @@ def sweep(folder: AnyPath) -> None:
         match = _TEMPORARY.fullmatch(entry.name)
         if match is None or _is_written(int(match["pid"]), match["token"]):
             continue
-        if is_moved_aside(entry):
-            os.rename(entry, entry.with_name(match["name"]))
+        if match["aside"] and not entry.with_name(match["aside"]).exists():
+            os.rename(entry, entry.with_name(match["aside"]))
         else:
             _remove(entry)
-
-
-def is_moved_aside(path: Path) -> bool:
-    """Whether :func:`replacing` has moved this folder aside, and nothing has taken its place."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None or match["kind"] == "tmp":
-        return False
-    return not path.with_name(match["name"]).exists()
 
 
 def sync_folder(folder: Path) -> None:
@@ -145,11 +138,11 @@ def raise_disk_full(error: BaseException, path: Path) -> None:
         raise OSError(cause.errno, message) from error
 
 
-def _remove(path: AnyPath) -> None:
-    if os.path.isdir(path):
+def _remove(path: Path) -> None:
+    if path.is_dir():
         shutil.rmtree(path)
     else:
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _is_written(pid: int, token: str) -> bool:
