@@ -30,7 +30,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
     # What is offloaded goes where the ranks can exchange it.
-    full: Tensor = tensor.to(home).full_tensor()  # type: ignore[attr-defined]
+    moved: Any = tensor if tensor.device.type == home else tensor.to(home)
+    full: Tensor = moved.full_tensor()
     return full.detach()
 
 
