@@ -1,6 +1,7 @@
 """Models sharded by torch's fully_shard, and their state as a whole."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +40,7 @@ from hooktrain.utils.dtensor import (
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part, train
 
 CLIP = {"max_norm": 0.5}
-DATA = batches(2) * 5
+DATA = batches(2) * 3
 
 
 def same_states(one: Any, other: Any) -> bool:
@@ -76,7 +77,7 @@ def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _on_two_ranks(folder: str) -> dict[str, Any]:
     return {
-        "losses": _losses(),
+        "losses": _losses("ddp", "sharded", "one unit", "offloaded"),
         "structure": _structure(),
         "options": _options(),
         "offload options": _options(offload=True, reshard_after_forward=False),
@@ -95,19 +96,20 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
 
 def _on_four_ranks(folder: str) -> dict[str, Any]:
     return {
-        "losses": _losses(),
+        "losses": _losses("ddp", "sharded"),
         "loaded": load_and_go_on(f"{folder}/two", make_sharded()),
         "replicated": _replicated_and_sharded(),
     }
 
 
-def _losses() -> dict[str, list[float]]:
-    models = {
-        "ddp": DistributedDataParallel(make_model()),
-        "sharded": make_sharded(),
-        "one unit": make_sharded(wrap=(), reshard_after_forward=False),
-        "offloaded": make_sharded(offload=True),
+def _losses(*names: str) -> dict[str, list[float]]:
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "ddp": lambda: DistributedDataParallel(make_model()),
+        "sharded": make_sharded,
+        "one unit": lambda: make_sharded(wrap=(), reshard_after_forward=False),
+        "offloaded": lambda: make_sharded(offload=True),
     }
+    models = {name: makers[name]() for name in names}
     return {k: train(m, make_wrapper(m, clip_grad=CLIP), DATA) for k, m in models.items()}
 
 
@@ -119,8 +121,9 @@ def test_losses_are_those_of_ddp_and_of_one_process(
     assert one["losses"][-1] < one["losses"][1] - 0.1
     assert losses["ddp"] == pytest.approx(one["losses"], abs=1e-5)
     assert losses["sharded"] == pytest.approx(losses["ddp"], abs=1e-5)
-    assert losses["one unit"] == pytest.approx(losses["ddp"], abs=1e-5)
-    assert losses["offloaded"] == pytest.approx(losses["sharded"], abs=1e-6)
+    if ranks == "two":
+        assert losses["one unit"] == pytest.approx(losses["ddp"], abs=1e-5)
+        assert losses["offloaded"] == pytest.approx(losses["sharded"], abs=1e-6)
 
 
 def _structure() -> dict[str, Any]:
