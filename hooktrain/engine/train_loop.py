@@ -156,14 +156,13 @@ class TrainerBase:
         for hook in new:
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
+            # A proxy, since a cycle of strong references would keep the model's memory alive.
+            hook.trainer = weakref.proxy(self)
         place = len(self._hooks)
         if before is not None:
             place = self._places(before)[0]
         elif after is not None:
             place = self._places(after)[-1] + 1
-        for hook in new:
-            # A proxy, since a cycle of strong references would keep the model's memory alive.
-            hook.trainer = weakref.proxy(self)
         self._hooks[place:place] = new
         self._find_acting()
 

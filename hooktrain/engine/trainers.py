@@ -138,8 +138,7 @@ class ModelTrainer(TrainerBase):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer."""
-        optimizer: torch.optim.Optimizer = self.optim_wrapper.optimizer
-        return optimizer
+        return self.optim_wrapper.optimizer  # type: ignore[no-any-return]
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -345,25 +344,7 @@ class StepTrainer(ModelTrainer):
     The arguments are those of :class:`ModelTrainer`; ``optimizer`` may also be an
     :class:`~hooktrain.solver.OptimWrapperDict`. The check for losses that are not finite comes
     after the update, and always before a checkpoint.
-
-    Raises:
-        TypeError: if the model has no ``train_step``.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data_loader: Iterable[Any],
-        optimizer: torch.optim.Optimizer | OptimWrapper | OptimWrapperDict,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if not hasattr(model, "train_step"):
-            advice = "SimpleTrainer trains models that return losses, by one optimizer"
-            if hasattr(getattr(model, "module", None), "train_step"):
-                advice = "StepDistributedDataParallel does not hide the train_step of its model"
-            raise TypeError(f"{type(model).__name__} has no train_step: {advice}")
-        super().__init__(model, data_loader, optimizer, *args, **kwargs)
 
     def _wrappers(self) -> Mapping[str, OptimWrapper]:
         return wrappers_by_name(self.optim_wrapper)

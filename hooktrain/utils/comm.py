@@ -47,11 +47,8 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
             machine's ranks follow one another.
 
     Raises:
-        ValueError: the ranks give different numbers, or the world size is not a multiple.
+        ValueError: the world size is not a multiple.
     """
-    sizes = all_gather(num_workers_per_machine)
-    if len(set(sizes)) > 1:
-        raise ValueError(f"num_workers_per_machine must be the same on every rank, got {sizes}")
     group, _ = dist.new_subgroups(num_workers_per_machine)  # type: ignore[no-untyped-call]
     _local_groups[dist.group.WORLD] = group
 

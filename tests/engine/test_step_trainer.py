@@ -86,11 +86,6 @@ def test_the_models_own_step_equals_the_trainers_bit_for_bit() -> None:
     assert torch.equal(weights(model), weights(reference.model))
 
 
-def test_a_model_without_a_step_is_left_to_simple_trainer() -> None:
-    with pytest.raises(TypeError, match=r"no train_step.*SimpleTrainer"):
-        StepTrainer(LinearLoss(), data(), sgd(LinearLoss()))
-
-
 def test_what_the_step_returns_is_logged_as_it_is() -> None:
     model = OwnStep()
     trainer = StepTrainer(model, data(), sgd(model))

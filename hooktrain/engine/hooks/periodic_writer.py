@@ -26,14 +26,10 @@ class PeriodicWriter(HookBase):
             ``gather_metric_period``, since losses cannot be read in between.
 
     Raises:
-        TypeError: for something that is not an ``EventWriter``.
         ValueError: for a period below 1.
     """
 
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
-        for writer in writers:
-            if not isinstance(writer, EventWriter):
-                raise TypeError(f"writers must be EventWriter objects, but got {writer!r}")
         if period < 1:
             raise ValueError(f"period must be at least 1 iteration, but got {period!r}")
         self._writers = list(writers)

@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(sort_keys=True, allow_nan=False)
 
-# JSON has no such numbers: how they are written, and what that is read as.
+# JSON has no such numbers. This is how they are written; float() reads it.
 _SPELLED = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-_NON_FINITE = {spelled: float(number) for number, spelled in _SPELLED.items()}
 
 
 class JSONWriter(EventWriter):
@@ -133,7 +132,7 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         FileNotFoundError: if there is no such file.
     """
     return [
-        {k: _NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in line.items()}
+        {k: float(v) if v in _SPELLED.values() else v for k, v in line.items()}
         for _, line in _read_lines(Path(path))
     ]
 

@@ -11,7 +11,7 @@ import torch
 from hooktrain.utils import comm
 from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
-from hooktrain.utils.events.writer import EventWriter, at_least_1
+from hooktrain.utils.events.writer import EventWriter
 
 # A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
 # but neither glossy nor lossless_ratio.
@@ -41,7 +41,7 @@ class CommonMetricPrinter(EventWriter):
 
     def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
         self._max_iter = max_iter
-        self._window_size = at_least_1("window_size", window_size)
+        self._window_size = window_size
         # The iteration and the clock at the last write.
         self._last_write: tuple[int, float] | None = None
 

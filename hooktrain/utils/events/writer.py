@@ -6,17 +6,6 @@ from collections.abc import Iterable
 from hooktrain.utils.events.storage import EventStorage
 
 
-def at_least_1(name: str, value: int) -> int:
-    """The value, if it is legal for a window or a period.
-
-    Raises:
-        ValueError: for a value below 1.
-    """
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, but got {value!r}")
-    return value
-
-
 class EventWriter:
     """Brings metrics from the current storage to a file, a screen or elsewhere.
 
@@ -49,7 +38,7 @@ class UnwrittenScalars:
     """
 
     def __init__(self, window_size: int) -> None:
-        self._window_size = at_least_1("window_size", window_size)
+        self._window_size = window_size
         self._written: dict[str, deque[int]] = {}
 
     def find(self, storage: EventStorage) -> list[tuple[str, float, int]]:

@@ -90,8 +90,3 @@ def test_a_period_between_the_exchanges_of_the_ranks_is_worth_a_warning(
 def test_a_period_below_one_is_refused(period: int) -> None:
     with pytest.raises(ValueError, match=str(period)):
         PeriodicWriter([], period=period)
-
-
-def test_what_is_no_writer_is_refused() -> None:
-    with pytest.raises(TypeError, match="'stdout'"):
-        PeriodicWriter(["stdout"])  # type: ignore[list-item]

@@ -315,8 +315,3 @@ def test_loading_tells_what_it_leaves_out(path: Path, caplog: pytest.LogCaptureF
     assert "line 2" in caplog.text
     with pytest.raises(FileNotFoundError):
         load_json_metrics(path.with_name("other.json"))
-
-
-def test_a_window_below_one_is_refused(path: Path) -> None:
-    with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
-        JSONWriter(path, window_size=0)

@@ -195,11 +195,6 @@ def test_the_memory_of_the_accelerator_is_shown(
         assert log.messages[1].endswith(" lr: N/A  ")
 
 
-def test_a_window_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="window_size must be at least 1, but got 0"):
-        CommonMetricPrinter(window_size=0)
-
-
 def test_a_writer_needs_nothing_but_write() -> None:
     class Mine(EventWriter):
         def __init__(self) -> None:
