@@ -24,7 +24,6 @@ NOTHING_YET = "-"
 _NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
 # "model_best.pth" and the like hold a good state, not the last one.
 _BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
-_BROKEN = -2
 
 
 def write_pointer(save_dir: str, name: str) -> None:
@@ -83,8 +82,7 @@ def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
             iteration = _stored_iteration(os.path.join(save_dir, name))
         if iteration is not None:
             found.append((limit is None or iteration <= limit, iteration, name))
-    for _, _, name in sorted(found, reverse=True):
-        yield name
+    yield from (name for _, _, name in sorted(found, reverse=True))
 
 
 def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
@@ -107,7 +105,7 @@ def _stored_iteration(path: str) -> int | None:
         state = read_checkpoint(path, "meta")
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
-        return _BROKEN  # to be tried last, and then counted among the broken ones
+        return -2  # to be tried last, and then counted among the broken ones
     trainer, meta = state.get("trainer"), state.get("meta")
     holder = trainer if "iteration" not in state and isinstance(trainer, dict) else state
     iteration = holder.get("iteration")

@@ -31,6 +31,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         """Save where a period ends, and at the last iteration."""
         is_due = self.is_due(self.period)
         is_wanted = is_due or self._is_put_off
+        # Put off for a whole period, or with no iteration left to wait for.
         is_late = (is_due and self._is_put_off) or self.trainer.iter + 1 == self.max_iter
         self._is_put_off = is_wanted and not is_late and not self.trainer.can_save
         if is_wanted and not self._is_put_off:
