@@ -99,6 +99,7 @@ class BaseStrategy(ABC):
 
     Raises:
         TypeError: for an unknown name in ``env_kwargs``.
+        ValueError: for another ``sync_bn``.
     """
 
     launcher: Launcher
@@ -121,6 +122,8 @@ class BaseStrategy(ABC):
         sync_bn: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        if sync_bn not in (None, "torch"):  # on one process nothing else would look at it
+            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.work_dir = os.path.abspath(work_dir)
         self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn

@@ -227,8 +227,7 @@ def _from_torchrun(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        f"cannot tell which ranks share this machine: start through hooktrain.engine.launch() or "
-        f"torchrun, set {variable}, or call comm.create_local_process_group() on every rank"
+        f"cannot tell which ranks share a machine: start by launch() or torchrun, or set {variable}"
     )
 
 

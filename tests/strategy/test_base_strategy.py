@@ -65,6 +65,11 @@ def test_the_constructor_only_stores(tmp_path: Any) -> None:
         assert not hasattr(made, name)
 
 
+def test_another_sync_bn_is_refused_on_one_process_too() -> None:
+    with pytest.raises(ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"):
+        strategy(sync_bn="mmcv")
+
+
 def test_the_base_cannot_be_used_itself() -> None:
     with pytest.raises(TypeError, match="abstract"):
         BaseStrategy()  # type: ignore[abstract]

@@ -208,8 +208,8 @@ def test_a_local_place_that_nobody_knows_is_an_error_that_says_what_to_do(
 ) -> None:
     for r in ranks:
         assert r["unknown rank"].startswith("RuntimeError: cannot tell which ranks share")
-        assert "set LOCAL_RANK," in r["unknown rank"]
-        assert "set LOCAL_WORLD_SIZE," in r["unknown size"]
+        assert "launch() or torchrun, or set LOCAL_RANK" in r["unknown rank"]
+        assert "set LOCAL_WORLD_SIZE" in r["unknown size"]
         assert "launch()" in r["unknown group"]
 
 
