@@ -1,6 +1,7 @@
 """A saved state into a model or a trainer: names, prefixes and shapes that differ, and parts."""
 
 import copy
+import inspect
 import logging
 import re
 from collections import OrderedDict, defaultdict
@@ -101,15 +102,12 @@ def load_model_state(
         revise_keys: patterns and replacements for the names; see :func:`revise_names`.
 
     Raises:
-        RuntimeError: with ``strict``, if there is a difference; the model is as it was. Also if a
-            value is neither tensor nor array.
-        ValueError: if names cannot be revised; the model is as it was.
+        RuntimeError: with ``strict``, if there is a difference; the model is as it was.
+        ValueError: if a value is neither tensor nor array, or names cannot be revised; the model
+            is as it was.
     """
     in_model = model.state_dict()
-    loadable = revise_names(state, revise_keys)
-    for name, value in loadable.items():
-        if isinstance(value, np.ndarray):
-            loadable[name] = torch.tensor(value)
+    loadable = _as_tensors(revise_names(state, revise_keys))
     in_wrapper = all(name.startswith("module.") for name in loadable)
     if loadable and in_wrapper and not any(name.startswith("module.") for name in in_model):
         loadable = take_prefix(loadable, "module")
@@ -137,6 +135,18 @@ def load_model_state(
     for problem in problems:
         logger.warning("%s", problem)
     return found
+
+
+def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
+    for name, value in state.items():
+        if isinstance(value, np.ndarray):
+            state[name] = torch.tensor(value)
+        # Modules may keep what they like under this name (Module.get_extra_state).
+        elif not torch.is_tensor(value) and not name.endswith("_extra_state"):
+            raise ValueError(
+                f"{name!r} of type {type(value).__name__} must be a tensor or a numpy array"
+            )
+    return state
 
 
 def _loaded_under_another_name(
@@ -278,6 +288,7 @@ def choose_parts(
 
     Raises:
         ValueError: if a name is unknown, or not in the state.
+        TypeError: if components are chosen of one that loads as a whole only.
     """
     if names is None:
         if lacking := [key for key in checkpointables if key not in state]:
@@ -292,6 +303,8 @@ def choose_parts(
         _check_known(name, key, state, f"is not in {path}")
         if component:
             _check_known(name, component, state[key], f"is not in {path}")
+            if "only" not in inspect.signature(checkpointables[key].load_state_dict).parameters:
+                raise TypeError(f"cannot load {name!r} alone: load_state_dict takes no 'only'")
         chosen[key].add(component)
     # Without a component it is chosen as a whole.
     return {key: {} if "" in only else {"only": only} for key, only in chosen.items()}

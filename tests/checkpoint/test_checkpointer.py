@@ -170,6 +170,11 @@ def test_leftover_temporary_files_are_swept_at_the_first_save(tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"]
 
 
+class Plain(Counter):
+    def load_state_dict(self, state: dict[str, int]) -> None:  # type: ignore[override]
+        self.value = state["value"]
+
+
 def test_a_load_tells_what_is_missing_and_what_was_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +244,14 @@ def test_an_unknown_name_is_refused_with_the_nearest(
     checkpointer = Checkpointer(model, trainer=Counter(), ema=Counter())
     with pytest.raises(ValueError, match=message):
         checkpointer.load(tmp_path / "a.pth", checkpointables=names)
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+
+
+def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(tmp_path: Path) -> None:
+    Checkpointer(model_of(3), tmp_path, plain=Plain(5)).save("a")
+    model = model_of(0)
+    with pytest.raises(TypeError, match=r"'plain\.optimizer' alone"):
+        Checkpointer(model, plain=Plain()).load(tmp_path / "a.pth", ["plain.optimizer"])
     assert torch.equal(model.weight, torch.zeros(1, 2))
 
 

@@ -204,6 +204,15 @@ def test_numpy_arrays_become_tensors() -> None:
     assert isinstance(state["weight"], np.ndarray)
 
 
+@pytest.mark.parametrize("value", [1.0, None, [1, 2], "x"])
+def test_another_value_is_refused_by_name_and_nothing_is_loaded(value: Any) -> None:
+    model = nn.Linear(2, 1)
+    before = model.bias.clone()
+    with pytest.raises(ValueError, match=f"'weight' of type {type(value).__name__}"):
+        load_model_state(model, {"bias": torch.ones(1), "weight": value})
+    assert torch.equal(model.bias, before)
+
+
 def test_what_a_module_keeps_beside_its_tensors_is_loaded() -> None:
     class Counting(nn.Linear):
         seen = 0
