@@ -47,12 +47,11 @@ class AmpOptimWrapper(OptimWrapper):
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.device_type = device_type or _device_type(optimizer.param_groups[0]["params"][0])
         dtype = dtype or torch.get_autocast_dtype(self.device_type)
-        chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if chosen not in (torch.float16, torch.bfloat16):
+        self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
-        self.dtype = chosen
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        self.grad_scaler = _build_scaler(loss_scale, self.device_type, chosen == torch.float16)
+        self.grad_scaler = _build_scaler(loss_scale, self.device_type, self.dtype == torch.float16)
         self._unscaled = False
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:

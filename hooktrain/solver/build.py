@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hooktrain.config import instantiate
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.group_scheduler import INF, GroupParamScheduler
+from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.param_groups import (
@@ -19,7 +20,6 @@ from hooktrain.solver.param_groups import (
     get_default_optimizer_params as get_default_optimizer_params,
     paramwise_param_groups,
     reduce_param_groups as reduce_param_groups,
-    walk_parameters,
 )
 from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils.registry import (
@@ -110,9 +110,8 @@ class DefaultOptimWrapperConstructor:
         """The parameter groups of a model, which may be wrapped."""
         if self.paramwise_cfg:
             return paramwise_param_groups(model, self.paramwise_cfg, self.base_lr, self.base_wd)
-        walked = walk_parameters(model)
-        names = [names[0] for names, _, _ in walked]
-        return [{"params": [parameter for _, _, parameter in walked], "param_names": names}]
+        names = parameter_names(model)
+        return [{"params": [*names], "param_names": [*names.values()]}]
 
 
 def _fused_by_default(optimizer: Any, options: Mapping[str, Any], groups: list[ParamGroup]) -> bool:
