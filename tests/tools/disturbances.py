@@ -3,13 +3,14 @@
 disturbed_train_net.py <disturbance> <rank> <arguments of train_net.py>
 """
 
-import importlib.util
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from loading import load_tool
 
 from hooktrain.engine import DefaultTrainer, HookBase, default_argument_parser, launch
 from hooktrain.engine.hooks.preemption import Preemption
@@ -59,12 +60,7 @@ class Disturbed(DefaultTrainer):
 
 
 if __name__ == "__main__":
-    tool = Path(__file__).parent.parent.parent / "tools" / "train_net.py"
-    spec = importlib.util.spec_from_file_location("train_net", tool)
-    assert spec is not None
-    assert spec.loader is not None
-    train_net = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train_net)
+    train_net = load_tool("train_net")
     train_net.DefaultTrainer = Disturbed
     arguments = default_argument_parser().parse_args(sys.argv[3:])
     launch(train_net.main, arguments.num_gpus, args=(arguments,))

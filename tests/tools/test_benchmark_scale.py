@@ -1,26 +1,18 @@
 """tools/benchmark_scale.py, run in this process at a small size: what it counts and prints."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from loading import load_tool
 
 from hooktrain.utils import comm
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = ROOT / "tools/benchmark_scale.py"
-    spec = importlib.util.spec_from_file_location("benchmark_scale", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("benchmark_scale")
 
 
 def cells(line: str) -> list[str]:

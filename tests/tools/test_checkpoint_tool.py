@@ -1,27 +1,21 @@
 """tools/checkpoint.py, run in this process: what it prints, converts and refuses."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loading import load_tool
 from torch import nn
 
 from hooktrain.checkpoint.files import load_file, save_file
 from hooktrain.checkpoint.folders import load_folder
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 @pytest.fixture(scope="module")
 def tool() -> Callable[..., int]:
-    spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools/checkpoint.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_tool("checkpoint")
     return lambda *arguments: module.main([str(argument) for argument in arguments])
 
 

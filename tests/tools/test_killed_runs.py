@@ -1,6 +1,5 @@
 """Runs killed with SIGKILL and resumed, compared bit for bit with one that nobody disturbed."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import load_tool
 
 from equality import assert_equal
 from hooktrain.engine import DefaultTrainer, default_argument_parser
@@ -33,11 +33,7 @@ SETTINGS = [
 
 def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
     """Run tools/train_net.py --resume in this process, which kills itself at "event iteration"."""
-    spec = importlib.util.spec_from_file_location("train_net", ROOT / "tools" / "train_net.py")
-    assert spec is not None
-    assert spec.loader is not None
-    train_net = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train_net)
+    train_net = load_tool("train_net")
 
     def kill_if(event: str) -> Any:
         def kill(trainer: Any) -> None:
