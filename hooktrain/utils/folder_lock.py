@@ -2,11 +2,6 @@
 
 import fcntl
 import os
-from pathlib import Path
-from typing import IO
-
-# The lock files, which stay open for as long as this process lives.
-_open_files: list[IO[str]] = []
 
 
 def lock_folder(folder: str | os.PathLike[str]) -> None:
@@ -22,17 +17,16 @@ def lock_folder(folder: str | os.PathLike[str]) -> None:
         RuntimeError: if another process holds the lock.
         OSError: if the folder cannot be written to.
     """
-    file = (Path(folder) / ".lock").open("a+", encoding="utf-8")
+    # It stays open, since to close it is to unlock the folder.
+    file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
+        owner = os.read(file, 32).decode().strip() or "unknown"
+        os.close(file)
         raise RuntimeError(
             f"the folder {str(folder)!r} is in use by another run (process {owner}); wait for its "
             "end, or choose another output folder"
         ) from error
-    file.truncate(0)
-    print(os.getpid(), file=file, flush=True)
-    _open_files.append(file)
+    os.truncate(file, 0)
+    os.write(file, str(os.getpid()).encode())
