@@ -208,6 +208,9 @@ class StepParamScheduler(ParamScheduler):
     values: Sequence[float]
 
     def __post_init__(self) -> None:
+        # In a schedule made of several, an empty one would fail when its turn comes.
+        if not self.values:
+            raise ValueError(f"values must be at least one number: {self!r}")
         vars(self).update(values=tuple(self.values))
 
     def _value_at(self, where: float) -> float:

@@ -248,6 +248,7 @@ ONE = ConstantParamScheduler(1.0)
         (lambda: MultiStepParamScheduler([1, 2], 9, [9]), r"\(0, 9\): \[9\]"),
         (lambda: MultiStepParamScheduler([1, 2], 9, [0]), r"must increase.*\[0\]"),
         (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"must increase.*\[6, 3\]"),
+        (lambda: StepParamScheduler(9, []), r"values must be at least one.*\[\]"),
         (lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 0, 0.1, 9), "must be positive: StepWith"),
