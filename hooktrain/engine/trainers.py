@@ -354,8 +354,26 @@ class StepTrainer(ModelTrainer):
         """Whether no window of accumulation is open: its gradients are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers().values())
 
-    def before_train(self) -> None:
-        """Begin a window of accumulation, without what a step that broke off has left."""
+    def run_step(self) -> None:
+        """One batch for the model's own step."""
+        self._check_mode()
+        is_first = self.iter == self.start_iter
+        if is_first:
+            self._begin_run()
+        start = time.perf_counter()
+        data = next(self._batches)
+        data_time = time.perf_counter() - start
+        outputs = self._call_step(data)
+        if is_first:  # it has shown how often the model calls update_params
+            made = {
+                name: w.inner_count - self._counts[name] for name, w in self._wrappers().items()
+            }
+            if made != self._expected:
+                self._expect_updates(made, self.max_iter - self.iter - 1)
+        self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
+
+    def _begin_run(self) -> None:
+        """Set the wrappers up. What a step that broke off has left is forgotten."""
         self.optim_wrapper.start_window()
         self.optim_wrapper.zero_grad()
         for wrapper in self._wrappers().values():
@@ -364,22 +382,6 @@ class StepTrainer(ModelTrainer):
         # How often the model calls update_params in an iteration: as it did so far, else once.
         each = {name: max(1, n // max(1, self.iter)) for name, n in self._counts.items()}
         self._expect_updates(each, self.max_iter - self.iter)
-        super().before_train()
-
-    def run_step(self) -> None:
-        """One batch for the model's own step."""
-        self._check_mode()
-        start = time.perf_counter()
-        data = next(self._batches)
-        data_time = time.perf_counter() - start
-        outputs = self._call_step(data)
-        if self.iter == self.start_iter:  # it has shown how often the model calls update_params
-            made = {
-                name: w.inner_count - self._counts[name] for name, w in self._wrappers().items()
-            }
-            if made != self._expected:
-                self._expect_updates(made, self.max_iter - self.iter - 1)
-        self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
         outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]

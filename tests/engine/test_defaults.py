@@ -19,7 +19,6 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import (
     DefaultTrainer,
-    StepTrainer,
     create_ddp_model,
     default_argument_parser,
     default_hooks,
@@ -437,13 +436,6 @@ def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> 
     names = ["NamingDistributed", "StepDistributed", "SeparateDistributed", "SeparateDistributed"]
     expected = [f"{name}DataParallel" for name in names]
     assert run_ranks(wrapped_models, 2) == [expected, expected]
-
-
-def test_a_wrapper_that_hides_the_step_of_its_model_is_refused() -> None:
-    hidden = nn.Sequential()
-    hidden.module = OwnSteps()
-    with pytest.raises(TypeError, match="StepDistributedDataParallel does not hide the train_step"):
-        StepTrainer(hidden, [], torch.optim.SGD(hidden.parameters(), lr=0.1))
 
 
 def gan_on_ranks(folder: str) -> tuple[torch.Tensor, list[str]]:
