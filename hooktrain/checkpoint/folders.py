@@ -21,7 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -321,6 +325,8 @@ class _Unpickler(pickle.Unpickler):
         is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
         if is_constant or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles members of enums so
+            return lambda _, member: _MEM_FORMAT_ENCODING[member]
         raise pickle.UnpicklingError(f"refused, since it asks for {module}.{name}. Nothing was run")
 
 

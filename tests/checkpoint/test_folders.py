@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_toys import equal
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 from hooktrain.checkpoint import folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -182,6 +182,23 @@ def test_metadata_holds_neither_pickles_nor_less_than_the_structure(tmp_path: Pa
     del metadata.state_dict_metadata["model.w"]
     with pytest.raises(CorruptCheckpointError, match=r"lacks the tensors \['model\.w'\]"):
         load_folder(forge(folder, pickle.dumps(metadata)))
+
+
+def test_metadata_of_a_python_that_pickles_enums_by_getattr_loads_and_gets_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    folder = save(tmp_path / "a", 3)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert equal(load_folder(folder), state_of(3))
+
+    class Other:
+        def __reduce__(self) -> Any:
+            return getattr, ("text", "upper")
+
+    with pytest.raises(CorruptCheckpointError, match="'upper'"):
+        load_folder(forge(folder, pickle.dumps(Other())))
 
 
 def test_a_manifest_cannot_refer_to_files_elsewhere(tmp_path: Path) -> None:
