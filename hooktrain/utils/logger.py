@@ -18,7 +18,7 @@ _DATE_FORMAT = "%m/%d %H:%M:%S"
 _KeyPart = Literal["caller", "message"]
 
 
-class _StdoutHandler(logging.StreamHandler[Any]):
+class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not in Python 3.10
     """Writes to what ``sys.stdout`` is now, not to what it was when logging was set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
