@@ -246,7 +246,8 @@ class TrainerBase:
     def _agree(self) -> None:
         """Take the main process's seed and period; find the hooks that not all ranks have."""
         self._find_acting()
-        names = set(self._named_hooks())
+        named = self._named_hooks()
+        names = set(named)
         seed = torch.initial_seed() if self.seed is None else self.seed
         of_main = comm.broadcast((names, self.sync_period, seed))
         _, self.sync_period, self.seed = of_main
@@ -254,7 +255,7 @@ class TrainerBase:
             return
         everywhere = set.intersection(*comm.all_gather(names))
         missed = []
-        for name, hook in self._named_hooks().items():
+        for name, hook in named.items():
             hook.on_every_rank = name in everywhere
             if hook.needs_every_rank and not hook.on_every_rank:
                 missed.append(name)

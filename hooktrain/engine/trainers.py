@@ -360,15 +360,17 @@ class StepTrainer(ModelTrainer):
         is_first = self.iter == self.start_iter
         if is_first:
             self._begin_run()
+            counts = {name: w.inner_count for name, w in self._wrappers().items()}
+            # How often the model calls update_params in an iteration: as it did so far, else once.
+            each = {name: max(1, count // max(1, self.iter)) for name, count in counts.items()}
+            self._expect_updates(each, self.max_iter - self.iter)
         start = time.perf_counter()
         data = next(self._batches)
         data_time = time.perf_counter() - start
         outputs = self._call_step(data)
         if is_first:  # it has shown how often the model calls update_params
-            made = {
-                name: w.inner_count - self._counts[name] for name, w in self._wrappers().items()
-            }
-            if made != self._expected:
+            made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
+            if made != each:
                 self._expect_updates(made, self.max_iter - self.iter - 1)
         self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
 
@@ -378,10 +380,6 @@ class StepTrainer(ModelTrainer):
         self.optim_wrapper.zero_grad()
         for wrapper in self._wrappers().values():
             wrapper.after_backward = partial(self._before_update, wrapper)
-        self._counts = {name: w.inner_count for name, w in self._wrappers().items()}
-        # How often the model calls update_params in an iteration: as it did so far, else once.
-        each = {name: max(1, n // max(1, self.iter)) for name, n in self._counts.items()}
-        self._expect_updates(each, self.max_iter - self.iter)
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
         outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
@@ -402,7 +400,6 @@ class StepTrainer(ModelTrainer):
 
     def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
         """Tell the wrappers that accumulate how many backward passes are still to come."""
-        self._expected = each
         for name, wrapper in self._wrappers().items():
             if wrapper.accumulative_counts > 1:
                 done = wrapper.inner_count

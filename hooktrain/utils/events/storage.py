@@ -337,7 +337,6 @@ def _fetch_tensors(queues: list[list[tuple[Any, int]]]) -> None:
 
 
 def _read_at_once(tensors: list[Tensor]) -> list[float]:
-    first, *others = tensors
-    together = torch.stack([first, *(tensor.to(first.device) for tensor in others)])
+    together = torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
     values: list[float] = together.tolist()  # host-device synchronisation
     return values
