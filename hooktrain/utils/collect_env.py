@@ -13,11 +13,11 @@ from tabulate import tabulate
 
 from hooktrain import __version__
 
-# How the variables begin that torchrun and users set to change what is imported here.
-_VARIABLES = (
-    *("CUBLAS_", "CUDA_", "GLOO_", "KMP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
-    *("MASTER_PORT", "MKL_", "NCCL_", "OMP_", "PYTHONHASHSEED", "PYTORCH_", "RANK", "TORCH"),
-    "WORLD_SIZE",
+# The variables that torchrun and users set to change what is imported here.
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHONHASHSEED"),
+    *("PYTORCH_", "TORCH"),
 )
 
 
@@ -32,8 +32,11 @@ def collect_env_info() -> str:
 
 def collect_env() -> dict[str, str]:
     """The items of that table by name; those of environment variables begin with ``$``."""
-    variables = {f"${k}": v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
-    return {name: _read(item) for name, item in _ITEMS.items()} | variables
+    items = {name: _read(item) for name, item in _ITEMS.items()}
+    for name, value in sorted(os.environ.items()):
+        if name in _VARIABLES or name.startswith(_PREFIXES):
+            items[f"${name}"] = value
+    return items
 
 
 def _read(item: Callable[[], object]) -> str:
