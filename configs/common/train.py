@@ -6,7 +6,7 @@ train = dict(
     resume_parts=None,  # what --resume loads: None is all, else like ["model", "trainer.optimizer"]
     max_iter=90000,
     epoch_length=None,  # iterations of an epoch, for schedules that step by epochs
-    seed=1,  # None draws one and writes it into the saved configuration
+    seed=1,  # None draws one and writes it into config.py, where --resume takes it from
     # "auto" takes the processes that there are. Others are "FSDPStrategy", or a dict with options,
     # like dict(type="FSDPStrategy", wrap=["Block"], mp_policy=dict(param_dtype="bfloat16")).
     strategy="auto",

@@ -95,13 +95,14 @@ class TrainLoader:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue at a saved position, with any number of ranks and workers.
 
-        A seed that was drawn, not given, is replaced by the saved one.
+        Seeds that were drawn, not given, are replaced by the saved ones.
 
         Raises:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        drawn = ("seed", "sampler_seed") if self.adopt_seed else ()
+        of_sampler = self.sampler.drawn if isinstance(self.sampler, StreamSampler) else {}
+        drawn = {*of_sampler, *(["seed"] if self.adopt_seed else [])}
         for name, value in self._identity().items():
             saved = state_dict.get(name)
             if saved != value and (saved is None or name not in drawn):
@@ -110,7 +111,9 @@ class TrainLoader:
                     f"but now {name}={value!r}; use the saved value, or resume without the data"
                 )
         if self.adopt_seed:
-            self.seed = self.sampler.seed = state_dict["seed"]  # type: ignore[attr-defined]
+            self.seed = state_dict["seed"]
+        for name, attribute in of_sampler.items():
+            setattr(self.sampler, attribute, state_dict[name])
         self.batches = state_dict["batches"]
 
     def _identity(self) -> dict[str, int]:
@@ -198,13 +201,13 @@ def build_train_loader(
             f"total_batch_size must be a positive multiple of the world size {world}, "
             f"but got {total_batch_size!r}"
         )
-    adopt_seed = seed is None and sampler is None
-    given = getattr(sampler, "seed", None) if seed is None else seed
-    seed = comm.shared_random_seed() if given is None else given
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
     if sampler is None:
         sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
+    given = getattr(sampler, "seed", None) if seed is None else seed
+    adopt_seed = given is None or (seed is None and bool(getattr(sampler, "drawn", {})))
+    seed = comm.shared_random_seed() if given is None else given
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 
 

@@ -30,9 +30,12 @@ class StreamSampler(Sampler[int]):
 
     Attributes:
         seed: the seed in use.
+        drawn: the seeds that were drawn, not given: from their names in :meth:`identity` to those
+            of the attributes. A resumed run takes the saved ones.
     """
 
     def __init__(self, seed: int | None) -> None:
+        self.drawn = {"sampler_seed": "seed"} if seed is None else {}
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
         self._rank, self._world_size = comm.get_rank(), comm.get_world_size()
@@ -122,9 +125,6 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_shuffle: the seed of the order; see :class:`StreamSampler`.
         seed_subset: the seed of the choice; None draws one that all ranks share.
 
-    Attributes:
-        indices: the chosen part.
-
     Raises:
         ValueError: for a ratio out of range, or one that leaves nothing.
     """
@@ -140,9 +140,16 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         if not 0 < subset_ratio <= 1:
             raise ValueError(f"subset_ratio must be in (0, 1], but got {subset_ratio!r}")
         super().__init__(int(size * subset_ratio), shuffle, seed_shuffle)
+        if seed_subset is None:
+            self.drawn["seed_subset"] = "seed_subset"
         self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
+        self._whole_size = size
+
+    @property
+    def indices(self) -> Tensor:
+        """The chosen part."""
         generator = torch.Generator().manual_seed(self.seed_subset)
-        self.indices = torch.randperm(size, generator=generator)[: self.size]
+        return torch.randperm(self._whole_size, generator=generator)[: self.size]
 
     def identity(self) -> dict[str, int]:
         """The seeds, and the size of the part."""

@@ -21,7 +21,7 @@ from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp
-from hooktrain.strategy.environment import set_random_seed
+from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
@@ -94,10 +94,12 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     Args:
         cfg: a configuration; of it, ``train.output_dir``, ``train.seed`` (None or negative draws
-            one, which is stored back, so that it is in the saved configuration),
-            ``train.cudnn_benchmark`` and ``train.float32_precision`` are looked at. Each rank is
-            seeded with the seed plus its rank.
-        args: the command line's arguments; of them, ``config_file`` and ``eval_only``, if there.
+            one, which is stored back, so that it is in the saved configuration; a resumed run
+            takes that of the configuration in the folder), ``train.cudnn_benchmark`` and
+            ``train.float32_precision`` are looked at. Each rank is seeded with the seed plus its
+            rank.
+        args: the command line's arguments; of them, ``config_file``, ``eval_only`` and ``resume``,
+            if there. A restart by torchrun is a resume too.
 
     Raises:
         RuntimeError: if another run is using the output folder.
@@ -122,19 +124,28 @@ def default_setup(cfg: Any, args: Any) -> None:
         text = Path(config_file).read_text(encoding="utf-8")
         logger.info("Contents of %s:\n%s", config_file, text)
 
-    seed = set_random_seed(train.get("seed"), diff_rank_seed=True)
+    seed, path = train.get("seed"), Path(output_dir, "config.py")
+    resumes = getattr(args, "resume", False) or restart_count() > 0
+    if output_dir and resumes and (seed is None or seed < 0):
+        seed = comm.broadcast(_saved_seed(path) if comm.is_main_process() else None)
+    seed = set_random_seed(seed, diff_rank_seed=True)
     if "seed" in train:
         train["seed"] = seed
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if output_dir and comm.is_main_process() and not eval_only:
-        path = Path(output_dir, "config.py")
         LazyConfig.save(cfg, path)
         logger.info("Full config saved to %s", path)
     if not eval_only and train.get("cudnn_benchmark") is not None:
         torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
     if precision := train.get("float32_precision"):
         torch.set_float32_matmul_precision(precision)
+
+
+def _saved_seed(path: Path) -> int | None:
+    """The seed in the configuration that an earlier start of the run has saved, if there is one."""
+    train = LazyConfig.load(path).get("train", {}) if path.is_file() else {}
+    return train.get("seed")
 
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:

@@ -24,6 +24,7 @@ from gloo import run_ranks
 from hooktrain.data import (
     DatasetFromList,
     RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
     ToIterableDataset,
     TrainingSampler,
     TrainLoader,
@@ -157,14 +158,28 @@ def test_a_position_in_another_data_set_is_refused() -> None:
         make().load_state_dict(state)
 
 
-def test_a_seed_that_was_drawn_is_replaced_by_the_saved_one() -> None:
-    saved = make(seed=None)
-    whole = take(make(seed=saved.seed), 5)
-    take(saved, 2)
+@pytest.mark.parametrize(
+    ("sampler", "seed"),
+    [
+        (lambda: None, None),
+        (lambda: TrainingSampler(10), None),
+        (lambda: TrainingSampler(10), 5),
+        (lambda: RandomSubsetTrainingSampler(10, 0.5), None),
+        (lambda: RandomSubsetTrainingSampler(10, 0.5, seed_shuffle=3), None),
+        (lambda: RepeatFactorTrainingSampler([0.5] * 10), None),
+        (lambda: RandomSampler(range(10)), None),
+    ],
+)
+def test_seeds_that_were_drawn_are_replaced_by_the_saved_ones(
+    sampler: Callable[[], Any], seed: int | None
+) -> None:
+    saved = make(seed=seed, sampler=sampler())
+    whole = take(saved, 5)
     np.random.seed(77)
-    loaded = make(seed=None)
-    assert loaded.seed != saved.seed
-    loaded.load_state_dict(saved.state_dict())
+    loaded = make(seed=seed, sampler=sampler())
+    assert loaded.state_dict() != {**saved.state_dict(), "batches": 0}
+    loaded.load_state_dict({**saved.state_dict(), "batches": 2})
+    assert loaded.state_dict() == {**saved.state_dict(), "batches": 2}
     assert torch.equal(take(loaded, 3), whole[2:])
 
 

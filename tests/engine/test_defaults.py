@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from equality import assert_equal
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
@@ -91,6 +93,33 @@ def test_a_seed_that_is_not_given_is_drawn_and_saved(folder: Path, seed: str) ->
     saved = LazyConfig.load(str(folder / "config.py"))
     assert saved.train.seed == cfg.train.seed >= 0
     assert saved.dataloader.train.seed == cfg.dataloader.train.seed == cfg.train.seed
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
+    folder: Path, restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(output: Path, seed: int | None, stop: int, **args: bool) -> DefaultTrainer:
+        np.random.seed(stop)  # each process draws another seed
+        cfg = config(output, f"train.seed={seed}")
+        default_setup(cfg, Namespace(**args))
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=True)
+        at = partial(stop_at, stop)
+        trainer.register_hooks([hooks.CallbackHook(after_step=at)])
+        trainer.train()
+        return trainer
+
+    drawn = run(folder, None, 2).cfg.train.seed
+    if restarted:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    resumed = run(folder, None, 4, resume=not restarted)
+    whole = run(folder.with_name("whole"), drawn, 4)
+    assert_equal(resumed.model.state_dict(), whole.model.state_dict())
+    assert LazyConfig.load(folder / "config.py").train.seed == drawn
+    monkeypatch.undo()
+    default_setup(new := config(folder, "train.seed=null"), Namespace(resume=False))
+    assert new.train.seed != drawn
 
 
 def test_setup_works_with_any_object_as_arguments_and_without_a_folder() -> None:
