@@ -4,6 +4,7 @@ One process:        python tools/train_net.py --config-file configs/digits_cnn.p
 Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
 Go on after a stop: add --resume; without a checkpoint it starts from the beginning, so the
                     same command can be submitted again and again.
+Look at a NaN:      --replay N computes iteration N again and shows the numbers of all layers.
 """
 
 import argparse
@@ -38,6 +39,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
     trainer = DefaultTrainer(cfg)
     logger.info("Hooks:\n%s", trainer.describe_hooks())
+    if args.replay is not None:
+        trainer.replay(args.replay)
     # torchrun's --max-restarts goes on by itself.
     trainer.resume_or_load(resume=args.resume or restart_count() > 0)
     return trainer.train()

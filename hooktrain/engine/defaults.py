@@ -15,6 +15,7 @@ from torch import nn
 
 from hooktrain import evaluation, solver
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint.resume import newest_before
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
@@ -77,6 +78,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add("--config-file", default="", metavar="FILE", help="path of the configuration")
     add("--resume", action="store_true", help="go on after the last checkpoint, if there is one")
     add("--eval-only", action="store_true", help="evaluate only")
+    add("--replay", type=int, metavar="N", help="show all layers in the past iteration N")
     add("--num-gpus", type=int, default=1, help="processes, each with its GPU, per machine")
     add("--num-machines", type=int, default=1, help="number of machines")
     add("--machine-rank", type=int, default=0, help="this machine's number, from 0")
@@ -98,8 +100,9 @@ def default_setup(cfg: Any, args: Any) -> None:
             takes that of the configuration in the folder), ``train.cudnn_benchmark`` and
             ``train.float32_precision`` are looked at. Each rank is seeded with the seed plus its
             rank.
-        args: the command line's arguments; of them, ``config_file``, ``eval_only`` and ``resume``,
-            if there. A restart by torchrun is a resume too.
+        args: the command line's arguments; of them, ``config_file``, ``resume``, ``eval_only`` and
+            ``replay``, if there. With the last two, nothing but the log is written, and another
+            run may be using the folder. A restart by torchrun is a resume too.
 
     Raises:
         RuntimeError: if another run is using the output folder.
@@ -111,9 +114,10 @@ def default_setup(cfg: Any, args: Any) -> None:
     train = cfg.get("train", {})
     output_dir, rank = train.get("output_dir", ""), comm.get_rank()
     eval_only = getattr(args, "eval_only", False)
+    reads_only = eval_only or getattr(args, "replay", None) is not None
     if output_dir and comm.is_main_process():
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if not eval_only:
+        if not reads_only:
             lock_folder(output_dir)
     comm.synchronize()
     setup_logger(output_dir or None, distributed_rank=rank)
@@ -125,7 +129,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         logger.info("Contents of %s:\n%s", config_file, text)
 
     seed, path = train.get("seed"), Path(output_dir, "config.py")
-    resumes = getattr(args, "resume", False) or restart_count() > 0
+    resumes = getattr(args, "resume", False) or reads_only or restart_count() > 0
     if output_dir and resumes and (seed is None or seed < 0):
         seed = comm.broadcast(_saved_seed(path) if comm.is_main_process() else None)
     seed = set_random_seed(seed, diff_rank_seed=True)
@@ -133,7 +137,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         train["seed"] = seed
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
-    if output_dir and comm.is_main_process() and not eval_only:
+    if output_dir and comm.is_main_process() and not reads_only:
         LazyConfig.save(cfg, path)
         logger.info("Full config saved to %s", path)
     if not eval_only and train.get("cudnn_benchmark") is not None:
@@ -452,10 +456,44 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             checkpointables=self.cfg.train.resume_parts,
         )
 
+    def replay(self, iteration: int) -> None:
+        """Compute a past iteration again, show all its layers, and end the process.
+
+        Training goes from the newest checkpoint before it, or from the beginning, up to that
+        iteration, with the same numbers as the run had. Nothing is saved and no metrics are
+        written. See :class:`~hooktrain.engine.hooks.Replay`.
+
+        Args:
+            iteration: counted from 0, less than ``train.max_iter``.
+
+        Raises:
+            ValueError: for another iteration.
+            SystemExit: after that iteration.
+        """
+        if not 0 <= iteration < self.cfg.train.max_iter:
+            raise ValueError(f"there is no iteration {iteration} to replay in this run")
+        if path := comm.broadcast(newest_before(self.cfg.train.output_dir, iteration)):
+            self.checkpointer.load(path)
+        else:
+            self.resume_or_load(resume=False)
+        writing = (
+            hooks.PeriodicWriter,
+            hooks.PeriodicCheckpointer,
+            hooks.BestCheckpointer,
+            hooks.Preemption,
+        )
+        kept = [hook for hook in self._hooks if not isinstance(hook, writing)]
+        self._hooks.clear()
+        self.register_hooks([hooks.Replay(iteration), *kept])
+        self.train()
+
     def train(  # type: ignore[override]
         self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
         """Train up to ``train.max_iter``, or to ``max_iter`` if it is given.
+
+        With the hook :class:`~hooktrain.engine.hooks.Rewind` it goes on after a loss that is not
+        finite.
 
         Returns:
             The results of the last evaluation.
@@ -463,7 +501,17 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         Raises:
             ValueError: if ``train.expected_results`` are given and not reached.
         """
-        super().train(start_iter, self.cfg.train.max_iter if max_iter is None else max_iter)
+        end = self.cfg.train.max_iter if max_iter is None else max_iter
+        while True:
+            try:
+                super().train(start_iter, end)
+                break
+            except FloatingPointError as error:
+                rewind = [hook for hook in self._hooks if isinstance(hook, hooks.Rewind)]
+                if not rewind:
+                    raise
+                rewind[0].go_back(error, self.checkpointer)
+                start_iter = None
         if self.cfg.train.expected_results and comm.is_main_process():
             evaluation.verify_results(self.cfg.train.expected_results, self.last_results)
         return self.last_results

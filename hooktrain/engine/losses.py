@@ -188,7 +188,8 @@ class LossRecorder:
 
 def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
     return FloatingPointError(
-        f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}"
+        f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}\n"
+        f"To see where that begins: --replay {iteration}, or the hook Replay({iteration})"
     )
 
 

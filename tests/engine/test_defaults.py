@@ -66,6 +66,7 @@ def test_the_arguments_are_those_that_scripts_expect() -> None:
         "num_machines": 1,
         "machine_rank": 0,
         "dist_url": "auto",
+        "replay": None,
         "opts": ["a=1", "b=2"],
     }
 

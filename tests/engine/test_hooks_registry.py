@@ -36,6 +36,7 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "num_iter": 1,
     },
     "Preemption": lambda folder: {"checkpointer": Checkpointer(nn.Linear(1, 1), str(folder))},
+    "Replay": lambda folder: {"iteration": 0},
     "TorchProfiler": lambda folder: {"enable_predicate": bool, "output_dir": str(folder)},
     "Watchdog": lambda folder: {"timeout_s": 60.0},
 }

@@ -13,6 +13,8 @@ from hooktrain.engine.hooks.periodic_checkpointer import (
 from hooktrain.engine.hooks.periodic_writer import PeriodicWriter as PeriodicWriter
 from hooktrain.engine.hooks.precise_bn import PreciseBN as PreciseBN
 from hooktrain.engine.hooks.preemption import Preemption as Preemption
+from hooktrain.engine.hooks.replay import Replay as Replay
+from hooktrain.engine.hooks.rewind import Rewind as Rewind
 from hooktrain.engine.hooks.skip_non_finite import SkipNonFinite as SkipNonFinite
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats as TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import (
