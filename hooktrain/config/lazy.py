@@ -128,9 +128,11 @@ class LazyConfig:
         References are kept as they were written, classes and functions are imported by name. The
         file appears only when it is complete.
 
+        A value that cannot be saved, such as a lambda, a tensor or a function of the config file
+        itself, is a warning that names its key. In the file stands a call in its place, which
+        `instantiate` refuses to make.
+
         Raises:
-            TypeError: If a value cannot be saved, such as a lambda, tensor or open file; the
-                message names its key, and nothing is written.
             ValueError: If the file is no ``.py`` file.
         """
         path = _python_file(filename)

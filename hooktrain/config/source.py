@@ -1,9 +1,15 @@
 """A config as Python source: to save it, and, in a shorter form, to read it in a log."""
 
 import keyword
+import logging
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import PurePath
 from typing import Any
+
+import numpy as np
+import torch
 
 from hooktrain.config.config_dict import ConfigDict
 from hooktrain.utils.registry import importable_name
@@ -11,13 +17,15 @@ from hooktrain.utils.registry import importable_name
 _WIDTH = 100
 _LITERALS = (str, bytes, int, bool, float, type(None))
 
+logger = logging.getLogger(__name__)
+
 
 def config_source(cfg: ConfigDict) -> str:
     """A Python file that `LazyConfig.load` reads as a config equal to ``cfg``.
 
+    A value that has no source is replaced by a call that fails, with a warning that names its key.
+
     Raises:
-        TypeError: If a value has no source, such as a lambda, tensor or open file; the message
-            names its key.
         ValueError: If a top-level key cannot be the name of a variable.
     """
     source = _Source(taken=cfg)
@@ -71,6 +79,8 @@ class _Source:
 
     def value(self, value: Any, path: str, indent: int = 0) -> str:
         """The expression for one value, whose lines after the first are indented."""
+        if isinstance(value, np.generic) and type(value.item()) in _LITERALS:
+            value = value.item()
         if type(value) in (dict, ConfigDict):
             return self._dict(value, path, indent)
         if type(value) is list:
@@ -80,15 +90,29 @@ class _Source:
             return _brackets("(", items, ",)" if len(items) == 1 else ")", indent)
         if type(value) is float and not math.isfinite(value):
             return f"float({str(value)!r})"
+        if type(value) is partial:
+            lines = self._items((value.func, *value.args), path, indent)
+            if value.keywords:
+                lines.append(f"**{self.value(value.keywords, path, indent + 4)}")
+            return _brackets(f"{self._name(partial, path)}(", lines, ")", indent)
+        if isinstance(value, range | PurePath | torch.device):
+            kind = type(value)  # the repr is a call of it
+            return self._name(kind, path) + repr(value).removeprefix(kind.__name__)
         return repr(value) if type(value) in _LITERALS else self._name(value, path)
 
     def _items(self, items: Iterable[Any], path: str, indent: int) -> list[str]:
         return [self.value(v, f"{path}.{i}", indent + 4) for i, v in enumerate(items)]
 
     def _dict(self, value: dict[Any, Any], path: str, indent: int) -> str:
-        items = {k: self.value(v, f"{path}.{k}", indent + 4) for k, v in value.items()}
-        args = value.get("_args_", [None])
-        if "_target_" not in value or not args or not all(map(_is_name, value)):
+        args = value.get("_args_", ())
+        is_call = "_target_" in value and (args or "_args_" not in value)
+        is_call = is_call and all(map(_is_name, value))
+        items = {
+            k: self.value(v, f"{path}.{k}", indent + 4)
+            for k, v in value.items()
+            if k != "_args_" or not is_call
+        }
+        if not is_call:
             lines = [f"{self.value(k, path)}: {v}" for k, v in items.items()]
             return _brackets("{", lines, "}", indent)
         target = items.pop("_target_")
@@ -96,7 +120,7 @@ class _Source:
             target = f"{self._local('hooktrain.config', 'LazyCall')}({target})"
         elif isinstance(value["_target_"], str):
             target = value["_target_"]
-        lines = self._items(args, f"{path}._args_", indent) if items.pop("_args_", None) else []
+        lines = self._items(args, f"{path}._args_", indent)
         lines += [f"{k}={v}" for k, v in items.items()]
         return _brackets(f"{target}(", lines, ")", indent)
 
@@ -106,7 +130,9 @@ class _Source:
             module, name = importable_name(value)
         except ValueError as err:
             if not self._for_people:
-                raise TypeError(f"{path} cannot be saved: {err}") from err
+                logger.warning("The saved config lacks %s: %s", path, err)
+                # Fails when it is made, and then says what is missing.
+                return self.value({"_target_": f"NOT SAVED: {value!r:.80}"}, path)
             text = repr(value)
             return text if "\n" not in text else f"<{type(value).__name__}>"
         if self._for_people:

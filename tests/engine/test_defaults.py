@@ -18,7 +18,7 @@ from torch import nn
 from equality import assert_equal
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.config import LazyConfig
+from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
     DefaultTrainer,
     create_ddp_model,
@@ -78,6 +78,17 @@ def test_setup_saves_the_configuration_and_logs_into_the_folder(folder: Path) ->
     assert "Rank of current process: 0. World size: 1" in log
     assert "train.max_iter = 2000" in log  # the file's own text
     assert LazyConfig.load(str(folder / "config.py")) == cfg
+
+
+def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:
+    steps: list[int] = []
+    cfg = config(folder)
+    cfg.hooks = [LazyCall(hooks.CallbackHook)(after_step=lambda t: steps.append(t.iter))]
+    default_setup(cfg, Namespace())
+    log = (folder / "log.txt").read_text()
+    assert "WARNING: The saved config lacks hooks.0.after_step: <function" in log
+    DefaultTrainer(cfg).train(max_iter=2)
+    assert steps == [0, 1]
 
 
 def test_setup_seeds_every_generator_from_the_configuration(folder: Path) -> None:
