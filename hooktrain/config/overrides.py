@@ -15,16 +15,19 @@ from hooktrain.config.config_dict import (
 from hooktrain.utils.registry import did_you_mean
 
 # What literal_eval does not read, but command lines and other config languages write.
-_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None, "": ""}
 _WORDS |= {word: float(word) for word in ("inf", "-inf", "nan")}
+# True or False in some languages, and a text in others.
+_UNCLEAR = ("yes", "no", "on", "off")
 
 
 def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     """Change a config in place by a list of overrides, and resolve its references again.
 
     - ``a.b=3`` sets an existing key. The value is a Python literal (number, quoted string, list,
-      tuple, dict, None, True), one of true, false, null, inf, -inf, nan, or else a plain string:
-      all after the first ``=``. It replaces what was there; dicts are not merged.
+      tuple, dict), one of true, false, none, null, inf, -inf, nan in any case, or else a plain
+      string, all after the first ``=``; yes, no, on and off need quotes. It replaces what was
+      there; dicts are not merged.
     - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
       index that is its length appends.
     - ``~a.b`` deletes a key or a list item.
@@ -40,8 +43,8 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     Raises:
         KeyError: If a key does not exist. The message quotes the override, and suggests the
             nearest key.
-        ValueError: If an override has no ``=``, an empty key, or an unfinished literal; or if a
-            reference names nothing.
+        ValueError: If an override has no ``=``, an empty key, or an unfinished literal, or says
+            yes, no, on or off without quotes; or if a reference names nothing.
     """
     restore_references(cfg)
     for override in overrides:
@@ -87,14 +90,15 @@ def _find(node: Any, parts: Sequence[str], override: str) -> Any:
 def parse_value(text: str, override: str) -> Any:
     """The value that the text after the ``=`` of an override means."""
     word = text.strip()
-    if word in _WORDS:
-        return _WORDS[word]
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
     try:
-        return ast.literal_eval(word)
+        # In brackets, so that 7#x is no 7 with a comment.
+        return ast.literal_eval(f"({word})")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as err:
-        if word[:1] in tuple("[({'\""):
+        if word[:1] in tuple("[({'\"") or word.lower() in _UNCLEAR:
             raise ValueError(
-                f"the override {override!r}: {text!r} begins like a Python literal, but is none;"
-                " names in a list, dict or tuple need quotes, and so does a text that begins so"
+                f"the override {override!r}: {text!r} is no Python literal, but looks like a value;"
+                " write true or false, and put quotes around a text, also in a list, dict or tuple"
             ) from err
         return text

@@ -33,13 +33,18 @@ def config() -> ConfigDict:
         ("-3", -3),
         ("1e-3", 0.001),
         (" 3 ", 3),
+        ("7#exp", "7#exp"),
+        ("'#fff'", "#fff"),
         ("True", True),
         ("true", True),
-        ("false", False),
+        ("FALSE", False),
         ("None", None),
+        ("NONE", None),
         ("null", None),
         ("inf", math.inf),
-        ("-inf", -math.inf),
+        ("-Inf", -math.inf),
+        ("'off'", "off"),
+        ("offline", "offline"),
         ("'3'", "3"),
         ('"a b"', "a b"),
         ("[1, 'a', [2]]", [1, "a", [2]]),
@@ -142,10 +147,13 @@ def test_an_override_of_another_form_is_refused(override: str) -> None:
     assert repr(override) in str(err.value)
 
 
-@pytest.mark.parametrize("text", ["[1, 2", "[a, b]", "{a: 1}", "'x", '"', "(1", "{[]: 1}"])
-def test_a_broken_literal_is_refused_rather_than_taken_as_text(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2", "[a, b]", "{a: 1}", "'x", '"', "(1", "{[]: 1}", "[7]#exp", "no", "Off", "YES", "on"],
+)
+def test_what_may_be_a_text_or_not_is_refused(text: str) -> None:
     override = f"train.name={text}"
-    with pytest.raises(ValueError, match="begins like a Python literal, but is none") as error:
+    with pytest.raises(ValueError, match="looks like a value") as error:
         apply_overrides(config(), [override])
     assert repr(override) in str(error.value)
 
@@ -171,6 +179,8 @@ def test_the_repr_of_any_value_is_read_back(value: Any) -> None:
 @settings(deadline=None, max_examples=100, database=None)
 @given(st.from_regex(r"[a-zA-Z/][^\n$]*", fullmatch=True))
 def test_a_text_that_is_no_literal_arrives_unchanged(text: str) -> None:
-    words = {"true", "false", "null", "inf", "nan", "None", "True", "False"}
-    if text.strip() not in words and not {"'", '"'} & set(text):  # b'x' and r'x' are literals
+    words = {"true", "false", "null", "none", "inf", "nan", "yes", "no", "on", "off"}
+    if text.strip().lower() not in words and not {"'", '"'} & set(
+        text
+    ):  # b'x' and r'x' are literals
         assert apply_overrides(ConfigDict(a=0), [f"a={text}"]) == {"a": text}
