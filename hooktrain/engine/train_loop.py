@@ -353,6 +353,15 @@ class TrainerBase:
                 logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
         self._losses.check(self.storage, self._finished)
 
+    def prepare_save(self, on_every_rank: bool = True) -> None:
+        """What a hook calls before it saves, so that what must not be saved fails on all ranks.
+
+        Args:
+            on_every_rank: whether all ranks call it; then it is a collective.
+        """
+        if on_every_rank:
+            self.synchronize()
+
     @property
     def can_save(self) -> bool:
         """Whether a checkpoint after this iteration would hold all that a resumed run needs."""

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.utils import comm
+from hooktrain.utils.finite import non_finite
+from hooktrain.utils.registry import unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +138,7 @@ class ModelTrainer(TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self._losses = LossRecorder(check_at_once=not async_write_metrics)
+        self._meant_so: set[str] | None = None  # such as masks: not finite when the run began
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -169,6 +174,7 @@ class ModelTrainer(TrainerBase):
     def before_train(self) -> None:
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""
         super().before_train()
+        self._meant_so = self._non_finite()
         if self.start_iter < self.max_iter:
             self._batches.start()
 
@@ -186,10 +192,38 @@ class ModelTrainer(TrainerBase):
         """
         self._losses.tolerate(self.iter)
 
+    def prepare_save(self, on_every_rank: bool = True) -> None:
+        """Before a save: bring the ranks together, and check the losses and the weights.
+
+        A parameter or buffer of the model's state that was finite when the run began must be so.
+
+        Raises:
+            FloatingPointError: on every rank, with the names and the iteration.
+        """
+        super().prepare_save(on_every_rank)
+        if on_every_rank and comm.get_world_size() > 1:  # otherwise state_dict() is enough
+            on_all_ranks(self._check_weights)
+
+    def _non_finite(self) -> set[str]:
+        return non_finite(unwrap_model(self.model).state_dict())
+
+    def _check_weights(self) -> None:
+        if self._meant_so is not None and (broken := sorted(self._non_finite() - self._meant_so)):
+            raise FloatingPointError(
+                "Weights or buffers became infinite or NaN at or before iteration="
+                f"{self._finished - 1}, and are not saved: {broken[:10]}"
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """That of :class:`TrainerBase`, with the optimizer and the position in the data."""
+        """That of :class:`TrainerBase`, with the optimizer and the position in the data.
+
+        Raises:
+            FloatingPointError: if a loss or a weight was not finite; see :meth:`prepare_save`.
+        """
+        state = super().state_dict()
+        self._check_weights()
         return {
-            **super().state_dict(),
+            **state,
             "optimizer": self.optim_wrapper.state_dict(),
             "data": self._batches.state_dict(),
         }

@@ -23,8 +23,10 @@ from hooktrain.engine.hooks import (
     LRScheduler,
     PeriodicCheckpointer,
 )
+from hooktrain.model.sharding import shard_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils import comm
+from hooktrain.utils.dtensor import local_tensor
 from toy import LinearLoss, linear_trainer
 
 
@@ -167,3 +169,24 @@ def test_a_best_model_that_the_main_rank_could_not_save_is_forgotten_by_all(
 ) -> None:
     assert run_ranks(best_on_a_full_disk, 2, tmp_path, background) == [0.25, 0.25]
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 1
+
+
+def spoil_the_shard_of_rank_1(folder: Path) -> tuple[str, list[str]]:
+    def spoil(trainer: Any) -> None:
+        if trainer.iter == 1 and comm.get_rank() == 1:
+            local_tensor(trainer.model.get_parameter("fc.weight"))[0, 0] = math.nan
+
+    model = shard_model(LinearLoss())
+    trainer = SimpleTrainer(model, batches(4), sgd(model))
+    checkpointer = Checkpointer(model, folder, sharded=True, trainer=trainer)
+    saving = PeriodicCheckpointer(checkpointer, 1)
+    trainer.register_hooks([CallbackHook(after_step=spoil), saving])
+    with pytest.raises(FloatingPointError, match=r"fc\.weight") as caught:
+        trainer.train(0, 4)
+    return str(caught.value), sorted(path.name for path in folder.iterdir())
+
+
+def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(tmp_path: Path) -> None:
+    main, other = run_ranks(spoil_the_shard_of_rank_1, 2, tmp_path)
+    assert main == other
+    assert main[1] == ["last_checkpoint", "model_0000000"]

@@ -111,8 +111,7 @@ class BestCheckpointer(HookBase):
         if not is_better:
             return
         self.best_metric, self.best_iter = value, measured_at
-        if self.on_every_rank:
-            self.trainer.synchronize()
+        self.trainer.prepare_save(self.on_every_rank)
         self._checkpointer.save(
             self._file_prefix,
             tag=False,

@@ -35,8 +35,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         is_late = (is_due and self._is_put_off) or self.trainer.iter + 1 == self.max_iter
         self._is_put_off = is_wanted and not is_late and not self.trainer.can_save
         if is_wanted and not self._is_put_off:
-            if self.on_every_rank:
-                self.trainer.synchronize()
+            self.trainer.prepare_save(self.on_every_rank)
             self.save_at(self.trainer.iter)
 
     def after_train(self) -> None:
@@ -47,7 +46,6 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
             return
         if trainer.max_iter != self.max_iter and trainer.iter > trainer.start_iter:
             self.max_iter = trainer.max_iter
-            if self.on_every_rank:
-                trainer.synchronize()
+            trainer.prepare_save(self.on_every_rank)
             self.save_at(trainer.max_iter - 1)
         self.checkpointer.wait()

@@ -103,8 +103,7 @@ class Preemption(HookBase):
     def _exit(self, number: signal.Signals) -> None:
         iteration = self.trainer.iter
         logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
-        if self.on_every_rank:
-            self.trainer.synchronize()
+        self.trainer.prepare_save(self.on_every_rank)
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
         if self.on_every_rank:
             # A rank that is gone is a failure to launchers, which end the one that still writes.

@@ -11,6 +11,7 @@ from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import is_sharded, local_tensor
+from hooktrain.utils.finite import non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class SkipNonFinite(HookBase):
 
     def before_train(self) -> None:
         """Note which buffers can be checked: some, such as masks, are meant to be infinite."""
-        self._buffers = _finite_buffers(self.trainer.model)
+        self._meant_so = non_finite(dict(self.trainer.model.named_buffers()))
 
     def before_step(self) -> None:
         """Nothing is skipped in this iteration yet; whether it will be, may be known later only."""
@@ -64,7 +65,8 @@ class SkipNonFinite(HookBase):
         parameters = [p for group in wrapper.optimizer.param_groups for p in group["params"]]
         if _all_finite([p.grad for p in parameters if p.grad is not None]):
             return
-        broken = sorted(self._buffers - _finite_buffers(self.trainer.model))
+        buffers = dict(self.trainer.model.named_buffers())
+        broken = sorted(non_finite(buffers) - self._meant_so)
         if comm.any_rank(bool(broken)):
             raise FloatingPointError(
                 f"buffers of the model are not finite any more: {broken or 'those of another rank'}"
@@ -110,8 +112,3 @@ def _all_finite(gradients: list[Tensor]) -> bool:
     if any(is_sharded(grad) for grad in gradients):
         return not comm.any_rank(not finite)
     return finite
-
-
-def _finite_buffers(model: nn.Module) -> set[str]:
-    """Their names. Host-device synchronisation for each of them."""
-    return {name for name, buffer in model.named_buffers() if bool(buffer.isfinite().all())}

@@ -1,4 +1,5 @@
 import errno
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,29 @@ def test_inside_a_window_a_save_is_put_off(
     trainer.open_after = open_after
     trainer.train(max_iter=6)
     assert names(tmp_path) == [*(f"model_{i:07d}.pth" for i in saved), "model_final.pth"]
+
+
+@pytest.mark.parametrize("max_iter", [6, 4], ids=["a period", "the end"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["fc.bias", "statistic"])
+def test_what_has_become_infinite_or_nan_is_never_saved(
+    name: str, value: float, max_iter: int, tmp_path: Path
+) -> None:
+    def begin(trainer: Any) -> None:
+        trainer.model.register_buffer("statistic", torch.zeros(2))
+        trainer.model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # meant so
+
+    def spoil(trainer: Any) -> None:  # the losses are finite
+        if trainer.iter == 3:
+            model = trainer.model
+            spoilt = model.statistic if name == "statistic" else model.fc.bias.grad
+            spoilt[0] = value
+
+    hook = CallbackHook(before_train=begin)
+    hook.after_backward = lambda: spoil(hook.trainer)  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match=rf"iteration=3, .*'{name}'"):
+        run(tmp_path, max_iter, hook, period=2, max_to_keep=1)
+    assert names(tmp_path) == ["model_0000001.pth"]
 
 
 @pytest.mark.parametrize("period", [0, -1])
