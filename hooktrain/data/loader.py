@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -141,19 +141,23 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     """One epoch after the other, each announced by ``set_epoch`` if the sampler has that.
 
     torch's samplers draw their order, or a seed for it, from the global generator when the first
-    index is asked for. They find it seeded by the epoch, and the trainer finds it undisturbed.
+    index is asked for; others draw each index. They find the generators seeded by the place in the
+    epoch, and the trainer finds them undisturbed. Many indices are taken at a time, since keeping
+    the generators' states takes as long as a hundred of them.
     """
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with _preserved_rng_state():
-            seed_on_host(mix(seed, _SAMPLER, epoch))
-            indices = iter(sampler)
-            first = next(indices, None)
-        if first is None:
-            raise ValueError(f"the sampler is empty: {sampler!r}")
-        yield first
-        yield from indices
+        indices = chain.from_iterable([sampler])  # calls iter(sampler) for the first index
+        for chunk in count():
+            with _preserved_rng_state():
+                seed_on_host(mix(seed, _SAMPLER, epoch) + chunk)
+                drawn = list(islice(indices, 1000))
+            if chunk == 0 and not drawn:
+                raise ValueError(f"the sampler is empty: {sampler!r}")
+            yield from drawn
+            if len(drawn) < 1000:
+                break
 
 
 class SeededDataset(Dataset[Any]):
@@ -185,7 +189,7 @@ def build_train_loader(
         total_batch_size: samples in a batch of all ranks together; a multiple of their number.
         mapper: applied to each sample, see :class:`~hooktrain.data.MapDataset`.
         sampler: gives the indices; None shuffles with ``seed``. One of torch's kind must divide
-            the data among the ranks by itself.
+            the data among the ranks by itself. It is asked for a thousand indices at a time.
         seed: of the order and of what is random in a sample. Any non-negative integer; None draws
             one that all ranks share (a collective).
         options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.

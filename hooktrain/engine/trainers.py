@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 class Batches(Iterator[Any]):
     """The batches of a loader. A finite loader starts again when it is exhausted.
 
-    Before it starts again, ``sampler.set_epoch`` is called if the loader has that.
+    Before it starts again, ``set_epoch`` is called where the loader's ``sampler``, its
+    ``batch_sampler`` or the sampler of that one has it.
 
     Args:
         loader: an iterable of batches.
@@ -42,9 +43,11 @@ class Batches(Iterator[Any]):
     def start(self) -> Iterator[Any]:
         """The loader's iterator. Starts its workers if they do not run."""
         if self._iterator is None:
-            sampler = getattr(self.loader, "sampler", None)
-            if self.epoch > 0 and sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch)
+            batch_sampler = getattr(self.loader, "batch_sampler", None)
+            inner: Any = [getattr(owner, "sampler", None) for owner in (self.loader, batch_sampler)]
+            for sampler in (*inner, batch_sampler):
+                if self.epoch > 0 and hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(self.epoch)
             self._iterator = iter(self.loader)
         return self._iterator
 
@@ -92,7 +95,7 @@ class ModelTrainer(TrainerBase):
     Args:
         model: the model. It is put into training mode.
         data_loader: an iterable of batches. A finite one starts again when it is exhausted, after
-            a call of ``sampler.set_epoch`` if it has that.
+            a call of ``set_epoch`` of its sampler or batch sampler, if there is one.
         optimizer: a torch optimizer, or a wrapper around one or several.
         gather_metric_period: with several ranks, the values of their metrics are brought together
             every so many iterations. Until then they cannot be read.

@@ -6,7 +6,8 @@ import math
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -127,20 +128,22 @@ def test_wrong_arguments_are_refused() -> None:
         make(gather_metric_period=0)
 
 
-def test_an_exhausted_loader_starts_again_with_the_next_epoch() -> None:
-    class Sampler:
-        epochs: ClassVar[list[int]] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epochs.append(epoch)
-
+@pytest.mark.parametrize("place", ["sampler", "batch_sampler", "batch_sampler.sampler"])
+def test_an_exhausted_loader_starts_again_with_the_next_epoch(place: str) -> None:
     class Loader(list[Tensor]):
-        sampler = Sampler()
+        pass
 
-    trainer = make(Loader(batches(2)))
+    epochs: list[int] = []
+    loader = Loader(batches(2))
+    sampler: Any = loader
+    for name in place.split("."):
+        setattr(sampler, name, SimpleNamespace())
+        sampler = getattr(sampler, name)
+    sampler.set_epoch = epochs.append
+    trainer = make(loader)
     trainer.train(0, 5)
     assert trainer.iter == 5
-    assert Sampler.epochs == [1, 2]
+    assert epochs == [1, 2]
 
 
 def test_an_empty_loader_is_an_error_not_an_endless_loop() -> None:
