@@ -15,6 +15,7 @@ from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
+from hooktrain.utils.workers import start_workers
 
 # A place in the stream of all ranks, and the sample that is there.
 Key = tuple[int, int]
@@ -61,7 +62,7 @@ class TrainLoader:
             **self.options,
         )
         # The workers start now, not at the first batch.
-        return self._count(iter(loader), in_process=loader.num_workers == 0)
+        return self._count(start_workers(loader), in_process=loader.num_workers == 0)
 
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:

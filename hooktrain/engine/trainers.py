@@ -18,6 +18,7 @@ from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
 from hooktrain.utils.finite import non_finite
 from hooktrain.utils.registry import unwrap_model
+from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Batches(Iterator[Any]):
             for sampler in (*inner, batch_sampler):
                 if self.epoch > 0 and hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(self.epoch)
-            self._iterator = iter(self.loader)
+            self._iterator = start_workers(self.loader)
         return self._iterator
 
     def __next__(self) -> Any:

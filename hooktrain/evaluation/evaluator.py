@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import repeat
 from operator import length_hint
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hooktrain.utils import comm, timer
 from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +141,8 @@ def inference_on_dataset(
     together = computes_together(module)
     with inference_context(module), torch.no_grad():
         callbacks["on_start"]()
-        batches = in_step(data_loader) if together else ((batch, True) for batch in data_loader)
-        for inputs, own in batches:
+        mine = start_workers(data_loader)
+        for inputs, own in in_step(mine) if together else zip(mine, repeat(True)):
             progress.lap("Dataloading")
             callbacks["before_inference"]()
             outputs = forward(inputs)

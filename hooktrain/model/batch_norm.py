@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hooktrain.utils import comm, timer
+from hooktrain.utils.workers import start_workers
 
 
 class BatchNormXd(nn.BatchNorm2d):
@@ -110,7 +111,7 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
         return
     seen = 0
     with _observing(layers):
-        for batch in islice(data_loader, num_iters):
+        for batch in islice(start_workers(data_loader), num_iters):
             for statistics in layers:
                 statistics.used = False
             model(batch)

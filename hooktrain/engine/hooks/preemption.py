@@ -88,7 +88,7 @@ class Preemption(HookBase):
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
         first, at = self._received or (number, time.monotonic())
-        is_child = os.getpid() != self._process  # of a fork, such as a worker of a loader
+        is_child = os.getpid() != self._process  # of a fork
         if is_child or number != first or time.monotonic() - at > _ONE_SIGNAL_SECONDS:
             self._restore()
             signal.raise_signal(number)

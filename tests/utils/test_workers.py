@@ -1,0 +1,211 @@
+"""Signals to all processes of a run, and what they do to the workers of its loaders."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.data import build_test_loader, build_train_loader
+from hooktrain.engine import SimpleTrainer
+from hooktrain.engine.hooks import CallbackHook
+from hooktrain.engine.hooks.preemption import Preemption
+from hooktrain.engine.hooks.watchdog import EXIT_HUNG, Watchdog
+from hooktrain.evaluation import inference_on_dataset
+from hooktrain.utils.workers import start_workers
+from processes import end, start
+from toy import LinearLoss
+
+LIMIT_SECONDS = 60
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Each process that reads says its number by a file; the sample `hang_at` never comes."""
+
+    def __init__(self, folder: Path, hang_at: int = -1, lets_go: bool = True) -> None:
+        self.folder, self.hang_at, self.lets_go = folder, hang_at, lets_go
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        (self.folder / f"worker{os.getpid()}").touch()
+        if index == self.hang_at and self.lets_go:
+            time.sleep(3600)
+        if index == self.hang_at:
+            sum(range(10**15))  # no other thread of Python runs meanwhile
+        return torch.ones(4)
+
+
+def plain(dataset: Dataset[Any], **options: Any) -> Any:
+    return DataLoader(dataset, batch_size=1, **options)
+
+
+def ours(dataset: Dataset[Any], **options: Any) -> Any:
+    return build_train_loader(dataset, total_batch_size=1, seed=0, **options)
+
+
+def train(folder: Path, build: Any, method: str, where: str) -> None:
+    """Says in iteration 1 that it is there, and needs the workers once more after the signal."""
+    options = {"num_workers": 1, "multiprocessing_context": method}
+    loader = build(Samples(folder), **options)
+    model = LinearLoss()
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.1))
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    preemption = Preemption(Checkpointer(model, folder, trainer=trainer), signals)
+
+    def wait_for_signal(batch: Any) -> Any:
+        (folder / "there").touch()
+        wait_until(lambda: preemption._received is not None)
+        return model(batch)
+
+    def in_step(_: Any) -> None:
+        if trainer.iter == 1 and where == "step":
+            wait_for_signal(next(trainer._data_loader_iter))
+            for _ in range(10):  # more than were read ahead
+                next(trainer._data_loader_iter)
+        if trainer.iter == 1 and where == "evaluation":
+            loader = build_test_loader(Samples(folder), **options)
+            inference_on_dataset(wait_for_signal, loader, None)
+
+    trainer.register_hooks([CallbackHook(after_step=in_step), preemption])
+    trainer.train(max_iter=3)
+
+
+def note(folder: Path, worker_id: int) -> None:
+    (folder / str(worker_id)).touch()
+
+
+def test_the_function_that_a_loader_has_for_its_workers_is_called_and_kept(tmp_path: Path) -> None:
+    given = partial(note, tmp_path)
+    loader = DataLoader([1, 2], num_workers=2, worker_init_fn=given)  # type: ignore[arg-type]
+    assert [int(batch) for batch in start_workers(loader)] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert loader.worker_init_fn is given
+
+
+def workers(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("worker")) for path in folder.glob("worker*")]
+
+
+def alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("number", "build", "method", "where"),
+    [
+        (signal.SIGTERM, ours, "fork", "step"),
+        (signal.SIGINT, plain, "fork", "step"),
+        (signal.SIGUSR1, plain, "fork", "evaluation"),
+        (signal.SIGTERM, plain, "spawn", "step"),
+    ],
+)
+def test_a_signal_to_all_processes_leaves_the_workers_to_the_run_which_saves(
+    tmp_path: Path, number: int, build: Any, method: str, where: str
+) -> None:
+    process = start(train, tmp_path, build, method, where)
+    wait_until(lambda: (tmp_path / "there").exists() or not process.is_alive())
+    os.killpg(process.pid, number)
+    process.join(LIMIT_SECONDS)
+    assert process.exitcode == 128 + number
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+    assert not any(map(alive, workers(tmp_path)))
+    end(process)
+
+
+KEPT: list[Any] = []
+
+
+def hang(folder: Path, how: str) -> None:
+    """The worker hangs; this process ends, is killed, or hangs with it."""
+    loader = plain(Samples(folder, 0, lets_go=how == "returns"), num_workers=1)
+    if how == "returns":
+        KEPT.append(start_workers(loader))  # not even then does it wait for the worker
+        wait_until(lambda: bool(workers(folder)))
+        return
+    model = LinearLoss()
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.1))
+    hooks = {
+        "signal": Preemption(Checkpointer(model, folder)),
+        "watchdog": Watchdog(1.0, "abort"),
+        "kill": None,
+    }
+    trainer.register_hooks([hooks[how]])
+    trainer.train(max_iter=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("returns", 0),
+        ("kill", -signal.SIGKILL),
+        ("signal", -signal.SIGTERM),
+        ("watchdog", EXIT_HUNG),
+    ],
+)
+def test_a_worker_that_hangs_does_not_outlive_the_process(
+    tmp_path: Path, how: str, code: int
+) -> None:
+    process = start(hang, tmp_path, how)
+    wait_until(lambda: bool(workers(tmp_path)) or not process.is_alive())
+    if how == "kill":
+        process.kill()
+    if how == "signal":
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM)  # another one ends the run at once
+    process.join(LIMIT_SECONDS)
+    assert process.exitcode == code
+    wait_until(lambda: not any(map(alive, workers(tmp_path))))
+    end(process)
+
+
+def read_on_after_a_signal(folder: Path) -> None:
+    got: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    batches = start_workers(plain(Samples(folder, hang_at=10), **options))
+    next(batches)
+    other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(3600,))
+    other.start()
+    other.terminate()
+    other.join(LIMIT_SECONDS)
+    assert other.exitcode == -signal.SIGTERM
+    (folder / "there").touch()
+    wait_until(lambda: bool(got))
+    for _ in range(9):
+        next(batches)
+    (folder / "read on").touch()
+    next(batches)
+
+
+def test_workers_of_the_fork_server_outlive_signals_but_not_the_process_and_others_do_not(
+    tmp_path: Path,
+) -> None:
+    process = start(read_on_after_a_signal, tmp_path)
+    for file in ("there", "read on"):
+        wait_until(lambda file=file: (tmp_path / file).exists() or not process.is_alive())
+        os.killpg(process.pid, signal.SIGTERM)
+    process.kill()
+    wait_until(lambda: not any(map(alive, workers(tmp_path))))
+    assert end(process) == -signal.SIGKILL
+    assert (tmp_path / "read on").exists()
