@@ -7,6 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -18,16 +19,40 @@ _DATE_FORMAT = "%m/%d %H:%M:%S"
 _KeyPart = Literal["caller", "message"]
 
 
-class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not in Python 3.10
+class _Handler(logging.Handler):
+    """One that we have attached. Says once that it cannot write, and the program goes on."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # such as a message that does not fit its arguments
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            where = getattr(self, "baseFilename", "stdout")
+            # The other handlers take this line; here it is lost like those before it.
+            logging.getLogger(record.name).error("Cannot write to %s: %s", where, error)
+
+
+class _StdoutHandler(_Handler, logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
     """Writes to what ``sys.stdout`` is now, not to what it was when logging was set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stdout
-        super().emit(record)
+        if sys.stdout is not None:  # the process was started without one
+            self.stream = sys.stdout
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """After a closed pipe, as of ``| head``, what is printed goes nowhere and fails nowhere."""
+        if isinstance(sys.exc_info()[1], OSError):
+            with suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+        super().handleError(record)
 
 
-class _FileHandler(logging.FileHandler):
-    """A log file that we have attached, and not somebody else."""
+class _FileHandler(_Handler, logging.FileHandler):
+    """A log file."""
 
 
 class _ColorFormatter(logging.Formatter):
@@ -107,7 +132,7 @@ def close_logger(name: str = "hooktrain") -> None:
     """Undo ``setup_logger``: remove its handlers, close its file, go back to logging's defaults."""
     logger = logging.getLogger(name)
     for handler in list(logger.handlers):
-        if isinstance(handler, _StdoutHandler | _FileHandler):
+        if isinstance(handler, _Handler):
             logger.removeHandler(handler)
             handler.close()
     logger.setLevel(logging.NOTSET)

@@ -4,6 +4,7 @@ import functools
 import io
 import logging
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -193,6 +194,41 @@ def test_records_reach_the_loggers_above_only_if_asked(caplog: pytest.LogCapture
     setup_logger(name=NAME).info("not propagated")
     setup_logger(name=NAME, enable_propagation=True).info("propagated")
     assert caplog.messages == ["propagated"]
+
+
+LOGS_500_LINES = """
+import resource, sys
+from hooktrain.utils.logger import setup_logger
+log = setup_logger(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+for number in range(500):
+    log.info("line %d", number)
+print("printed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("largest", "stdout", "complete", "errors"),
+    [
+        (10**6, "| true", "log.txt", ["Cannot write to stdout: [Errno 32] Broken pipe"]),
+        (10**6, "> /dev/full", "log.txt", ["Cannot write to stdout: [Errno 28] No space left"]),
+        (10**6, ">&-", "log.txt", []),
+        (2000, "| cat", "stdout", ["Cannot write to {}/log.txt: [Errno 27] File too large"]),
+    ],
+    ids=["closed pipe", "full terminal", "no stdout", "full disk"],
+)
+def test_lines_that_cannot_be_written_are_one_line_elsewhere_and_no_failure(
+    largest: int, stdout: str, complete: str, errors: list[str], tmp_path: Path
+) -> None:
+    command = f"({sys.executable} -c '{LOGS_500_LINES}' {tmp_path} {largest}; echo $? >&2) {stdout}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stderr == "0\n"
+    text = done.stdout if complete == "stdout" else (tmp_path / "log.txt").read_text()
+    assert text.count("line ") == 500
+    found = [line.split("ERROR")[1] for line in text.splitlines() if "ERROR" in line]
+    assert len(found) == len(errors)
+    for line, error in zip(found, errors, strict=True):
+        assert error.format(tmp_path) in line
 
 
 def test_two_loggers_can_share_a_file(tmp_path: Path) -> None:

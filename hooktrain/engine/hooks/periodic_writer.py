@@ -16,7 +16,9 @@ class PeriodicWriter(HookBase):
     """Lets writers write every ``period`` iterations, at the last one, and at the end.
 
     Register it after the hooks whose metrics it writes, and before the checkpointer: then
-    the files are complete up to each checkpoint, and a resumed run continues them seamlessly.
+    the files are complete up to each checkpoint, and a resumed run continues them seamlessly. The
+    metrics of the period in which a run is preempted are in its checkpoint; the run that goes on
+    writes them at the end of the period.
 
     A full disk is logged and does not end the run, unless it is still full at the end.
 
@@ -60,7 +62,9 @@ class PeriodicWriter(HookBase):
 
     def after_train(self) -> None:
         """Write what came last, such as the final evaluation, and close every writer."""
+        goes_on = self.trainer.stop_reason is not None and not self.trainer.succeeded
         with ExitStack() as last_first:  # calls them all, whatever they raise
             for writer in reversed(self._writers):
                 last_first.callback(writer.close)
-                last_first.callback(writer.write)
+                if not goes_on:
+                    last_first.callback(writer.write)

@@ -20,11 +20,14 @@ class HistoryBuffer:
 
     Args:
         max_length: how many values to keep, at least 1; the oldest are dropped.
+
+    Attributes:
+        count: how many values were ever added.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
         self._entries: deque[tuple[float, int]] = deque(maxlen=max_length)
-        self._count = self._non_finite_count = 0
+        self.count = self._non_finite_count = 0
         self._finite_sum = 0.0
 
     def update(self, value: float, iteration: int | None = None) -> None:
@@ -34,12 +37,12 @@ class HistoryBuffer:
             value: the value.
             iteration: when it was measured. None means the number of values before it.
         """
-        self.extend([(value, self._count if iteration is None else iteration)])
+        self.extend([(value, self.count if iteration is None else iteration)])
 
     def extend(self, entries: Sequence[tuple[float, int]]) -> None:
         """Add pairs (value, iteration), in order."""
         self._entries.extend(entries)
-        self._count += len(entries)
+        self.count += len(entries)
         values = [value for value, _ in entries]
         total = reduce(add, values, self._finite_sum)
         if not math.isfinite(total):
@@ -71,7 +74,7 @@ class HistoryBuffer:
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added, also those dropped since; NaN without any."""
-        finite_count = self._count - self._non_finite_count
+        finite_count = self.count - self._non_finite_count
         return self._finite_sum / finite_count if finite_count else math.nan
 
     def values(self) -> list[tuple[float, int]]:
@@ -121,7 +124,7 @@ class HistoryBuffer:
         return {
             "values": torch.tensor([value for value, _ in entries], dtype=torch.float64),
             "iterations": torch.tensor([i for _, i in entries], dtype=torch.int64),
-            "count": self._count,
+            "count": self.count,
             "non_finite_count": self._non_finite_count,
             "finite_sum": self._finite_sum,
         }
@@ -131,7 +134,7 @@ class HistoryBuffer:
         values, iterations = state_dict["values"].tolist(), state_dict["iterations"].tolist()
         self._entries.clear()
         self._entries.extend(zip(values, iterations, strict=True))
-        self._count = state_dict["count"]
+        self.count = state_dict["count"]
         self._non_finite_count = state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
 

@@ -27,11 +27,12 @@ class JSONWriter(EventWriter):
     """Appends metrics to a file, one JSON object a line, the main process only.
 
     A line has ``iteration`` and the metrics that were put at it. Metrics whose hint says so are
-    smoothed: the value is the median of the last iterations. Keys are sorted, and the lines of one
-    ``write()`` are in increasing order of iteration. A metric that is put late, for an iteration
-    long written, gets another line. JSON knows no NaN and infinities; they are written as the
-    strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. :func:`load_json_metrics` reads it all
-    back.
+    smoothed: each ``write()`` has one value, the median of the last iterations. Of others it has
+    all since the last ``write()``, but of those that are put at each iteration only the last. Keys
+    are sorted, and the lines of one ``write()`` are in increasing order of iteration. A metric that
+    is put late, for an iteration long written, gets another line. JSON knows no NaN and infinities;
+    they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+    :func:`load_json_metrics` reads it all back.
 
     What ``write()`` has written survives the process, however that ends; ``close()`` brings it to
     the disk, which takes too long to do each time. The file is made by the first ``write()`` that
@@ -56,7 +57,8 @@ class JSONWriter(EventWriter):
         """
         if not comm.is_main_process():
             return
-        scalars = self._unwritten.find(get_event_storage())
+        storage = get_event_storage()
+        scalars = self._unwritten.find(storage)
         if not scalars:
             return
         lines: dict[int, dict[str, Any]] = {}
@@ -65,11 +67,12 @@ class JSONWriter(EventWriter):
                 raise ValueError("no metric may be named 'iteration': each line has that already")
             line = lines.setdefault(iteration, {"iteration": iteration})
             line[name] = value if math.isfinite(value) else _SPELLED[str(value)]
-        self._append("".join(_ENCODER.encode(line) + "\n" for line in lines.values()).encode())
-        for iteration, line in lines.items():
-            self._unwritten.mark_written(line.keys() - {"iteration"}, iteration)
+        text = "".join(_ENCODER.encode(line) + "\n" for line in lines.values())
+        storage.written[self._path.name] = self._append(text.encode())
+        self._unwritten.mark_written()
 
-    def _append(self, text: bytes) -> None:
+    def _append(self, text: bytes) -> int:
+        """Write, all or nothing; return the size of the file."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Without a buffer: one would try again later to write what a full disk has refused.
@@ -85,19 +88,25 @@ class JSONWriter(EventWriter):
         except OSError:
             self._file.truncate(end)
             raise
+        return self._file.tell()
 
     def rewind(self, iteration: int) -> None:
         """Make the file end before ``iteration``, so that the run continues it without overlap.
 
         If ``iteration`` is 0, a new run begins: a file that is there already is renamed to the
         first free ``<name>.1``, ``<name>.2``, ... Otherwise the lines from ``iteration`` on are
-        removed, and those that are incomplete, as a run leaves them that is killed.
+        removed, and those that are incomplete, as a run leaves them that is killed. What is missing
+        of earlier ones is said loudly, and what was not smoothed is written again.
         """
         if not comm.is_main_process():
             return
         self.close()
-        self._unwritten.rewind(0)
-        if not self._path.exists() or self._path.stat().st_size == 0:
+        self._unwritten.rewind(())
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < (before := get_event_storage().written.get(self._path.name, 0)):
+            message = "METRICS ARE LOST: %s has %d bytes, but had %d at the checkpoint"
+            logger.error(message, self._path, size, before)
+        if not size:
             return
         if iteration == 0:
             numbers = (self._path.with_name(f"{self._path.name}.{n}") for n in count(1))
@@ -110,8 +119,7 @@ class JSONWriter(EventWriter):
         kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
         with atomic_write(self._path) as file:
             file.writelines(f"{text}\n".encode() for text, _ in kept)
-        for _, line in kept:
-            self._unwritten.mark_written(line.keys() - {"iteration"}, line["iteration"])
+        self._unwritten.rewind((name, line["iteration"]) for _, line in kept for name in line)
 
     def close(self) -> None:
         """Bring the file to the disk."""

@@ -66,6 +66,7 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration, with which metrics are stamped. Set it, or call :meth:`step`.
+        written: how far the writers of this package have written, by name; a part of the state.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
@@ -80,6 +81,7 @@ class EventStorage:
         self._images: deque[tuple[str, Tensor, int]] = deque(maxlen=64)
         self._histograms: deque[dict[str, Any]] = deque(maxlen=64)
         self._warned = False
+        self.written: dict[str, int] = {}
 
     def put_scalar(
         self,
@@ -266,6 +268,7 @@ class EventStorage:
                 name: {**history.state_dict(), "smoothing_hint": self._smoothing_hints[name]}
                 for name, history in self.histories().items()
             },
+            "written": dict(self.written),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -279,6 +282,7 @@ class EventStorage:
         self._smoothing_hints = {name: metrics[name]["smoothing_hint"] for name in metrics}
         self._pending = {name: [] for name in metrics}
         self._tensors_pending = False
+        self.written = dict(state_dict.get("written", {}))
 
     def _settle_smoothing_hint(self, name: str, hint: bool) -> None:
         """Make room for a new metric, or refuse another hint than the first."""

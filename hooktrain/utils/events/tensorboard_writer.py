@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from hooktrain.utils import comm
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 class TensorboardXWriter(EventWriter):
     """Writes everything in the storage to an event file, the main process only.
 
-    Metrics whose hint says so are smoothed: the value is the median of the last iterations. Images
-    and histograms are taken out of the storage. The file is made by the first ``write()`` that has
+    Which values of a metric are written is the same as in :class:`JSONWriter`. Images and
+    histograms are taken out of the storage. The file is made by the first ``write()`` that has
     something to write, also after ``close()``.
 
-    When a run resumes, TensorBoard hides what earlier files have from that iteration on. A metric
-    that was last put before it may be written a second time, with the same value.
+    When a run resumes, TensorBoard hides what earlier files have from that iteration on. What was
+    put after the last ``write()`` before the checkpoint may be written a second time, with the same
+    value.
 
     Args:
         log_dir: the folder for event files.
@@ -56,24 +58,41 @@ class TensorboardXWriter(EventWriter):
         if not scalars and not images and not histograms:
             return
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+            self._writer = self._open()
+        try:
+            for name, value, iteration in scalars:
+                self._writer.add_scalar(name, value, iteration)
+            for name, image, iteration in images:
+                self._writer.add_image(name, image, iteration)
+            for histogram in histograms:
+                self._writer.add_histogram_raw(**histogram)
+            self._writer.flush()
+        except OSError:
+            self._writer = None  # its thread has ended: the next write makes another file
+            raise
+        self._unwritten.mark_written()
+        storage.written["tensorboard"] = storage.iter + 1
 
-            self._writer = SummaryWriter(**self._arguments)
-            # A file that follows a close() belongs to the same run.
-            self._arguments.pop("purge_step", None)
-        for name, value, iteration in scalars:
-            self._writer.add_scalar(name, value, iteration)
-            self._unwritten.mark_written([name], iteration)
-        for name, image, iteration in images:
-            self._writer.add_image(name, image, iteration)
-        for histogram in histograms:
-            self._writer.add_histogram_raw(**histogram)
-        self._writer.flush()
+    def _open(self) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._arguments["log_dir"]
+        if os.path.isdir(folder):
+            # On a full disk this fails in one line, and the thread of a SummaryWriter in many.
+            with TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(4096))
+        writer = SummaryWriter(**self._arguments)
+        # A file that follows a close() belongs to the same run.
+        self._arguments.pop("purge_step", None)
+        return writer
 
     def rewind(self, iteration: int) -> None:
         """Let TensorBoard hide what earlier files have at and after ``iteration``."""
         self.close()
-        self._unwritten.rewind(iteration)
+        storage = get_event_storage()
+        end = storage.written.get("tensorboard", 0)
+        entries = ((name, i) for name, h in storage.histories().items() for _, i in h.values())
+        self._unwritten.rewind((name, i) for name, i in entries if i < end)
         self._arguments["purge_step"] = iteration
 
     def close(self) -> None:

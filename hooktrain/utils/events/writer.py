@@ -1,8 +1,10 @@
 """What brings metrics out, and what every such writer has to remember."""
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
+from operator import itemgetter
 
+from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.storage import EventStorage
 
 
@@ -20,7 +22,8 @@ class EventWriter:
     def rewind(self, iteration: int) -> None:
         """Forget everything that this writer has recorded at or after ``iteration``.
 
-        Called when a run starts (``iteration`` is 0) or resumes, before the first :meth:`write`.
+        Called inside of the run's storage when the run starts (``iteration`` is 0) or resumes,
+        before the first :meth:`write`.
         """
 
     def close(self) -> None:
@@ -28,10 +31,7 @@ class EventWriter:
 
 
 class UnwrittenScalars:
-    """Picks the metrics that a writer has not written yet.
-
-    It remembers for each metric the last 64 iterations that were written. So a value that comes
-    with an older iteration than others is neither lost nor written twice.
+    """Picks the metrics that a writer has not written yet, by counting their values.
 
     Args:
         window_size: how many iterations to smooth over, where a metric's hint allows it.
@@ -39,24 +39,33 @@ class UnwrittenScalars:
 
     def __init__(self, window_size: int) -> None:
         self._window_size = window_size
-        self._written: dict[str, deque[int]] = {}
+        self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
+        self._found: dict[HistoryBuffer, int] = {}
+        self._written: set[tuple[str, int]] = set()
+
+    def rewind(self, written: Iterable[tuple[str, int]]) -> None:
+        """Begin anew, where these values (name, iteration) are written already."""
+        self._counts, self._written = {}, set(written)
 
     def find(self, storage: EventStorage) -> list[tuple[str, float, int]]:
-        """(name, value, iteration) of each metric with news, in increasing order of iteration."""
-        latest = storage.latest_with_smoothing_hint(self._window_size)
-        unwritten = [
-            (name, value, iteration)
-            for name, (value, iteration) in latest.items()
-            if iteration not in self._written.get(name, ())
-        ]
-        return sorted(unwritten, key=lambda scalar: scalar[2])
+        """(name, value, iteration) of what is new, in increasing order of iteration.
 
-    def mark_written(self, names: Iterable[str], iteration: int) -> None:
-        """Remember that the values of these metrics at an iteration are written."""
-        for name in names:
-            self._written.setdefault(name, deque(maxlen=64)).append(iteration)
+        Of a metric that is smoothed, one value. Of others all, unless one of the next iteration
+        follows: of those that are put at each iteration, such as a learning rate, the last.
+        """
+        hints, histories = storage.smoothing_hints(), storage.histories()
+        self._found = {history: history.count for history in histories.values()}
+        found = []
+        for name, history in histories.items():
+            entries = history.tail(history.count - self._counts.get(history, 0))
+            if entries and hints[name]:
+                entries = [(history.recent_median(self._window_size), entries[-1][1])]
+            for (value, iteration), (_, following) in pairwise([*entries, (0.0, -1)]):
+                if following != iteration + 1 and (name, iteration) not in self._written:
+                    found.append((name, value, iteration))
+        return sorted(found, key=itemgetter(2))
 
-    def rewind(self, iteration: int) -> None:
-        """Forget what was written at or after ``iteration``."""
-        for name, written in self._written.items():
-            self._written[name] = deque((i for i in written if i < iteration), written.maxlen)
+    def mark_written(self) -> None:
+        """Remember that what was found is written."""
+        self._counts = self._found
+        self._written.clear()

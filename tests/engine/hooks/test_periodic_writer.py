@@ -1,12 +1,26 @@
 import errno
 import json
+import math
+import signal
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+from torch import nn
 
-from hooktrain.engine.hooks import CallbackHook, PeriodicWriter
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicWriter, Preemption
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventWriter, JSONWriter, get_event_storage
+from hooktrain.utils.events import (
+    EventWriter,
+    JSONWriter,
+    TensorboardXWriter,
+    get_event_storage,
+    load_json_metrics,
+)
 from toy import Idle
 
 
@@ -51,6 +65,55 @@ def test_every_writer_is_closed_even_if_one_fails_and_the_error_comes_back() -> 
         trainer.train(0, 3)
     assert first.log == ["rewind 0", "write 0", "close"]
     assert second.log == ["rewind 0", "write 0", "close"]
+
+
+def train(folder: Path, preempted_at: int = -1) -> None:
+    """60 iterations, or those that are left."""
+
+    def put(trainer: Any) -> None:
+        trainer.storage.put_scalar("loss", math.sin(trainer.iter))
+        trainer.storage.put_scalar("lr", 1 / (1 + trainer.iter), smoothing_hint=False)
+        if trainer.iter == preempted_at:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = Idle()
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=trainer)
+    writers = [JSONWriter(folder / "metrics.json"), TensorboardXWriter(folder)]
+    trainer.register_hooks(
+        [
+            CallbackHook(after_step=put),
+            EvalHook(5, lambda: {"accuracy": trainer.iter / 100}, eval_after_train=False),
+            PeriodicWriter(writers, period=20),
+            Preemption(checkpointer),
+        ]
+    )
+    checkpointer.resume_or_load("", resume=True)
+    with suppress(SystemExit):
+        trainer.train(max_iter=60)
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {n: [(e.step, e.value) for e in events.Scalars(n)] for n in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("iteration", [10, 19, 30, 59])
+def test_a_preempted_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbed_one(
+    iteration: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Count files from 0: within a second TensorBoard reads the tenth before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    train(once)
+    lines = load_json_metrics(once / "metrics.json")
+    assert [m["iteration"] for m in lines if "accuracy" in m] == list(range(4, 60, 5))
+    assert [m["iteration"] for m in lines if "loss" in m or "lr" in m] == [19, 39, 59]
+
+    train(twice, preempted_at=iteration)
+    train(twice)
+    assert (twice / "metrics.json").read_text() == (once / "metrics.json").read_text()
+    assert points(twice) == points(once)
+    assert len(points(once)["accuracy"]) == 12
 
 
 class Full(Recorder):

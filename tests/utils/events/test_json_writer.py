@@ -55,6 +55,26 @@ def test_lines_of_one_write_are_in_order_of_iteration_and_never_repeated(path: P
     ]
 
 
+@pytest.mark.parametrize("period", [5, 2])
+def test_each_value_without_smoothing_has_its_line_unless_there_is_one_in_each_iteration(
+    path: Path, period: int
+) -> None:
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for storage.iter in range(30):
+            storage.put_scalar("loss", 1.0)
+            storage.put_scalar("lr", 0.5, smoothing_hint=False)
+            if storage.iter % period == 0:
+                storage.put_scalar("accuracy", storage.iter / 100, smoothing_hint=False)
+            if storage.iter % 10 == 9:
+                writer.write()
+    writer.close()
+    found = {line["iteration"]: line for line in lines(path)}
+    assert [i for i, line in found.items() if "accuracy" in line] == list(range(0, 30, period))
+    assert found[20] == {"iteration": 20, "accuracy": 0.2}
+    assert [i for i, line in found.items() if "lr" in line or "loss" in line] == [9, 19, 29]
+
+
 def test_a_value_older_than_the_last_write_is_written_once(path: Path) -> None:
     writer = JSONWriter(path)
     with EventStorage() as storage:
@@ -166,6 +186,7 @@ def test_only_the_main_process_touches_the_file(
         for iteration in (0, 5):
             writer.rewind(iteration)
             writer.write()
+    assert storage.written == {}
     assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
     assert path.read_text() == "old\n"
 
@@ -175,9 +196,9 @@ def test_a_new_run_moves_the_old_file_aside(path: Path, caplog: pytest.LogCaptur
     path.write_text('{"iteration": 1, "loss": 1.0}\n')
     path.with_name("metrics.json.1").write_text("still older\n")
     writer = JSONWriter(path)
-    writer.rewind(0)
-    assert "metrics.json.2" in caplog.text
     with EventStorage() as storage:
+        writer.rewind(0)
+        assert "metrics.json.2" in caplog.text
         storage.put_scalar("loss", 2.0)
         writer.write()
     writer.close()
@@ -189,8 +210,8 @@ def test_a_new_run_moves_the_old_file_aside(path: Path, caplog: pytest.LogCaptur
 def test_one_writer_can_begin_a_new_run(path: Path) -> None:
     writer = JSONWriter(path)
     for _ in range(2):
-        writer.rewind(0)
         with EventStorage() as storage:
+            writer.rewind(0)
             storage.put_scalar("loss", 1.0)
             writer.write()
     writer.close()
@@ -200,18 +221,21 @@ def test_one_writer_can_begin_a_new_run(path: Path) -> None:
 
 def test_a_new_run_without_an_old_file_or_with_an_empty_one_moves_nothing(path: Path) -> None:
     for _ in range(2):
-        JSONWriter(path).rewind(0)
-        JSONWriter(path).rewind(7)
+        with EventStorage():
+            JSONWriter(path).rewind(0)
+        with EventStorage(7):
+            JSONWriter(path).rewind(7)
         path.touch()
     assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
 
 
-def test_a_resumed_run_keeps_the_complete_lines_before_it(
+def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = '{"iteration": 19, "loss": 1.0}\n{"iteration": 29, "loss": "NaN"}\n'
     path.write_text(good + "[1, 2]\n{}\n" + '{"iteration": 30, "loss": 2.0}\n{"iteration": 40, "lo')
-    JSONWriter(path).rewind(30)
+    with EventStorage(30):
+        JSONWriter(path).rewind(30)
     assert path.read_text() == good
     assert "left out 3 lines" in caplog.text
     assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
@@ -225,7 +249,7 @@ def test_a_failing_rewind_keeps_the_file(path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(5, "broken disk")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="broken disk"):
+    with EventStorage(30), pytest.raises(OSError, match="broken disk"):
         JSONWriter(path).rewind(30)
     assert path.read_text() == before
 
@@ -236,11 +260,12 @@ def run(
     """Iterations with a write after every 20th; returns the state after one of them."""
     state: dict[str, Any] = {}
     writer = JSONWriter(path)
-    writer.rewind(start)
     with storage:
+        writer.rewind(start)
         for storage.iter in range(start, stop):
             storage.put_scalar("loss", math.sin(storage.iter))
-            if storage.iter % 15 == 14:
+            storage.put_scalar("lr", 1 / (1 + storage.iter), smoothing_hint=False)
+            if storage.iter % 6 == 2:
                 storage.put_scalar("accuracy", float(storage.iter), smoothing_hint=False)
             if storage.iter % 7 == 6:
                 storage.put_scalar("late", 1.0 * storage.iter, cur_iter=storage.iter - 5)
@@ -268,34 +293,20 @@ def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one(
     assert path.read_text() == (tmp_path / "whole.json").read_text()
 
 
-def test_a_late_value_from_after_the_checkpoint_is_kept_and_not_repeated(path: Path) -> None:
-    """As of an evaluation that takes longer than the run from one checkpoint to the next."""
+@pytest.mark.parametrize("left", ["", '{"iteration": 19, "loss": 0.5}\n', None])
+def test_a_file_that_has_lost_lines_is_said_loudly_and_gets_what_the_state_still_has(
+    left: str | None, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = run(path, 0, 67, EventStorage(), 60)
+    path.unlink() if left is None else path.write_text(left)
     storage = EventStorage()
-
-    def put(name: str, iteration: int) -> None:
-        storage.put_scalar(name, 0.5, smoothing_hint=False, cur_iter=iteration)
-        writer.write()
-
-    with storage:
-        writer = JSONWriter(path)
-        put("accuracy", 10)
-        put("loss", 19)
-        state = storage.state_dict()
-        put("loss", 39)
-        put("accuracy", 15)
-        writer.close()
-        storage.load_state_dict(state)
-        writer = JSONWriter(path)
-        writer.rewind(20)
-        put("loss", 39)
-        put("accuracy", 15)
-        writer.close()
-    assert lines(path) == [
-        {"accuracy": 0.5, "iteration": 10},
-        {"iteration": 19, "loss": 0.5},
-        {"accuracy": 0.5, "iteration": 15},
-        {"iteration": 39, "loss": 0.5},
-    ]
+    storage.load_state_dict(state)
+    run(path, 61, 80, storage)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"{path} has {len(left or '')} bytes, but had" in record.message
+    accuracies = [(m["iteration"], m["accuracy"]) for m in lines(path) if "accuracy" in m]
+    assert accuracies == [(i, float(i)) for i in range(2, 80, 6)]
 
 
 def test_a_file_that_was_cut_off_does_not_spoil_the_next_line(path: Path) -> None:

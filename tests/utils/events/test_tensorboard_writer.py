@@ -1,5 +1,6 @@
 import importlib.util
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -104,12 +105,11 @@ def test_only_the_main_process_writes_and_no_process_keeps_the_images(
 def test_a_resumed_run_hides_what_came_after_its_start(tmp_path: Path) -> None:
     with EventStorage() as storage:
         first = TensorboardXWriter(tmp_path)
-        first.rewind(0)
         for storage.iter in (19, 39, 59):
             storage.put_scalar("loss", 1.0, smoothing_hint=False)
             first.write()
         first.close()
-    with EventStorage() as storage:
+    with EventStorage(40) as storage:
         second = TensorboardXWriter(tmp_path)
         second.rewind(40)
         storage.put_scalar("loss", 2.0, smoothing_hint=False, cur_iter=45)
@@ -120,8 +120,8 @@ def test_a_resumed_run_hides_what_came_after_its_start(tmp_path: Path) -> None:
 
 def test_a_write_after_close_goes_on_and_hides_nothing(tmp_path: Path) -> None:
     writer = TensorboardXWriter(tmp_path)
-    writer.rewind(0)
     with EventStorage() as storage:
+        writer.rewind(0)
         for storage.iter in (0, 1):
             storage.put_scalar("loss", 1.0)
             writer.write()
@@ -132,16 +132,37 @@ def test_a_write_after_close_goes_on_and_hides_nothing(tmp_path: Path) -> None:
 
 def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
     writer = TensorboardXWriter(tmp_path)
+    for start, value in ((0, 1.0), (5, 2.0)):
+        with EventStorage(start) as storage:
+            writer.rewind(start)
+            for storage.iter in range(start, 10):
+                storage.put_scalar("loss", value, smoothing_hint=False)
+                if storage.iter in (3, 9):
+                    writer.write()
+    writer.close()
+    assert scalars(tmp_path, "loss") == [(3, 1.0), (9, 2.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with EventStorage() as storage:
-        storage.put_scalar("early", 1.0, cur_iter=3)
-        storage.put_scalar("loss", 1.0, cur_iter=9)
+        storage.put_scalar("loss", 1.0)
         writer.write()
-        writer.rewind(5)
-        storage.put_scalar("loss", 3.0, cur_iter=9)
+        (file,) = tmp_path.iterdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limits[1]))
+        try:
+            for storage.iter in (1, 2, 3):
+                storage.put_scalar("loss", 2.0)
+                with pytest.raises(OSError, match="File too large"):
+                    writer.write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == [file]
         writer.write()
     writer.close()
-    assert scalars(tmp_path, "early") == [(3, 1.0)]
-    assert scalars(tmp_path, "loss") == [(9, 2.0)]
+    assert scalars(tmp_path, "loss") == [(0, 1.0), (3, 2.0)]
 
 
 def test_further_arguments_reach_the_summary_writer(tmp_path: Path) -> None:
