@@ -85,13 +85,13 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
         yield
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    real = comm._object_group
+    real = comm.object_group
     # A fake process group has no gloo beside it.
-    comm._object_group = lambda: dist.group.WORLD  # type: ignore[assignment, return-value]
+    comm.object_group = lambda: dist.group.WORLD  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
-        comm._object_group = real
+        comm.object_group = real
         dist.destroy_process_group()
 
 

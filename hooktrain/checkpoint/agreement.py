@@ -4,9 +4,11 @@ import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hooktrain.utils import comm
+from hooktrain.utils.background import BackgroundWorker
 
 T = TypeVar("T")
 
@@ -50,6 +52,19 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
     """
     is_main = comm.is_main_process()
     return on_all_ranks(lambda: function() if is_main else None, group)[0]  # type: ignore[return-value]
+
+
+def all_come(seconds: float | None = None) -> bool:
+    """Whether all ranks come here. A rank that is in another collective has not come. Collective.
+
+    Args:
+        seconds: how long this rank waits at most; None waits as long as the process group does.
+    """
+    if comm.get_world_size() == 1:
+        return True
+    worker, group = BackgroundWorker("meeting"), comm.object_group()
+    worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
+    return worker.wait(seconds)
 
 
 def _portable(error: Exception | None) -> Exception | None:

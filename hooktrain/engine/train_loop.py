@@ -133,6 +133,7 @@ class TrainerBase:
         self._finished = 0
         self._stop_request: str | None = None
         self.stop_reason: str | None = None
+        self._late_error: Exception | None = None
 
     def register_hooks(
         self,
@@ -223,7 +224,7 @@ class TrainerBase:
         self.iter = self.start_iter = self._finished = start
         self.max_iter = max_iter
         self.succeeded = False
-        self._stop_request = self.stop_reason = None
+        self._stop_request = self.stop_reason = self._late_error = None
         self._losses.begin(start)
         self._begun = []
         with self.storage:
@@ -302,7 +303,10 @@ class TrainerBase:
                     first = error
                 else:
                     logger.exception("A further hook failed in after_train:")
+        if first is None:
+            first = self._late_error
         if first is not None:
+            self.succeeded = False
             raise first
 
     def before_step(self) -> None:
@@ -327,6 +331,17 @@ class TrainerBase:
             self.synchronize()
         for hook in self._acting["after_step"]:
             hook.after_step()
+        if (error := self._late_error) is not None:
+            self._late_error = None
+            raise error
+
+    def raise_later(self, error: Exception) -> None:
+        """Let an error end the run when the other hooks have seen this iteration, or the end.
+
+        So what was trained is saved where that is due. All ranks must call it, or none, since the
+        other hooks may call collectives.
+        """
+        self._late_error = self._late_error or error
 
     def request_stop(self, reason: str) -> None:
         """Ask for an early, orderly end of the run, from any hook or rank.

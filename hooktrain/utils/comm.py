@@ -95,7 +95,7 @@ def synchronize() -> None:
     Processes wait for each other, accelerators do not: what was queued there may still be running.
     """
     if get_world_size() > 1:
-        dist.barrier(_object_group())
+        dist.barrier(object_group())
 
 
 def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
@@ -112,7 +112,7 @@ def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     """
     if get_world_size() == 1:
         return [data]
-    group = _object_group() if group is None else group
+    group = object_group() if group is None else group
     gathered: list[Any] = [None] * _size_with_this_rank(group)
     dist.all_gather_object(gathered, data, group=group)
     return gathered
@@ -132,7 +132,7 @@ def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     """
     if get_world_size() == 1:
         return [data]
-    group = _object_group() if group is None else group
+    group = object_group() if group is None else group
     gathered: list[Any] = [None] * _size_with_this_rank(group) if get_rank() == dst else []
     dist.gather_object(data, gathered or None, dst=dst, group=group)
     return gathered
@@ -148,7 +148,7 @@ def broadcast(obj: T, src: int = 0) -> T:
     if get_world_size() == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=src, group=_object_group())
+    dist.broadcast_object_list(box, src=src, group=object_group())
     return box[0]
 
 
@@ -165,7 +165,7 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         ``values``.
     """
     if get_world_size() > 1:
-        dist.all_reduce(values, op, group=_object_group())
+        dist.all_reduce(values, op, group=object_group())
     return values
 
 
@@ -206,8 +206,8 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
     return {name: reduced[name] for name in input_dict}
 
 
-def _object_group() -> ProcessGroup:
-    """All ranks, through a backend that moves CPU memory. Collective when called first."""
+def object_group() -> ProcessGroup:
+    """All ranks, through gloo, which moves CPU memory. Collective when called first."""
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend(world) == "gloo":

@@ -197,7 +197,7 @@ def test_every_iteration_of_a_run_has_its_means_on_all_ranks() -> None:
 def many_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process takes itself for the main one of 4,096; the others send zeros, or nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
-    monkeypatch.setattr(comm, "_object_group", lambda: dist.group.WORLD)
+    monkeypatch.setattr(comm, "object_group", lambda: dist.group.WORLD)
     yield
     dist.destroy_process_group()
 

@@ -23,14 +23,14 @@ def test_the_maximum_and_the_sum_of_a_period_are_counted_with_their_bytes(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--worlds 8 4096 --losses 3 --rounds 1 --iterations 40"
-    real = comm._object_group
+    real = comm.object_group
     tool.main(["ranks", *options.split()])
     rows = [cells(line)[:4] for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
     # The maximum has two numbers and one of each iteration. The sum has two of each iteration for
     # each of three losses and their sum.
     size = str(8 * (2 + 20) + 8 * 2 * 20 * 4)
     assert rows[2:] == [["1", "3", "0", "0"], ["8", "3", "2", size], ["4,096", "3", "2", size]]
-    assert comm._object_group is real
+    assert comm.object_group is real
 
 
 def test_a_collective_that_somebody_adds_to_a_period_is_counted(

@@ -1,11 +1,17 @@
 """Evaluates while training."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hooktrain.checkpoint.agreement import all_come
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.evaluation import flatten_results_dict
 from hooktrain.utils import comm
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 5.0
 
 
 class EvalHook(HookBase):
@@ -14,6 +20,11 @@ class EvalHook(HookBase):
     What it returns becomes metrics: a dict, possibly nested, of numbers. Register it on every
     rank or on none; what it returns on the main process counts, and every rank gets that, so that
     hooks that act on a metric do the same everywhere.
+
+    An error of the function ends the run after the other hooks have seen the iteration, so that
+    what was trained is saved where that is due. With several ranks, one that fails waits some
+    seconds for the others. If they do not come, they may be waiting for it inside of the function,
+    and it ends the run at once.
 
     Args:
         eval_period: in iterations; 0 or less evaluates at the end only.
@@ -42,14 +53,32 @@ class EvalHook(HookBase):
             self._evaluate()
 
     def _evaluate(self) -> None:
-        numbers = {}
-        for name, value in flatten_results_dict(self._func() or {}).items():
-            try:
-                numbers[name] = float(value)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"results of an evaluation must be numbers, but {name!r} is {value!r}"
-                ) from None
+        numbers: dict[str, float] = {}
+        error: Exception | None = None
+        try:
+            numbers = _as_numbers(self._func() or {})
+        except Exception as raised:
+            logger.exception("The evaluation failed:")
+            error = raised
         # Ranks need very different times to evaluate; they wait here, where it is visible.
-        for name, number in comm.broadcast(numbers).items():
-            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
+        if not all_come(_PATIENCE_SECONDS if error else None) and error:
+            raise error
+        outcomes = comm.all_gather((numbers, repr(error) if error else None))
+        if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]:
+            self.trainer.raise_later(error or RuntimeError(f"The evaluation failed on {failed[0]}"))
+        hints = self.trainer.storage.smoothing_hints()
+        for name, number in outcomes[0][0].items():
+            # A name that training uses too keeps its hint.
+            self.trainer.storage.put_scalar(name, number, hints.get(name, False))
+
+
+def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in flatten_results_dict(results).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"results of an evaluation must be numbers, but {name!r} is {value!r}"
+            ) from None
+    return numbers

@@ -1,9 +1,13 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hooktrain.engine.hooks import CallbackHook, EvalHook
-from toy import Idle
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer, eval_hook
+from hooktrain.utils import comm
+from toy import Idle, linear_trainer
 
 
 def count(period: int, max_iter: int, **kwargs: Any) -> int:
@@ -60,3 +64,73 @@ def test_the_same_trainer_can_be_trained_and_evaluated_twice() -> None:
 def test_results_that_are_no_numbers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'a/b' is 'good'"):
         Idle(EvalHook(0, lambda: {"a": {"b": "good"}})).train(0, 1)
+
+
+def test_a_name_that_training_logs_too_keeps_its_hint() -> None:
+    trainer = linear_trainer(EvalHook(2, lambda: {"total_loss": 7.0, "accuracy": 1.0}))
+    trainer.train(0, 3)
+    assert (7.0, 1) in trainer.storage.history("total_loss").values()
+    hints = trainer.storage.smoothing_hints()
+    assert hints["total_loss"]
+    assert not hints["accuracy"]
+
+
+def broken() -> None:
+    raise ZeroDivisionError("broken")
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_what_was_trained_is_saved_before_an_error_of_the_evaluation_ends_the_run(
+    at_the_end: bool, tmp_path: Path
+) -> None:
+    stop = CallbackHook(after_step=lambda t: at_the_end and t.iter == 1 and t.request_stop("now"))
+    trainer = linear_trainer(stop, EvalHook(0 if at_the_end else 2, broken))  # type: ignore[arg-type]
+    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2 + 7 * at_the_end)])
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        trainer.train(0, 8)
+    assert not trainer.succeeded
+    (name,) = [path.name for path in tmp_path.glob("*.pth")]
+    assert name == ("model_final.pth" if at_the_end else "model_0000001.pth")
+    assert checkpointer.resume_or_load("")["iteration"] == 1
+
+
+def fail_on(ranks: list[int], folder: Path) -> tuple[str, list[str]]:
+    def evaluate() -> dict[str, float]:
+        if comm.get_rank() in ranks:
+            raise ZeroDivisionError("broken")
+        return {"accuracy": 1.0}
+
+    trainer = linear_trainer(EvalHook(2, evaluate))
+    checkpointer = Checkpointer(trainer.model, folder, sharded=True, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+        trainer.train(0, 8)
+    return str(caught.value), sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_several_ranks_save_and_end_together_when_the_evaluation_of_one_has_failed(
+    ranks: list[int], tmp_path: Path
+) -> None:
+    told = f"The evaluation failed on rank {ranks[0]}: ZeroDivisionError('broken')"
+    expected = ["broken" if rank in ranks else told for rank in range(2)]
+    saved = ["last_checkpoint", "model_0000001"]
+    assert run_ranks(fail_on, 2, ranks, tmp_path) == [(error, saved) for error in expected]
+
+
+def fail_where_another_rank_waits() -> None:
+    def evaluate() -> dict[str, float]:
+        if comm.is_main_process():
+            comm.all_gather("the predictions")
+        raise ZeroDivisionError("broken")
+
+    eval_hook._PATIENCE_SECONDS = 0.2
+    trainer = linear_trainer(EvalHook(2, evaluate))
+    trainer.train(0, 8)
+
+
+def test_a_rank_that_fails_while_another_waits_for_it_ends_the_run_soon() -> None:
+    with pytest.raises(RuntimeError, match="failure in rank 1") as caught:
+        run_ranks(fail_where_another_rank_waits, 2)
+    assert str(caught.value).endswith("ZeroDivisionError: broken\n")
