@@ -1,0 +1,40 @@
+"""A short campaign of random faults, and that it would notice a run that is lost or bent."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import CONTEXT
+
+TOOLS = Path(__file__).parent.parent.parent / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    module = importlib.import_module("crash_campaign")
+    monkeypatch.setattr(module, "CONTEXT", CONTEXT)
+    return module
+
+
+def test_runs_that_random_faults_strike_end_as_undisturbed_ones(tool: Any, tmp_path: Path) -> None:
+    campaign = tool.Campaign(0, 8, tmp_path)
+    campaign.go(2)
+    assert campaign.failures == []
+    assert campaign.struck.total() >= 8
+
+
+def test_a_run_that_is_bent_is_reported(tool: Any, tmp_path: Path) -> None:
+    variant = tool.Variant(1, 0, False, False)
+    assert tool.run(tmp_path / "out", variant) == (0, False)
+    expected = tool.outcome(tmp_path / "out")
+    assert tool.differences(tool.outcome(tmp_path / "out"), expected) == []
+    lines = (tmp_path / "out" / "metrics.json").read_text().splitlines()
+    row = json.loads(lines[2]) | {"total_loss": 0.5}
+    lines[2] = json.dumps(row)
+    (tmp_path / "out" / "metrics.json").write_text("\n".join(lines))
+    found = tool.differences(tool.outcome(tmp_path / "out"), expected)
+    assert found == [".rows[2].total_loss"]

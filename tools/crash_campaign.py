@@ -1,0 +1,396 @@
+"""Disturb real trainings at random, again and again: do all of them end as if nothing had happened?
+
+    python tools/crash_campaign.py --faults 200
+
+A try is a training of the digits configuration in child processes, with one or two ranks, with or
+without loader workers, with files or folders of shards, in the foreground or the background. Faults
+strike it one after the other; after each the same command goes on. In the end its weights, its
+optimizer, its hooks and its rows of metrics must be those of an undisturbed run, bit for bit, with
+no process and no temporary file left. Everything random is drawn from ``--seed`` and the number of
+the try; only the moments at which the operating system acts on it differ.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import train_net
+from tabulate import tabulate
+
+from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.engine import default_argument_parser, launch
+from hooktrain.utils import comm
+from hooktrain.utils.events import load_json_metrics
+
+CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
+CONTEXT = multiprocessing.get_context("forkserver")
+OPTIONS = [
+    "train.max_iter=80",
+    "train.checkpointer.period=7",
+    "train.checkpointer.max_to_keep=3",
+    "train.eval_period=30",
+    "train.log_period=10",
+    "train.ema.enabled=true",
+    "train.watchdog_s=5",
+    "model.channels=4",
+    "model.dropout=0.5",
+]
+TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
+LIMIT_SECONDS = 120.0
+ERRORS = {"a full disk": 28, "an input/output error": 5, "a stale file handle": 116}
+
+# Faults by their name: how often each is drawn. The first three are kills.
+FAULTS = {
+    "SIGKILL to all processes": 6,
+    "SIGKILL to one rank": 3,
+    "SIGKILL at a system call of a save": 6,
+    "SIGKILL to the parent of the ranks": 1,
+    "SIGKILL to a loader worker": 1,
+    "SIGTERM or SIGINT to one process": 1,
+    "SIGTERM or SIGINT to all processes": 1,
+    "a system call of a save fails": 1,
+    "SIGKILL, and the newest checkpoint is damaged": 1,
+    "SIGKILL, and the pointer is damaged": 0.5,
+    "a rank hangs": 0.1,
+    "a loader worker hangs": 0.1,
+    "all processes are suspended": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run is set up."""
+
+    ranks: int
+    workers: int
+    sharded: bool
+    background: bool
+
+    def options(self) -> list[str]:
+        """As overrides of the configuration."""
+        return [
+            f"dataloader.train.num_workers={self.workers}",
+            f"train.checkpointer.sharded={str(self.sharded).lower()}",
+            f"train.checkpointer.background={str(self.background).lower()}",
+        ]
+
+
+VARIANTS = [Variant(*each) for each in product((1, 2), (0, 2), (False, True), (False, True))]
+
+
+class LostRunError(Exception):
+    """A run that did not survive."""
+
+
+# In the processes of the training.
+
+
+@dataclass
+class AtCall:
+    """Acts in one rank, at one of the system calls by which files in the folder are changed."""
+
+    number: int
+    error: int | None = None  # None kills
+    rank: int = 0
+
+    def install(self, folder: str) -> None:
+        """Count the calls of this process from now on."""
+        sys.addaudithook(partial(self._audit, folder))
+        fsync = os.fsync
+
+        def counted(file: Any) -> None:
+            self._count()
+            fsync(file)
+
+        os.fsync = counted
+
+    def _audit(self, folder: str, event: str, args: tuple[Any, ...]) -> None:
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
+        if event == "open" and isinstance(args[2], int):
+            changes = bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and str(args[0]).startswith(folder):
+            self._count()
+
+    def _count(self) -> None:
+        self.number -= 1
+        if self.number == 0 and self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.number == 0:
+            raise OSError(self.error, os.strerror(self.error or 0))
+
+
+def main(args: argparse.Namespace, folder: str, at_call: AtCall | None) -> None:
+    """What each rank does."""
+    if at_call is not None and comm.get_rank() == at_call.rank % comm.get_world_size():
+        at_call.install(folder)
+    train_net.main(args)
+
+
+def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
+    """What the first process of a run does, in a session of its own."""
+    os.setsid()
+    with open(f"{folder}.log", "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    # Copies of this process: new interpreters would spend seconds on importing torch.
+    multiprocessing.set_start_method("fork", force=True)
+    module: Any = sys.modules[launch.__module__]
+    module.start_processes = partial(module.start_processes, start_method="fork")
+    arguments = ["--resume", "--config-file", CONFIG, f"train.output_dir={folder}"]
+    arguments += [*OPTIONS, *variant.options()]
+    args = default_argument_parser().parse_args(arguments)
+    launch(main, variant.ranks, args=(args, folder, at_call))
+
+
+# In the process of the campaign.
+
+
+def parents(session: int) -> dict[int, int]:
+    """The living processes of a session, each with its parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, of, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(of) == session and state != "Z":
+            found[int(path.parent.name)] = int(parent)
+    return found
+
+
+def by_role(first: int, ranks: int) -> dict[str, list[int]]:
+    """The processes of a run by what they do."""
+    tree = parents(first)
+    of_ranks = [first] if ranks == 1 else [pid for pid, parent in tree.items() if parent == first]
+    workers = [pid for pid, parent in tree.items() if parent in of_ranks]
+    return {"all": list(tree), "rank": of_ranks, "worker": workers, "parent": [first]}
+
+
+def send(number: int, processes: list[int]) -> bool:
+    """Send a signal; whether any of the processes was still there."""
+    hit = False
+    for process in processes:
+        try:
+            os.kill(process, number)
+            hit = True
+        except ProcessLookupError:
+            pass
+    return hit
+
+
+def strike(fault: str, process: Any, variant: Variant, draw: random.Random) -> bool:
+    """Do to a running training what the fault says; whether it was hit."""
+    roles = by_role(process.pid, variant.ranks)
+    one = [draw.choice(roles["rank"])] if roles["rank"] else []
+    number = draw.choice((signal.SIGTERM, signal.SIGINT))
+    if fault.startswith("SIGKILL to one rank"):
+        return send(signal.SIGKILL, one)
+    if fault.startswith("SIGKILL to the parent"):
+        return variant.ranks > 1 and send(signal.SIGKILL, roles["parent"])
+    if fault.startswith("SIGKILL to a loader worker"):
+        return send(signal.SIGKILL, roles["worker"][:1])
+    if fault.startswith("SIGKILL"):
+        return send(signal.SIGKILL, roles["all"])
+    if fault.startswith("SIGTERM or SIGINT to one"):
+        return send(number, one)
+    if fault.startswith("SIGTERM or SIGINT to all"):
+        return send(number, roles["all"])
+    if fault == "all processes are suspended":
+        hit = send(signal.SIGSTOP, roles["all"])
+        time.sleep(6)
+        send(signal.SIGCONT, roles["all"])
+        return hit
+    return send(signal.SIGSTOP, one if fault == "a rank hangs" else roles["worker"][:1])
+
+
+def run(
+    folder: Path, variant: Variant, fault: str = "", seconds: float = 0, draw: Any = random
+) -> tuple[int, bool]:
+    """Start the training, disturb it, wait for its end; its exit code, and whether it was hit."""
+    at_call = None
+    if "system call" in fault:
+        error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
+        at_call = AtCall(draw.randint(1, 80), error, draw.randrange(2))
+    process = CONTEXT.Process(target=train, args=(str(folder), variant, at_call))
+    process.start()
+    hit = False
+    if fault and at_call is None:
+        process.join(draw.uniform(0, seconds))
+        hit = process.is_alive() and strike(fault, process, variant, draw)
+    process.join(LIMIT_SECONDS)
+    deadline = time.monotonic() + 15
+    while (left := parents(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    send(signal.SIGKILL, list(left))
+    if left:
+        raise LostRunError(f"{len(left)} processes do not end")
+    return process.exitcode, hit or (at_call is not None and process.exitcode != 0)
+
+
+def damage(folder: Path, fault: str, draw: random.Random) -> None:
+    """Damage what a killed run has left, so that there is an older checkpoint to go back to."""
+    names = [name for name in checkpoint_names(str(folder)) if "best" not in name]
+    if "pointer" in fault:
+        (folder / "last_checkpoint").write_bytes(draw.randbytes(draw.randrange(9)))
+    elif len(names) > 1:
+        newest = folder / max(names)
+        files = [newest] if newest.is_file() else sorted(newest.iterdir())
+        path = draw.choice(files)
+        content = bytearray(path.read_bytes())
+        place = draw.randrange(max(1, len(content)))
+        how = draw.choice(("flip", "cut", "zeros", "empty"))
+        if how == "flip" and content:
+            content[place] ^= 1 << draw.randrange(8)
+        elif how == "zeros":
+            content[place : place + 4096] = bytes(len(content[place : place + 4096]))
+        else:
+            del content[place if how == "cut" else 0 :]
+        path.write_bytes(content)
+
+
+def outcome(folder: Path) -> Any:
+    """What an undisturbed run and a disturbed one must have in common."""
+    path = next(path for path in folder.glob("model_final*"))
+    state = read_checkpoint(str(path))
+    trainer = {k: v for k, v in state["trainer"].items() if k not in ("meta", "storage")}
+    rows = load_json_metrics(folder / "metrics.json")
+    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+    return {"model": state["model"], "trainer": trainer, "rows": rows}
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """The names of the parts that are not equal."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return [] if torch.equal(ours, theirs) else [path]
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        return [d for key in ours for d in differences(ours[key], theirs[key], f"{path}.{key}")]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [d for i, (a, b) in pairs for d in differences(a, b, f"{path}[{i}]")]
+    return [] if ours == theirs else [path]
+
+
+class Campaign:
+    """The tries and their results."""
+
+    def __init__(self, seed: int, faults: int, folder: Path) -> None:
+        self.seed, self.faults, self.folder = seed, faults, folder
+        self.struck: Counter[str] = Counter()
+        self.failures: list[tuple[int, Variant, list[str], str]] = []
+        self._undisturbed: dict[Variant, tuple[Any, float]] = {}
+        self._lock = threading.Lock()
+
+    def undisturbed(self, variant: Variant) -> tuple[Any, float]:
+        """The outcome of a variant that nobody disturbs, and the seconds that it takes."""
+        with self._lock:
+            if variant not in self._undisturbed:
+                folder = self.folder / f"undisturbed-{len(self._undisturbed)}"
+                start = time.monotonic()
+                code, _ = run(folder, variant)
+                if code != 0:
+                    raise RuntimeError(f"an undisturbed run fails: see {folder}.log")
+                self._undisturbed[variant] = outcome(folder), time.monotonic() - start
+            return self._undisturbed[variant]
+
+    def attempt(self, number: int) -> None:
+        """One try: some faults, then to the end."""
+        draw = random.Random(f"{self.seed} {number}")
+        variant = draw.choice(VARIANTS)
+        expected, seconds = self.undisturbed(variant)
+        folder = self.folder / f"try-{number}"
+        struck: list[str] = []
+        problem = ""
+        try:
+            for _ in range(draw.randint(3, 8)):
+                (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
+                code, hit = run(folder, variant, fault, seconds, draw)
+                if hit:
+                    struck.append(fault)
+                if hit and "damaged" in fault and folder.is_dir():
+                    damage(folder, fault, draw)
+                if code == 1 and fault.startswith("SIGTERM or SIGINT"):
+                    raise LostRunError("a signal was answered with an error")
+                if code == 0:
+                    break
+            code, _ = run(folder, variant)
+            if code != 0:
+                raise LostRunError(f"it does not go on: exit code {code}")
+            if different := differences(outcome(folder), expected):
+                raise LostRunError(f"bent: {different[:3]}")
+            if left := [path.name for path in folder.rglob("*") if ".tmp-" in path.name]:
+                raise LostRunError(f"temporary files are left: {left}")
+        except LostRunError as error:
+            problem = str(error)
+        with self._lock:
+            self.struck.update(struck)
+            if problem:
+                self.failures.append((number, variant, struck, problem))
+            failures = len(self.failures)
+            print(f"try {number}: {self.struck.total()} faults, {failures} failures", flush=True)
+        if not problem:
+            shutil.rmtree(folder)
+            os.remove(f"{folder}.log")
+
+    def go(self, jobs: int) -> None:
+        """Try until there were enough faults."""
+        numbers = iter(range(1_000_000))
+
+        def work() -> None:
+            while self.struck.total() < self.faults:
+                with self._lock:
+                    number = next(numbers)
+                self.attempt(number)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for done in [pool.submit(work) for _ in range(jobs)]:
+                done.result()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=100, help="how many must have struck")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, metavar="TRY", help="repeat this try alone")
+    parser.add_argument("--jobs", type=int, default=1, help="tries at the same time")
+    parser.add_argument("--folder", type=Path, help="for the runs; those that fail stay there")
+    options = parser.parse_args()
+    CONTEXT.set_forkserver_preload(
+        ["torch._dynamo", "torch.utils.tensorboard", "hooktrain.checkpoint.folders", "train_net"]
+    )
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(options.seed, options.faults, folder)
+    if options.only is None:
+        campaign.go(options.jobs)
+    else:
+        campaign.attempt(options.only)
+    rows = [(fault, campaign.struck[fault]) for fault in FAULTS]
+    print(tabulate([*rows, ("all", campaign.struck.total())], headers=["fault", "times"]))
+    print(f"tries that were lost or bent: {len(campaign.failures)}")
+    for number, variant, struck, problem in campaign.failures:
+        print(json.dumps({"try": number, "variant": str(variant), "faults": struck}))
+        print(f"  {problem}; see {folder}/try-{number}.log; repeat it by")
+        print(f"  python {sys.argv[0]} --seed {options.seed} --only {number}")
+    if not campaign.failures:
+        shutil.rmtree(folder)
+    sys.exit(bool(campaign.failures))
