@@ -285,6 +285,8 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         pairs = enumerate(zip(ours, theirs, strict=True))
         return [d for i, (a, b) in pairs for d in differences(a, b, f"{path}[{i}]")]
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return [f"{path} has {len(ours)} entries in place of {len(theirs)}"]
     return [] if ours == theirs else [path]
 
 
