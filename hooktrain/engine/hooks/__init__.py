@@ -16,6 +16,7 @@ from hooktrain.engine.hooks.preemption import Preemption as Preemption
 from hooktrain.engine.hooks.replay import Replay as Replay
 from hooktrain.engine.hooks.rewind import Rewind as Rewind
 from hooktrain.engine.hooks.skip_non_finite import SkipNonFinite as SkipNonFinite
+from hooktrain.engine.hooks.stragglers import Stragglers as Stragglers
 from hooktrain.engine.hooks.torch_memory_stats import TorchMemoryStats as TorchMemoryStats
 from hooktrain.engine.hooks.torch_profiler import (
     AutogradProfiler as AutogradProfiler,
