@@ -1,27 +1,69 @@
 """Files and folders that are the old one or the new one, whatever happens while they are written.
 
 What is written has a temporary name in the same folder first: ``.<name>.tmp-<process>-<token>``.
-When it is complete and on the disk, it is renamed. What a killed process leaves is swept later.
+When it is complete and on the disk, it is renamed. Meanwhile its process holds a lock on the file
+``.<name>.lock-<process>-<token>``. What a killed process leaves is swept later.
 """
 
 import errno
+import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
+
+logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
-_TEMPORARY = re.compile(r"(\..+\.tmp|(?P<aside>.+)\.old)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})")
+_TEMPORARY = re.compile(
+    r"(\.(?P<name>.+)\.(tmp|lock)|(?P<aside>.+)\.old)(?P<owner>-\d+-[0-9a-f]{8})"
+)
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+# What file systems say that cannot flush folders.
+_CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
-# Tells what this process writes from what a dead one with the same number left. In a container the
-# run that died and the one that takes over often have the same number.
+# Numbers of processes are not enough: other machines and containers have the same ones.
 _TOKEN = secrets.token_hex(4)
+
+_locked: WeakSet[FileIO] = WeakSet()
+
+
+def _close_locked() -> None:
+    for file in list(_locked):
+        file.close()
+
+
+# A child, such as a worker of a loader, would keep the locks of a process that was killed.
+os.register_at_fork(after_in_child=_close_locked)
+
+
+def try_lock(file: FileIO) -> bool:
+    """Lock an open file for as long as it is open and this process lives.
+
+    Children have no part in it. It holds against other openings of the file, also in this process,
+    and on all machines where the file system passes locks on.
+
+    Returns:
+        Whether the file is locked by this call, and not by somebody else.
+
+    Raises:
+        OSError: if the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    _locked.add(file)
+    return True
 
 
 @contextmanager
@@ -44,12 +86,13 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     temporary = _beside(target, f".{target.name}.tmp")
     aside = _beside(target, f"{target.name}.old")
     try:
-        yield temporary
-        if target.is_dir():
-            os.rename(target, aside)
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        with _locked_file(_beside(target, f".{target.name}.lock")):
+            yield temporary
+            if target.is_dir():
+                os.rename(target, aside)
+            os.replace(temporary, target)
+            sync_folder(target.parent)
+            shutil.rmtree(aside, ignore_errors=True)
     except BaseException as error:
         with suppress(OSError):  # the error says more, and what is left can be swept
             if aside.exists() and not target.exists():
@@ -61,6 +104,17 @@ def replacing(path: AnyPath) -> Iterator[Path]:
 
 def _beside(target: Path, name: str) -> Path:
     return target.with_name(f"{name}-{os.getpid()}-{_TOKEN}")
+
+
+@contextmanager
+def _locked_file(path: Path) -> Iterator[None]:
+    with FileIO(path, "w") as file:
+        try:
+            with suppress(OSError):  # without locks nobody sweeps
+                try_lock(file)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -95,17 +149,23 @@ def delete(path: AnyPath) -> None:
 def sweep(folder: AnyPath) -> None:
     """Remove what killed processes left in a folder, and put back what they had moved aside.
 
-    What living processes write stays. Only processes of this machine can be seen, so call it while
-    no other machine writes there.
+    What is being written stays, by whichever process of whichever machine, since it is locked. So
+    does all where there are no locks. What cannot be removed is logged.
     """
     for entry in sorted(Path(folder).iterdir()):
         match = _TEMPORARY.fullmatch(entry.name)
-        if match is None or _is_written(int(match["pid"]), match["token"]):
+        if match is None:
             continue
-        if match["aside"] and not entry.with_name(match["aside"]).exists():
-            os.rename(entry, entry.with_name(match["aside"]))
-        else:
-            _remove(entry)
+        target = entry.with_name(match["name"] or match["aside"])
+        try:
+            if _is_locked(target.with_name(f".{target.name}.lock{match['owner']}")):
+                continue
+            if match["aside"] and not os.path.lexists(target):
+                os.rename(entry, target)
+            else:
+                _remove(entry)
+        except OSError as error:
+            logger.warning("Cannot sweep %s, which a killed run has left: %s", entry, error)
 
 
 def sync_folder(folder: Path) -> None:
@@ -114,10 +174,17 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot flush folders
+        if error.errno not in _CANNOT_SYNC:
             raise
+        _warn_of_power_cuts(folder, str(error))
     finally:
         os.close(descriptor)
+
+
+@cache  # once a folder
+def _warn_of_power_cuts(folder: Path, reason: str) -> None:
+    message = "The file system of %s cannot flush folders (%s): a power cut may lose the last save"
+    logger.warning(message, folder, reason)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -139,23 +206,15 @@ def raise_disk_full(error: BaseException, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _is_written(pid: int, token: str) -> bool:
-    """Whether the process that chose a temporary name lives on this machine."""
-    if pid == os.getpid():
-        return token == _TOKEN
+def _is_locked(path: Path) -> bool:
     try:
-        with suppress(PermissionError):  # it lives, and belongs to another user
-            os.kill(pid, 0)
-        # "<number> (<name, which may have brackets>) <state> ..."
-        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except ProcessLookupError:
+        with FileIO(path, "r+") as file:
+            return not try_lock(file)
+    except FileNotFoundError:
         return False
-    except OSError:  # only Linux has this file
-        return True
-    return status.rpartition(")")[2].split()[:1] != ["Z"]  # killed, and its parent has not noticed

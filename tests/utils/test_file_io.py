@@ -2,6 +2,8 @@
 
 import builtins
 import errno
+import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 
 import hooktrain
 from hooktrain.utils import file_io
-from hooktrain.utils.file_io import atomic_write, delete, replacing, sweep
+from hooktrain.utils.file_io import atomic_write, delete, replacing, sweep, try_lock
 
 
 def names(folder: Path) -> list[str]:
@@ -175,36 +178,30 @@ def test_the_file_reaches_the_disk_before_its_name_and_then_the_folder(
     assert trace == ["write", "fsync temporary with 5 bytes", "replace a.bin", "fsync folder"]
 
 
-def test_a_folder_that_cannot_be_flushed_is_no_error_where_there_is_no_such_thing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CANNOT = ["EINVAL", "EBADF", "ENOSYS", "EOPNOTSUPP"]
+
+
+@pytest.mark.parametrize("name", [*CANNOT, "EIO"])
+def test_a_file_system_that_cannot_flush_folders_is_told_of_once_and_a_failing_one_is_an_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fsync = os.fsync
 
     def fsync_files_only(descriptor: int) -> None:
         if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(getattr(errno, name), "injected")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync_files_only)
-    with atomic_write(tmp_path / "a.bin") as file:
-        file.write(b"one")
-    assert (tmp_path / "a.bin").read_bytes() == b"one"
-
-
-def test_a_failure_to_flush_the_folder_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsync = os.fsync
-
-    def fsync_files_only(descriptor: int) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
-            raise OSError(errno.EIO, "injected")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync_files_only)
-    with pytest.raises(OSError, match="injected"), atomic_write(tmp_path / "a.bin") as file:
-        file.write(b"one")
+    for content in (b"one", b"two"):
+        if name in CANNOT:
+            write(tmp_path / "a.bin", content)
+        else:
+            with pytest.raises(OSError, match="injected"):
+                write(tmp_path / "a.bin", content)
+        assert (tmp_path / "a.bin").read_bytes() == content
     assert names(tmp_path) == ["a.bin"]
+    assert caplog.text.count(f"{tmp_path} cannot flush folders") == (name in CANNOT)
 
 
 WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(Path(hooktrain.__file__).parent.parent)}
@@ -213,14 +210,6 @@ WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(Path(hooktrain.__file__).parent.
 def start(program: str, *args: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", program, *map(str, args)]
     return subprocess.Popen(command, env=WITH_PACKAGE, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.fixture
-def dead_pid() -> int:
-    """The id of a process that has ended a moment ago."""
-    process = start("")
-    process.communicate()
-    return process.pid
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -311,72 +300,88 @@ def test_a_writer_that_is_killed_at_any_time_leaves_a_complete_file(tmp_path: Pa
         assert names(tmp_path) == ["a.bin"]
 
 
-def test_what_a_dead_process_left_is_swept(tmp_path: Path, dead_pid: int) -> None:
-    (tmp_path / f".a.bin.tmp-{dead_pid}-0123abcd").touch()
-    sweep(tmp_path)
-    assert names(tmp_path) == []
+OWNER = "-1-0123abcd"  # in a container, number 1 may be that of any process
 
 
-def test_what_another_living_process_writes_is_not_swept(tmp_path: Path) -> None:
-    theirs = f".a.bin.tmp-{os.getppid()}-0123abcd"
-    (tmp_path / theirs).touch()
-    sweep(tmp_path)
-    assert names(tmp_path) == [theirs]
-
-
-def test_what_this_process_writes_is_not_swept(tmp_path: Path) -> None:
-    with atomic_write(tmp_path / "a.bin") as file:
-        file.write(b"one")
-        sweep(tmp_path)
-    assert (tmp_path / "a.bin").read_bytes() == b"one"
-
-
-def test_what_a_dead_process_with_the_id_of_this_one_left_is_swept(tmp_path: Path) -> None:
-    (tmp_path / f".a.bin.tmp-{os.getpid()}-0123abcd").touch()
-    sweep(str(tmp_path))
-    assert names(tmp_path) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells them apart")
-def test_a_killed_process_that_its_parent_has_not_asked_about_is_dead(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with process:
-        left_over = tmp_path / f".a.bin.tmp-{process.pid}-0123abcd"
-        left_over.touch()
-        sweep(tmp_path)
-        assert left_over.exists()
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it a zombie
-        sweep(tmp_path)
-        assert not left_over.exists()
-
-
-def test_a_process_of_another_user_counts_as_living(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(pid: int, number: int) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    (tmp_path / ".a.bin.tmp-1-0123abcd").touch()
-    monkeypatch.setattr(os, "kill", refuse)
-    sweep(tmp_path)
-    assert names(tmp_path) == [".a.bin.tmp-1-0123abcd"]
-
-
-def test_files_of_other_names_are_not_swept(tmp_path: Path, dead_pid: int) -> None:
-    others = sorted(
-        [
-            "model.pth",
-            f"a.bin.tmp-{dead_pid}-0123abcd",
-            f".a.bin.tmp-{dead_pid}-0123abcd.bak",
-            f".a.bin.tmp-{dead_pid}",
-            f".tmp-{dead_pid}-0123abcd",
-        ]
-    )
-    for name in others:
+def test_what_nobody_is_writing_is_swept_and_what_has_another_name_stays(tmp_path: Path) -> None:
+    left = [f".a.bin.tmp{OWNER}", f".a.bin.lock{OWNER}", f".b.lock{OWNER}"]
+    others = [
+        *(".lock", f".tmp{OWNER}", f".a.bin.tmp{OWNER}.bak", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}"),
+        "model.pth",
+    ]
+    for name in [*left, *others]:
         (tmp_path / name).touch()
+    folder_of(tmp_path / f".c.tmp{OWNER}", "half")
+    (tmp_path / f".d.tmp{OWNER}").symlink_to(tmp_path)
+    sweep(str(tmp_path))
+    assert names(tmp_path) == sorted(others)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_is_being_written_is_not_swept_by_whomever_and_through_a_link(
+    is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 999_999_999)  # as in another container
+        with replacing(folder / "a") as temporary:
+            folder_of(temporary, "new") if is_folder else temporary.write_text("new")
+            sweep(tmp_path / "link")
+            start(SWEEPS, folder).communicate(timeout=30)
+    assert names(folder) == ["a"]
+
+
+SWEEPS = "import sys; from hooktrain.utils.file_io import sweep; sweep(sys.argv[1])"
+
+
+def test_without_locks_files_are_written_all_the_same_and_nothing_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    left = [f".a.bin.lock{OWNER}", f".a.bin.tmp{OWNER}"]
+    for name in left:
+        (tmp_path / name).touch()
+    write(tmp_path / "a.bin", b"one")
     sweep(tmp_path)
-    assert names(tmp_path) == others
+    assert names(tmp_path) == [*left, "a.bin"]
+    assert f"Cannot sweep {tmp_path / left[1]}" in caplog.text
+
+
+def test_what_may_not_be_removed_is_told_and_the_rest_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def remove(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith(".a"):
+            raise PermissionError(errno.EACCES, "not yours")
+        os.unlink(path)
+
+    for name in (f".a.tmp{OWNER}", f".b.tmp{OWNER}"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(Path, "unlink", remove)
+    sweep(tmp_path)
+    assert names(tmp_path) == [f".a.tmp{OWNER}"]
+    assert "not yours" in caplog.text
+
+
+def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
+    with FileIO(tmp_path / "lock", "w") as file:
+        assert try_lock(file)
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        time_out = time.monotonic() + 30
+    try:
+        with FileIO(tmp_path / "lock", "r+") as file:
+            while not try_lock(file):  # until the child has begun
+                assert time.monotonic() < time_out
+    finally:
+        child.kill()
+        child.join()
+        child.close()
 
 
 def folder_of(path: Path, content: str) -> Path:
@@ -395,9 +400,9 @@ def test_a_folder_takes_the_place_of_another_which_is_removed(tmp_path: Path) ->
 
 
 def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
-    tmp_path: Path, dead_pid: int
+    tmp_path: Path,
 ) -> None:
-    aside = f"a.old-{dead_pid}-0123abcd"
+    aside = f"a.old{OWNER}"
     folder_of(tmp_path / aside, "old")
     sweep(tmp_path)
     assert (tmp_path / "a" / "file").read_text() == "old"
@@ -420,7 +425,6 @@ def test_a_folder_that_is_deleted_loses_its_name_first(
             delete(tmp_path / "a")
     (left,) = names(tmp_path)
     assert left.startswith(".a.tmp-")
-    monkeypatch.setattr(file_io, "_TOKEN", "0123abcd")  # as in another process
     sweep(tmp_path)
     assert names(tmp_path) == []
     delete(folder_of(tmp_path / "b", "x"))

@@ -1,3 +1,6 @@
+import errno
+import fcntl
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +26,7 @@ def test_a_folder_in_use_by_another_run_is_refused_until_that_is_gone(tmp_path: 
     assert other.stdout is not None
     try:
         assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(RuntimeError, match=rf"in use by another run \(process {other.pid}\)"):
+        with pytest.raises(RuntimeError, match=rf"in use by another run \(process {other.pid} on "):
             lock_folder(tmp_path)
     finally:
         other.kill()
@@ -33,9 +36,28 @@ def test_a_folder_in_use_by_another_run_is_refused_until_that_is_gone(tmp_path: 
     lock_folder(tmp_path)
 
 
-def test_the_same_process_may_lock_again(tmp_path: Path) -> None:
+def test_the_same_process_may_lock_again_and_copy_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    lock_folder(tmp_path / "out")
+    lock_folder(str(tmp_path / "link"))
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "link")]
+    other = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert "in use by another run" in other.stderr
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_is_told_of_and_the_run_goes_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(getattr(errno, name), "injected")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     lock_folder(tmp_path)
-    lock_folder(str(tmp_path))
+    assert f"{tmp_path} cannot be locked ([Errno {getattr(errno, name)}] injected)" in caplog.text
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
