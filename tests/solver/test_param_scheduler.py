@@ -49,27 +49,15 @@ def assert_same(specs: Any, **kwargs: Any) -> None:
     assert values(ours, specs, sgd(0.1, 0.37), **kwargs) == near(reference)
 
 
-@settings(SAME_EACH_TIME, max_examples=120)
-@given(schedulers())
-def test_one_scheduler_has_the_values_of_mmengine(spec: Any) -> None:
-    assert_same([spec])
-
-
-@SAME_EACH_TIME
-@given(chains())
-def test_ranges_one_after_the_other_chain_and_gaps_hold_the_value(specs: Any) -> None:
-    assert_same(specs)
-
-
-@settings(SAME_EACH_TIME, max_examples=80)
-@given(st.lists(schedulers(), min_size=2, max_size=3))
-def test_overlapping_ranges_multiply_in_the_order_of_the_list(specs: Any) -> None:
-    assert_same(specs)
-
-
-@SAME_EACH_TIME
-@given(st.lists(schedulers(), min_size=1, max_size=2), st.integers(0, 99), st.floats(0.1, 10))
-def test_a_change_by_somebody_else_carries_over(specs: Any, at: int, factor: float) -> None:
+@settings(SAME_EACH_TIME, max_examples=240)
+@given(
+    st.one_of(chains(), st.lists(schedulers(), min_size=1, max_size=3)),
+    st.integers(0, 99),
+    st.sampled_from([1.0, 1.0, 0.1, 0.7, 10.0]),
+)
+def test_schedulers_in_any_company_have_the_values_of_mmengine_and_take_changes_of_others_over(
+    specs: Any, at: int, factor: float
+) -> None:
     def change(step: int, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= factor if step == at else 1.0
@@ -217,7 +205,7 @@ NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Momentum", "Scheduler")) a
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_arguments_are_those_of_mmengine_and_all_but_the_range_also_by_position(
+def test_classes_have_mmengines_names_and_arguments_all_but_the_range_also_by_position(
     name: str,
 ) -> None:
     def arguments(cls: Any) -> dict[str, Any]:
@@ -238,15 +226,10 @@ def test_the_arguments_are_those_of_mmengine_and_all_but_the_range_also_by_posit
     assert positional == list(expected)[: len(positional)]
     by_keyword = {"begin", "end", "last_step", "by_epoch", "verbose", "eta_min_ratio"}
     assert set(mine) - set(positional) <= by_keyword
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_scheduler_is_a_class_of_its_own_that_is_registered(name: str) -> None:
-    scheduler = getattr(ours, name)
-    assert issubclass(scheduler, ours._ParamScheduler)
-    assert (scheduler.__name__, scheduler.__module__) == (name, ours.__name__)
-    assert PARAM_SCHEDULERS.get(name) is scheduler
-    assert pickle.loads(pickle.dumps(scheduler)) is scheduler
+    # Each is a class of its own, which is registered and found again after pickling.
+    assert issubclass(getattr(ours, name), ours._ParamScheduler)
+    assert PARAM_SCHEDULERS.get(name) is getattr(ours, name)
+    assert pickle.loads(pickle.dumps(getattr(ours, name))) is getattr(ours, name)
 
 
 def test_a_cycle_ends_after_its_steps() -> None:
@@ -294,10 +277,7 @@ def test_the_last_step_has_exactly_the_final_value(
     ("make", "error", "message"),
     [
         (lambda o: StepLR("adam", 2), TypeError, "optimizer must be .*: 'adam'"),
-        (lambda o: StepLR(o, 2, gama=0.5), TypeError, r"StepLR.*unexpected .*'gama'"),
-        (lambda o: StepLR(o), TypeError, "StepLR.* missing 1 required .*'step_size'"),
         (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
-        (lambda o: StepLR(o, 2, begin=-1), ValueError, "begin=-1"),
         (lambda o: ConstantLR(o, 1.5), ValueError, r"factor must lie in \[0, 1\]: 1.5"),
         (lambda o: LinearLR(o, -0.5), ValueError, "start_factor must lie in .*: -0.5"),
         (lambda o: LinearLR(o, 0.5, 2.0), ValueError, "end_factor must lie in .*: 2.0"),
@@ -314,7 +294,6 @@ def test_the_last_step_has_exactly_the_final_value(
             ValueError,
             "'cos' or 'linear': 'cosine'",
         ),
-        (lambda o: OneCycleLR(o, 1.0, 9, div_factor=0.0, begin=3), ZeroDivisionError, "by zero"),
         (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
         (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
         (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, "factor must be less than 1"),
@@ -322,11 +301,6 @@ def test_the_last_step_has_exactly_the_final_value(
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
         (lambda o: LinearParamScheduler(o, "weight_decya"), KeyError, "weight_decya"),
         (lambda o: ConstantMomentum(torch.optim.Adagrad([W])), KeyError, "momentum"),
-        (
-            lambda o: StepLR.build_iter_from_epoch(o, step_size=2),
-            ValueError,
-            "epoch_length .*: None",
-        ),
         (
             lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
             ValueError,
@@ -347,11 +321,3 @@ def test_a_wrong_argument_is_refused_and_writes_nothing(
     with pytest.raises(error, match=message):
         make(optimizer)
     assert [*optimizer.param_groups[0].items()] == before
-
-
-def test_a_plateau_refuses_metrics_that_are_not_there() -> None:
-    scheduler = ReduceOnPlateauLR(sgd(0.1), "acc")
-    with pytest.raises(KeyError, match="acc"):
-        scheduler.step({"loss": 1.0})
-    with pytest.raises(TypeError, match="float"):
-        scheduler.step(0.5)  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
 import copy
-import dataclasses
 import doctest
 import math
 import pickle
@@ -70,15 +69,10 @@ def test_the_examples_in_the_docstrings_are_right() -> None:
 
 
 @EVERY_SCHEDULE
-def test_the_end_of_the_run_gives_the_final_value(scheduler: ParamScheduler, final: float) -> None:
-    assert scheduler(1.0) == final
-    assert scheduler(1.0 + 1e-7) == final
-
-
-@EVERY_SCHEDULE
-def test_a_hair_before_the_start_counts_as_the_start(
+def test_rounding_at_the_ends_of_a_run_does_not_matter(
     scheduler: ParamScheduler, final: float
 ) -> None:
+    assert scheduler(1.0) == scheduler(1.0 + 1e-7) == final
     assert scheduler(-1e-7) == scheduler(0.0) == scheduler(0)
 
 
@@ -92,32 +86,13 @@ def test_progress_outside_of_the_run_is_refused_with_its_value(
 
 
 @EVERY_SCHEDULE
-def test_schedules_can_be_pickled_and_compared(scheduler: ParamScheduler, final: float) -> None:
-    copy = pickle.loads(pickle.dumps(scheduler))
-    assert copy == scheduler
-    assert hash(copy) == hash(scheduler)
-    assert copy(0.37) == scheduler(0.37)
-    assert copy != LinearParamScheduler(0.25, 0.25)
-
-
-@EVERY_SCHEDULE
-def test_a_repr_can_be_evaluated(scheduler: ParamScheduler, final: float) -> None:
-    assert eval(repr(scheduler)) == scheduler
-
-
-@EVERY_SCHEDULE
-def test_schedules_cannot_be_changed(scheduler: ParamScheduler, final: float) -> None:
-    name = dataclasses.fields(scheduler)[0].name  # type: ignore[arg-type]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(scheduler, name, 1.0)
-
-
-def test_a_power_of_zero_keeps_the_base_value_to_the_end() -> None:
-    assert PolynomialDecayParamScheduler(0.1, power=0)(1.0) == 0.1
-
-
-def test_an_uneven_split_rounds_up_all_parts_but_the_last() -> None:
-    assert MultiStepParamScheduler([3, 2, 1], num_updates=8).milestones == (3, 6)
+def test_schedules_can_be_pickled_written_down_and_compared(
+    scheduler: ParamScheduler, final: float
+) -> None:
+    for twin in (pickle.loads(pickle.dumps(scheduler)), eval(repr(scheduler))):
+        assert twin == scheduler != LinearParamScheduler(0.25, 0.25)
+        assert hash(twin) == hash(scheduler)
+        assert twin(0.37) == scheduler(0.37)
 
 
 @pytest.mark.parametrize("steps", [90_000, 999_983, 20_000_000])
@@ -126,6 +101,8 @@ def test_a_milestone_takes_effect_at_exactly_its_iteration(steps: int) -> None:
     scheduler = MultiStepParamScheduler([3, 2, 1, 0], num_updates=steps, milestones=milestones)
     around = [scheduler((m + offset) / steps) for m in milestones for offset in (-1, 0)]
     assert around == [3, 2, 2, 1, 1, 0]
+    # An uneven split rounds up all parts but the last.
+    assert MultiStepParamScheduler([3, 2, 1], num_updates=8).milestones == (3, 6)
 
 
 # Schedules made of others
@@ -152,6 +129,9 @@ def test_parts_meet_where_their_lengths_say_despite_rounding() -> None:
     parts = [ConstantParamScheduler(k) for k in range(10)]
     scheduler = CompositeParamScheduler(parts, [0.1] * 10, ["rescaled"] * 10)
     assert values(scheduler, 10) == list(range(10))
+    line = LinearParamScheduler(0.0, 1.0)
+    scheduler = CompositeParamScheduler([parts[5], line], [0.9999, 0.0001], ["rescaled"] * 2)
+    assert (scheduler(0.9999 - 5e-10), scheduler(1.0)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("lengths", [[0.0, 1.0, 0.0], [0.0, 1.0005, 0.0]])
@@ -160,22 +140,10 @@ def test_parts_of_length_zero_are_never_used(lengths: list[float]) -> None:
     parts = [ConstantParamScheduler(7), line, ConstantParamScheduler(8)]
     scheduler = CompositeParamScheduler(parts, lengths, ["rescaled"] * 3)
     assert [scheduler(w) for w in (0.0, 0.5, 1.0)] == pytest.approx([0.0, 0.5, 1.0], abs=1e-3)
-
-
-def test_a_last_part_of_length_zero_is_not_used_for_the_rounding_of_the_others() -> None:
+    # Not for the rounding of the others either.
     parts = [*[ConstantParamScheduler(k) for k in range(10)], ConstantParamScheduler(99)]
-    lengths = [0.1] * 10 + [0.0]
-    assert [*accumulate(lengths)][-1] != 1.0
-    assert CompositeParamScheduler(parts, lengths, ["rescaled"] * 11)(1.0) == 9
-
-
-def test_a_short_part_starts_at_its_start_despite_rounding() -> None:
-    line = LinearParamScheduler(0.0, 1.0)
-    scheduler = CompositeParamScheduler(
-        [ConstantParamScheduler(5.0), line], [0.9999, 0.0001], ["rescaled"] * 2
-    )
-    assert scheduler(0.9999 - 5e-10) == 0.0
-    assert scheduler(1.0) == 1.0
+    assert [*accumulate([0.1] * 10)][-1] != 1.0
+    assert CompositeParamScheduler(parts, [0.1] * 10 + [0.0], ["rescaled"] * 11)(1.0) == 9
 
 
 def test_composite_leaves_the_lists_of_its_caller_alone() -> None:
@@ -189,25 +157,24 @@ def test_composite_leaves_the_lists_of_its_caller_alone() -> None:
     assert scheduler(0.0) == 1
 
 
-def test_a_fixed_warm_up_covers_the_beginning_of_the_schedule() -> None:
-    line = LinearParamScheduler(1.0, 0.0)
-    scheduler = WarmupParamScheduler(line, warmup_factor=0.1, warmup_length=0.4)
-    # From 0.1 * 1.0 to the value at 0.4, which is 0.6.
-    expected = [0.1, 0.225, 0.35, 0.475, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # It covers the beginning: from 0.1 * 1.0 to the value at 0.4, which is 0.6.
+        ((0.1, 0.4), [0.1, 0.225, 0.35, 0.475, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        # It comes before.
+        ((0.2, 0.5, "linear", True), [0.2, 0.36, 0.52, 0.68, 0.84, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ((0.5, 0.2, "constant"), [0.5, 0.5, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        # It may last the whole run.
+        ((0.5, 1.0, "linear", True), [0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]),
+        ((0.5, 1.0), [0.5 - 0.05 * step for step in range(10)]),
+    ],
+)
+def test_a_warm_up_covers_the_beginning_of_a_schedule_or_comes_before_it(
+    arguments: Any, expected: list[float]
+) -> None:
+    scheduler = WarmupParamScheduler(LinearParamScheduler(1.0, 0.0), *arguments)
     assert values(scheduler, 10) == pytest.approx(expected)
-
-
-def test_a_rescaled_warm_up_comes_before_the_schedule() -> None:
-    line = LinearParamScheduler(1.0, 0.0)
-    scheduler = WarmupParamScheduler(line, 0.2, 0.5, rescale_interval=True)
-    expected = [0.2, 0.36, 0.52, 0.68, 0.84, 1.0, 0.8, 0.6, 0.4, 0.2]
-    assert values(scheduler, 10) == pytest.approx(expected)
-
-
-def test_a_constant_warm_up_holds_its_value() -> None:
-    line = LinearParamScheduler(1.0, 0.0)
-    scheduler = WarmupParamScheduler(line, 0.5, 0.2, "constant")
-    assert values(scheduler, 5) == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.parametrize("rescale", [False, True])
@@ -215,13 +182,6 @@ def test_a_warm_up_of_no_length_is_no_warm_up(rescale: bool) -> None:
     cosine = CosineParamScheduler(1.0, 0.0)
     scheduler = WarmupParamScheduler(cosine, 0.001, 0.0, rescale_interval=rescale)
     assert values(scheduler, 7) == values(cosine, 7)
-
-
-@pytest.mark.parametrize(("rescale", "end"), [(False, 0.5), (True, 1.0)])
-def test_a_warm_up_may_last_the_whole_run(rescale: bool, end: float) -> None:
-    line = LinearParamScheduler(1.0, 0.5)
-    scheduler = WarmupParamScheduler(line, 0.0, 1.0, rescale_interval=rescale)
-    assert [scheduler(w) for w in (0.0, 0.5, 1.0)] == [0.0, end / 2, end]
 
 
 def test_a_schedule_of_ones_own_needs_one_method_only() -> None:
@@ -244,19 +204,15 @@ ONE = ConstantParamScheduler(1.0)
         (lambda: PolynomialDecayParamScheduler(1.0, -1), "power must not be negative: -1"),
         (lambda: MultiStepParamScheduler([1, 2]), "one of num_updates and milestones"),
         (lambda: MultiStepParamScheduler([1, 2], milestones=[3]), r"2 values need 2 milestones"),
-        (lambda: MultiStepParamScheduler([1, 2], 9, [3, 6]), r"2 values need 1 milestones"),
         (lambda: MultiStepParamScheduler([1, 2, 3], num_updates=2), r"\(0, 2\): \[1, 2\]"),
-        (lambda: MultiStepParamScheduler([1, 2], 9, [9]), r"\(0, 9\): \[9\]"),
         (lambda: MultiStepParamScheduler([1, 2], 9, [0]), r"must increase.*\[0\]"),
         (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"must increase.*\[6, 3\]"),
         (lambda: StepParamScheduler(9, []), r"values must be at least one.*\[\]"),
         (lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9), "must be positive: StepWith"),
-        (lambda: StepWithFixedGammaParamScheduler(1, 0, 0.1, 9), "must be positive: StepWith"),
         (lambda: StepWithFixedGammaParamScheduler(1, 1, 0.1, -9), "must be positive: StepWith"),
         (lambda: CompositeParamScheduler([], [], []), r"sum to 1: \[\]"),
         (lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]), "one length and one"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], ["fixed"] * 2), "one length and one"),
         (lambda: CompositeParamScheduler([ONE], [1.0], []), "one length and one"),
         (lambda: CompositeParamScheduler([ONE] * 2, [0.5, 0.4], ["fixed"] * 2), r"sum to 1: \[0.5"),
         (lambda: CompositeParamScheduler([ONE] * 2, [1.5, -0.5], ["fixed"] * 2), "not be negative"),
@@ -273,16 +229,11 @@ def test_a_wrong_argument_is_refused_at_construction(
         build()
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: CompositeParamScheduler([max], [1.0], ["fixed"]),  # type: ignore[list-item]
-        lambda: WarmupParamScheduler(0.1, 0.1, 0.1),  # type: ignore[arg-type]
-    ],
-)
-def test_what_is_made_of_schedules_takes_nothing_else(build: Callable[[], ParamScheduler]) -> None:
+def test_what_is_made_of_schedules_takes_nothing_else() -> None:
     with pytest.raises(TypeError, match="must be a ParamScheduler"):
-        build()
+        CompositeParamScheduler([max], [1.0], ["fixed"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="must be a ParamScheduler"):
+        WarmupParamScheduler(0.1, 0.1, 0.1)  # type: ignore[arg-type]
 
 
 # What multiplies a learning rate
@@ -349,14 +300,6 @@ def test_no_warning_about_the_order_of_steps() -> None:
     assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
 
 
-def test_a_step_can_jump_to_an_iteration() -> None:
-    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
-    scheduler.step(3)
-    assert scheduler.get_last_lr() == [0.25]
-    scheduler.step()
-    assert scheduler.last_epoch == 4
-
-
 def test_a_rate_in_a_tensor_is_filled_in_place_and_read_as_a_float() -> None:
     lr = torch.tensor(0.5)
     optimizer = sgd(lr, 0.25)
@@ -371,25 +314,10 @@ def test_a_rate_in_a_tensor_is_filled_in_place_and_read_as_a_float() -> None:
     assert scheduler.state_dict()["base_lrs"] == [0.5, 0.25]
 
 
-def test_the_rates_given_out_are_a_copy() -> None:
-    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
-    scheduler.get_last_lr().clear()
-    assert scheduler.get_last_lr() == [1.0]
-    scheduler.state_dict()["base_lrs"].clear()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.75]
-
-
-def test_the_state_holds_base_rates_and_the_step_only() -> None:
-    scheduler = LRMultiplier(sgd(0.5, 2.0), LINE, max_iter=4)
-    scheduler.step()
-    assert scheduler.state_dict() == {"base_lrs": [0.5, 2.0], "last_epoch": 1}
-
-
-def test_loading_a_state_sets_the_rates_at_once() -> None:
+def test_a_state_holds_base_rates_and_the_step_and_sets_the_rates_at_once() -> None:
     first = LRMultiplier(sgd(1.0, 2.0), LINE, max_iter=4)
-    first.step()
-    first.step()
+    first.step(2)
+    assert first.state_dict() == {"base_lrs": [1.0, 2.0], "last_epoch": 2}
     optimizer = sgd(8.0, 8.0)
     second = LRMultiplier(optimizer, LINE, max_iter=4)
     second.load_state_dict(first.state_dict())
@@ -428,22 +356,6 @@ def test_a_group_added_later_is_an_error() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(ValueError, match="are 2 parameter groups now: make a new scheduler"):
         scheduler.step()
-
-
-@pytest.mark.parametrize(
-    ("state", "error", "message"),
-    [
-        ({"base_lrs": [7.0]}, KeyError, "last_epoch"),
-        ({"last_epoch": 3}, KeyError, "base_lrs"),
-    ],
-)
-def test_a_foreign_state_is_refused_and_changes_nothing(
-    state: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=4)
-    with pytest.raises(error, match=message):
-        scheduler.load_state_dict(state)
-    assert scheduler.state_dict() == {"base_lrs": [1.0], "last_epoch": 0}
 
 
 @pytest.mark.parametrize(
