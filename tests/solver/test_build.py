@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from wrapper_toys import linear, loss_of, same, sgd
+from wrapper_toys import linear, sgd
 
 from hooktrain.config import ConfigDict, LazyCall, resolve
 from hooktrain.solver import (
@@ -17,7 +17,7 @@ from hooktrain.solver import (
     OptimWrapperDict,
     build_optim_wrapper,
 )
-from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 
@@ -26,20 +26,11 @@ def construct(model: nn.Module, cfg: Any, paramwise_cfg: Any = None) -> OptimWra
     return DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
 
 
-def test_wrappers_and_the_constructor_are_registered() -> None:
-    for wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
-        assert OPTIM_WRAPPERS.get(wrapper.__name__) is wrapper
-    found = OPTIM_WRAPPER_CONSTRUCTORS.get("DefaultOptimWrapperConstructor")
-    assert found is DefaultOptimWrapperConstructor
-
-
 def test_every_optimizer_of_torch_is_registered_by_its_name() -> None:
-    for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "LBFGS", "SparseAdam"):
-        assert OPTIMIZERS.get(name) is getattr(torch.optim, name)
     found = {name: cls for name, cls in OPTIMIZERS if cls.__module__.startswith("torch.optim")}
     public = {n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type)}
     assert set(found) == public - {"Optimizer"} | {"TorchAdafactor"}
-    assert found["TorchAdafactor"] is torch.optim.Adafactor
+    assert (found["SGD"], found["TorchAdafactor"]) == (torch.optim.SGD, torch.optim.Adafactor)
 
 
 # The constructor
@@ -62,43 +53,30 @@ def test_without_rules_there_is_one_group_of_all_parameters() -> None:
     assert wrapper.base_param_settings is None
 
 
-def test_a_shared_parameter_is_in_the_group_once() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    (group,) = construct(model, {"optimizer": SGD}).optimizer.param_groups
-    assert group["param_names"] == ["0.weight", "0.bias", "1.bias"]
-
-
-def test_type_and_arguments_of_the_wrapper() -> None:
-    cfg = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "accumulative_counts": 2}
-    wrapper = construct(nn.Linear(1, 1), {**cfg, "optimizer": SGD, "clip_grad": {"max_norm": 1.0}})
-    assert isinstance(wrapper, AmpOptimWrapper)
-    assert wrapper.dtype is torch.bfloat16
-    assert wrapper.accumulative_counts == 2
-
-
-@pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
-def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) -> None:
-    wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": kind, "betas": (0.5, 0.9)}})
-    assert type(wrapper.optimizer) is torch.optim.AdamW
-    assert wrapper.optimizer.defaults["betas"] == (0.5, 0.9)
-
-
 class ModelParamsSGD(torch.optim.SGD):
     def __init__(self, model_params: Any, lr: float = 0.1) -> None:
         super().__init__(model_params, lr)
 
 
-def test_an_optimizer_may_call_its_parameters_otherwise() -> None:
-    wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": ModelParamsSGD, "lr": 0.5}})
-    assert wrapper.get_lr() == {"lr": [0.5]}
+@pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
+def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) -> None:
+    cfg = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "clip_grad": {"max_norm": 1.0}}
+    wrapper = construct(nn.Linear(1, 1), {**cfg, "optimizer": {"type": kind, "betas": (0.5, 0.9)}})
+    assert type(wrapper.optimizer) is torch.optim.AdamW
+    assert wrapper.optimizer.defaults["betas"] == (0.5, 0.9)
+    assert isinstance(wrapper, AmpOptimWrapper)
+    assert wrapper.dtype is torch.bfloat16
 
 
-def test_a_registered_optimizer_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_of_your_own_may_be_registered_and_call_its_parameters_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(OPTIMIZERS, "_objects", dict(OPTIMIZERS))
     OPTIMIZERS.register_module(module=ModelParamsSGD)
-    wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": "ModelParamsSGD"}})
-    assert type(wrapper.optimizer) is ModelParamsSGD
+    for kind in (ModelParamsSGD, "ModelParamsSGD"):
+        wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": kind, "lr": 0.5}})
+        assert type(wrapper.optimizer) is ModelParamsSGD
+        assert wrapper.get_lr() == {"lr": [0.5]}
 
 
 def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
@@ -125,19 +103,6 @@ def test_what_an_optimizer_gets_of_a_config_dict_can_be_saved_and_loaded(tmp_pat
     assert state["param_groups"][1]["tags"] == ["a", {"b": 1}]
 
 
-def test_names_are_those_inside_of_wrappers() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model = nn.DataParallel(torch.compile(model, backend="eager"))
-    groups = construct(model, {"optimizer": SGD}).param_groups
-    assert groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    rules = {"custom_keys": {"1.": {"lr_mult": 0.0}}}
-    groups = construct(model, {"optimizer": SGD}, rules).param_groups
-    assert [g.get("param_names") for g in groups[:2]] == [
-        ["0.weight", "0.bias"],
-        ["1.weight", "1.bias"],
-    ]
-
-
 def test_a_subclass_makes_groups_of_its_own() -> None:
     class HeadOnly(DefaultOptimWrapperConstructor):
         def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -153,10 +118,7 @@ def test_a_subclass_makes_groups_of_its_own() -> None:
         ({"optimizer": "SGD"}, ValueError, "give 'optimizer', a dict with 'type'"),
         ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type', not .*{'lr': 0.1}"),
         ({"optimizer": {"type": "SDG"}}, KeyError, "'optimizers'; did you mean 'SGD'"),
-        ({"optimizer": {**SGD, "momentun": 1}}, TypeError, "momentun"),
-        ({"optimizer": {**SGD, "lr": -1.0}}, ValueError, "Invalid learning rate: -1.0"),
         ({"optimizer": SGD, "type": "AmpOptimWraper"}, KeyError, "mean 'AmpOptimWrapper'"),
-        ({"optimizer": SGD, "clip_grads": {}}, TypeError, "clip_grads"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(cfg: Any, error: Any, message: str) -> None:
@@ -221,10 +183,6 @@ GAN_CFG: dict[str, Any] = {
 }
 
 
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="eager")
-
-
 def built(model: nn.Module | None, cfg: Any) -> OptimWrapper:
     wrapper = build_optim_wrapper(model, cfg)
     assert isinstance(wrapper, OptimWrapper)
@@ -237,18 +195,14 @@ def built_dict(model: nn.Module | None, cfg: Any) -> OptimWrapperDict:
     return wrappers
 
 
-def test_a_wrapper_is_returned_as_it_is() -> None:
-    wrapper = OptimWrapper(sgd(linear()))
-    several = OptimWrapperDict(a=wrapper)
-    assert build_optim_wrapper(None, wrapper) is wrapper
-    assert build_optim_wrapper(linear(), several) is several
-
-
-def test_a_torch_optimizer_is_wrapped() -> None:
+def test_a_wrapper_is_returned_as_it_is_and_a_torch_optimizer_is_wrapped() -> None:
     optimizer = sgd(linear())
     wrapper = built(None, optimizer)
     assert type(wrapper) is OptimWrapper
     assert wrapper.optimizer is optimizer
+    several = OptimWrapperDict(a=wrapper)
+    assert build_optim_wrapper(None, wrapper) is wrapper
+    assert build_optim_wrapper(linear(), several) is several
 
 
 def test_a_dict_with_an_optimizer_gives_the_wrapper_of_its_type() -> None:
@@ -263,31 +217,10 @@ def test_a_dict_with_an_optimizer_gives_the_wrapper_of_its_type() -> None:
     assert cfg == before
 
 
-def test_a_configuration_steps_as_the_optimizer_built_by_hand() -> None:
-    ours, by_hand = linear(), linear()
-    wrapper = built(ours, {"optimizer": SGD})
-    optimizer = sgd(by_hand)
-    for _ in range(3):
-        batch = torch.randn(8, 4)
-        wrapper.update_params(loss_of(ours, batch))
-        optimizer.zero_grad()
-        loss_of(by_hand, batch).backward()
-        optimizer.step()
-    assert same(ours, by_hand)
+def test_a_constructor_gets_the_rest_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = dict(OPTIM_WRAPPER_CONSTRUCTORS)
+    monkeypatch.setattr(OPTIM_WRAPPER_CONSTRUCTORS, "_objects", registered)
 
-
-def test_rules_for_parameters_reach_the_constructor() -> None:
-    cfg = {"optimizer": SGD, "paramwise_cfg": {"bias_lr_mult": 2.0}}
-    assert built(linear(), cfg).get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OPTIM_WRAPPER_CONSTRUCTORS, "_objects", dict(OPTIM_WRAPPER_CONSTRUCTORS))
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_constructor_gets_the_rest_of_the_configuration() -> None:
     @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
     class Own:
         def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
@@ -339,29 +272,19 @@ def test_configurations_by_name_are_for_the_submodules_of_these_names() -> None:
     assert wrappers.get_lr()["generator.lr"] == [2e-4]
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        nn.DataParallel,
-        compiled,
-        lambda gan: nn.DataParallel(compiled(gan)),
-        lambda gan: compiled(nn.DataParallel(gan)),
-    ],
-)
-def test_submodules_are_found_inside_of_wrappers(wrap: Any) -> None:
+def test_submodules_are_found_inside_of_wrappers() -> None:
     gan = GAN()
-    wrappers = built_dict(wrap(gan), GAN_CFG)
-    assert wrappers["generator"].optimizer.param_groups[0]["params"][0] is gan.generator.weight
-
-
-def test_the_type_of_several_may_be_written_down() -> None:
-    assert list(built_dict(GAN(), {"type": "OptimWrapperDict", **GAN_CFG})) == [*GAN_CFG]
+    compiled: Any = torch.compile(nn.DataParallel(gan), backend="eager")
+    for wrapped in (compiled, nn.DataParallel(compiled)):
+        wrappers = built_dict(wrapped, {"type": "OptimWrapperDict", **GAN_CFG})
+        assert list(wrappers) == [*GAN_CFG]
+        (group,) = wrappers["generator"].optimizer.param_groups
+        assert group["params"][0] is gan.generator.weight
 
 
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        (3, TypeError, "expected an OptimWrapper, a torch optimizer or a dict, but got 3"),
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
         ({}, ValueError, "at least one wrapper"),
         ({"a": 3}, TypeError, "expected an OptimWrapper, .*but got 3"),
@@ -372,7 +295,6 @@ def test_the_type_of_several_may_be_written_down() -> None:
             "'OptimWrapper' needs 'optimizer'; did you mean 'optimiser'",
         ),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
-        ({"genrator": {"optimizer": SGD}}, AttributeError, "GAN has no attribute `genrator`"),
         (
             {"constructor": "DefaultConstructor", "optimizer": SGD},
             KeyError,
@@ -391,9 +313,3 @@ def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> 
 def test_a_configuration_of_an_optimizer_needs_a_model(cfg: Any) -> None:
     with pytest.raises(ValueError, match="a model is needed to build an optimizer for"):
         build_optim_wrapper(None, cfg)
-
-
-@pytest.mark.parametrize("key", ["constructor", "paramwise_cfg"])
-def test_a_built_optimizer_cannot_be_given_rules_any_more(key: str) -> None:
-    with pytest.raises((TypeError, AttributeError), match=key):
-        build_optim_wrapper(None, {"optimizer": sgd(linear()), key: {"bias_lr_mult": 2.0}})
