@@ -38,7 +38,7 @@ class PeriodicCheckpointer:
         file_prefix: of the file names.
 
     Raises:
-        ValueError: if ``period`` or ``max_to_keep`` is less than 1.
+        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class PeriodicCheckpointer:
         file_prefix: str = "model",
     ) -> None:
         for key, number in [("period", period), ("max_to_keep", max_to_keep)]:
-            if number is not None and number < 1:
-                raise ValueError(f"{key} must be at least 1, got {number!r}")
+            if number is not None and (number < 1 or number % 1):
+                raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}")
         self.checkpointer = checkpointer
         self.period = period
         self.max_iter = max_iter
-        self.max_to_keep = max_to_keep
+        self.max_to_keep = None if max_to_keep is None else int(max_to_keep)
         self.file_prefix = file_prefix
 
     def step(self, iteration: int, **extra: Any) -> None:

@@ -15,6 +15,7 @@ from hooktrain.engine.losses import LossRecorder
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.events import EventStorage
+from hooktrain.utils.registry import did_you_mean
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
@@ -37,7 +38,7 @@ class HookBase:
     ``after_step``. Register a hook on every rank: hooks that write decide which rank writes.
 
     A hook with state overrides both ``state_dict`` and ``load_state_dict``. Its state is saved
-    with the trainer's, under :attr:`key`.
+    with the trainer's, under :attr:`key`. A copy of a hook belongs to no trainer.
 
     Attributes:
         trainer: a weak proxy of the trainer, set when the hook is registered.
@@ -54,6 +55,10 @@ class HookBase:
     key: str | None = None
     on_every_rank: bool = True
     needs_every_rank: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # To copy the proxy would copy the whole trainer.
+        return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def before_train(self) -> None:
         """Called once before the first iteration."""
@@ -123,7 +128,8 @@ class TrainerBase:
         # The hooks that override an event. Calling all the others takes a microsecond or two of
         # each step.
         self._acting: dict[str, list[HookBase]] = {event: [] for event in EVENTS}
-        self._begun: list[HookBase] = []
+        # The hooks whose before_train was called; None while nothing runs.
+        self._begun: list[HookBase] | None = None
         self.iter = self.start_iter = self.max_iter = 0
         self.succeeded = False
         self.seed: int | None = None
@@ -131,6 +137,7 @@ class TrainerBase:
         self.meta: dict[str, Any] = {}
         self._losses = LossRecorder()
         self._finished = 0
+        self._broke_off = False
         self._stop_request: str | None = None
         self.stop_reason: str | None = None
         self._late_error: Exception | None = None
@@ -144,6 +151,9 @@ class TrainerBase:
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
+        Of those that are added during a run, ``before_train`` is called at once. A method whose
+        name resembles that of an event gets a warning.
+
         Args:
             hooks: the hooks, in order. None entries are left out.
             before: place them before this hook: an object, a class or a key.
@@ -151,14 +161,22 @@ class TrainerBase:
 
         Raises:
             TypeError: for something that is not a hook.
-            ValueError: for a place that is not there.
+            ValueError: for a place that is not there, or a hook that has a trainer already.
+            RuntimeError: if a subclass has not called ``super().__init__()``.
         """
+        if not hasattr(self, "_hooks"):
+            raise RuntimeError(f"{type(self).__name__}.__init__ must call super().__init__() first")
         new = [hook for hook in hooks if hook is not None]
+        # A proxy, since a cycle of strong references would keep the model's memory alive.
+        me = weakref.proxy(self)
+        known = {id(hook) for hook in self._hooks}
         for hook in new:
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
-            # A proxy, since a cycle of strong references would keep the model's memory alive.
-            hook.trainer = weakref.proxy(self)
+            if id(hook) in known or (hook.trainer is not None and hook.trainer is not me):
+                raise ValueError(f"{hook!r} is registered already: make one for each trainer")
+            known.add(id(hook))
+            _warn_of_misspelt_events(type(hook))
         place = len(self._hooks)
         if before is not None:
             place = self._places(before)[0]
@@ -166,6 +184,11 @@ class TrainerBase:
             place = self._places(after)[-1] + 1
         self._hooks[place:place] = new
         self._find_acting()
+        for hook in new:
+            hook.trainer = me
+            if self._begun is not None:
+                hook.before_train()
+                self._begun.append(hook)
 
     def _places(self, target: HookBase | type[HookBase] | str) -> list[int]:
         named = self._named_hooks()
@@ -210,7 +233,15 @@ class TrainerBase:
 
         Raises:
             ValueError: if ``max_iter`` is missing or lies before ``start_iter``.
+            RuntimeError: if the last run broke off inside an iteration and ``start_iter`` is None.
+                What that iteration has done and what not, is not known.
         """
+        if start_iter is None and self._broke_off:
+            raise RuntimeError(
+                f"the last run broke off inside iteration {self.iter}: a batch, an update or the "
+                "after_step of some hooks may be missing. To go on exactly, load a checkpoint; to "
+                f"go on with things as they are, call train(start_iter={self._finished}, ...)"
+            )
         start = self._finished if start_iter is None else start_iter
         if max_iter is None or not 0 <= start <= max_iter:
             raise ValueError(
@@ -226,7 +257,6 @@ class TrainerBase:
         self.succeeded = False
         self._stop_request = self.stop_reason = self._late_error = None
         self._losses.begin(start)
-        self._begun = []
         with self.storage:
             try:
                 self._agree()
@@ -269,6 +299,7 @@ class TrainerBase:
         assert self.seed is not None
         rank = comm.get_rank()
         self.synchronize()  # a stop that was asked for before the first step
+        self._broke_off = True  # until the end is reached
         for iteration in range(self.start_iter, self.max_iter):
             if self.stop_reason is not None and self.can_save:
                 self.max_iter = iteration
@@ -280,12 +311,14 @@ class TrainerBase:
             self.run_step()
             self._finished = iteration + 1
             self.after_step()
+        self._broke_off = False
         self.iter = self.max_iter
 
     def before_train(self) -> None:
         """Call the hooks."""
         self.storage.iter = self.iter
-        for hook in self._hooks:
+        self._begun = []
+        for hook in list(self._hooks):  # one of them may register others
             hook.before_train()
             self._begun.append(hook)
 
@@ -293,7 +326,8 @@ class TrainerBase:
         """Call every hook whose ``before_train`` ran, whatever happens; the first error wins."""
         self.storage.iter = self.iter
         first: Exception | None = None
-        for hook in self._begun:
+        begun, self._begun = self._begun or [], None
+        for hook in begun:
             try:
                 hook.after_train()
             except Exception as error:
@@ -332,7 +366,7 @@ class TrainerBase:
         for hook in self._acting["after_step"]:
             hook.after_step()
         if (error := self._late_error) is not None:
-            self._late_error = None
+            self._late_error, self._broke_off = None, False
             raise error
 
     def raise_later(self, error: Exception) -> None:
@@ -431,6 +465,7 @@ class TrainerBase:
         if "iteration" in state:
             self.iter = int(state["iteration"])
             self._finished = self.iter + 1
+            self._broke_off = False
             self.storage.iter = max(self.iter, 0)
             self._losses.reset(self._finished)
         if "storage" in state:
@@ -457,3 +492,10 @@ class TrainerBase:
 
 def _acts_at(hook: HookBase, event: str) -> bool:
     return getattr(getattr(hook, event), "__func__", None) is not getattr(HookBase, event)
+
+
+def _warn_of_misspelt_events(kind: type[HookBase]) -> None:
+    for name in sorted(set(dir(kind)) - set(dir(HookBase))):
+        hint = did_you_mean(name, EVENTS)
+        if not name.startswith("_") and (name.startswith("on_") or "did you mean" in hint):
+            logger.warning("%s.%s is no event of a trainer%s", kind.__qualname__, name, hint)

@@ -14,6 +14,7 @@ from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
 from hooktrain.utils.finite import non_finite
@@ -61,7 +62,9 @@ class Batches(Iterator[Any]):
                 self._iterator = None
         for batch in self.start():
             return batch
-        raise ValueError(f"the data loader is empty: {self.loader!r}")
+        raise ValueError(
+            f"the data loader is empty, or starts only once as a generator does: {self.loader!r}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and the loader's own position if it has one."""
@@ -110,7 +113,8 @@ class ModelTrainer(TrainerBase):
         updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
-        TypeError: if ``optimizer`` is neither a torch optimizer nor a wrapper.
+        TypeError: if ``optimizer`` is neither a torch optimizer nor a wrapper, or is several for a
+            step that makes one update.
         ValueError: for a period below 1.
     """
 
@@ -133,6 +137,9 @@ class ModelTrainer(TrainerBase):
             )
         if not isinstance(optimizer, OptimWrapper | OptimWrapperDict):
             optimizer = OptimWrapper(optimizer)
+        several = isinstance(optimizer, OptimWrapperDict)
+        if several and type(self).run_step is SimpleTrainer.run_step:
+            raise TypeError("SimpleTrainer has one optimizer: for several take StepTrainer")
         model.train()
         self.model = model
         self._batches = Batches(data_loader)
@@ -146,11 +153,13 @@ class ModelTrainer(TrainerBase):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer."""
+        """The torch optimizer. Another one can take its place between two runs."""
         return self.optim_wrapper.optimizer  # type: ignore[no-any-return]
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._begun is not None:
+            raise RuntimeError("replace the optimizer between two runs: schedules hold this one")
         self.optim_wrapper.optimizer = optimizer
 
     @property
@@ -237,6 +246,9 @@ class ModelTrainer(TrainerBase):
     ) -> None:
         """Load what :meth:`state_dict` returned; the states of detectron2's trainers load too.
 
+        Without ``"hooks"`` schedules begin anew. Then learning rates and whatever else was
+        scheduled are not loaded with the optimizer.
+
         Raises:
             ValueError: see :meth:`TrainerBase.load_state_dict`; also if the state has no
                 optimizer though it was to be loaded, or belongs to other data.
@@ -250,7 +262,10 @@ class ModelTrainer(TrainerBase):
         if "optimizer" in chosen:
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
             scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
-            self.optim_wrapper.load_state_dict({**scaler, **state["optimizer"]})
+            optimizer = {**scaler, **state["optimizer"]}
+            if "hooks" not in chosen:  # schedules that begin anew
+                optimizer = without_schedules(optimizer)
+            self.optim_wrapper.load_state_dict(optimizer)
         if "data" in chosen:
             self._batches.load_state_dict(state.get("data", {}), begun=self.iter >= 0)
 
@@ -279,8 +294,8 @@ class SimpleTrainer(ModelTrainer):
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """The gradients of one update: mean losses of its batches, and seconds spent on data."""
         wrapper = self.optim_wrapper
-        wrapper.start_window()
         count = wrapper.accumulative_counts
+        wrapper.start_window(count)
         means: dict[str, Tensor] = {}
         data_time = 0.0
         for batch in range(count):
@@ -410,6 +425,8 @@ class StepTrainer(ModelTrainer):
             made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
             if made != each:
                 self._expect_updates(made, self.max_iter - self.iter - 1)
+            if not any(made.values()):
+                logger.warning("train_step has not called update_params: nothing may be trained")
         self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
 
     def _begin_run(self) -> None:

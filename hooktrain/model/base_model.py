@@ -150,12 +150,23 @@ def train_step(
     forward = model if ddp is None else ddp
     log_vars: dict[str, Tensor]
     with optim_wrapper.optim_context(forward):
-        losses = _call(forward, model.data_preprocessor(data, True), mode="loss")
+        losses = compute_losses(model, data, forward)
     loss, log_vars = model.parse_losses(losses)
     if check:
         detect_anomalous_params(loss, model)
     optim_wrapper.update_params(loss)
     return log_vars
+
+
+def compute_losses(model: Any, data: Any, forward: Callable[..., Any]) -> Any:
+    """The losses of one batch in training, as the model returns them.
+
+    Args:
+        model: see :func:`train_step`.
+        data: a batch, as the data loader gives it.
+        forward: what is called: the model, or a wrapper around it.
+    """
+    return _call(forward, model.data_preprocessor(data, True), mode="loss")
 
 
 def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hooktrain.model.base_model import BaseModel, compute_losses
 from hooktrain.utils import comm, timer
+from hooktrain.utils.registry import unwrap_model
 from hooktrain.utils.workers import start_workers
 
 
@@ -98,7 +101,8 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
     statistics. Buffers are written in place, once all batches went well; an error changes none.
 
     Args:
-        model: is called with each batch, without gradients, in the mode that it is in.
+        model: is called with each batch, without gradients, in the mode that it is in; a
+            :class:`~hooktrain.model.BaseModel` as in training.
         data_loader: at least ``num_iters`` batches. No more are drawn from it.
         num_iters: how many batches; with 0 nothing changes.
 
@@ -109,12 +113,13 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
     layers = _statistics(model)
     if not layers:
         return
-    seen = 0
+    seen, bare = 0, unwrap_model(model)
+    forward = partial(compute_losses, bare, forward=bare) if isinstance(bare, BaseModel) else model
     with _observing(layers):
         for batch in islice(start_workers(data_loader), num_iters):
             for statistics in layers:
                 statistics.used = False
-            model(batch)
+            forward(batch)
             timer.beat()
             seen += 1
     sums = torch.cat([*(s.sums.flatten() for s in layers), layers[0].sums.new_tensor([seen])])

@@ -45,7 +45,8 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = device_type or _device_type(optimizer.param_groups[0]["params"][0])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.device_type = device_type or _device_type(next(parameters))
         dtype = dtype or torch.get_autocast_dtype(self.device_type)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.float16, torch.bfloat16):
@@ -65,9 +66,9 @@ class AmpOptimWrapper(OptimWrapper):
         """Add the gradients of the scaled loss."""
         super().backward(self.grad_scaler.scale(loss))
 
-    def start_window(self) -> None:
+    def start_window(self, length: int = 0) -> None:
         """Begin a new window; a scaler that was left after unscaling is made ready again."""
-        super().start_window()
+        super().start_window(length)
         if self._unscaled:
             # Host-device synchronisation, after a step that failed only. Given a scale, update()
             # forgets what it knew of the gradients, and changes nothing else.

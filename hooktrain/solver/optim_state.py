@@ -95,6 +95,25 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def without_schedules(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer, or of several by name, without the settings that were scheduled.
+
+    Loaded, it leaves these (``lr`` for most, also in a wrapper's base settings) as they are.
+    """
+    if "param_groups" not in state:
+        return {name: without_schedules(one) for name, one in state.items()}
+    groups = [
+        {key: value for key, value in group.items() if not _is_scheduled(key, group)}
+        for group in state["param_groups"]
+    ]
+    return {**state, "param_groups": groups, "base_param_settings": {}}
+
+
+def _is_scheduled(key: str, group: Mapping[str, Any]) -> bool:
+    name = "momentum" if key == "betas" else key
+    return key.startswith("initial_") or f"initial_{name}" in group
+
+
 def _names(groups: ParamGroups, known: Names | None = None) -> list[str] | None:
     """The names of all parameters in order; None unless each has one for itself."""
     known, names = known or {}, []

@@ -170,9 +170,14 @@ class OptimWrapper:
         length = min(self.accumulative_counts, left) if left > 0 else self.accumulative_counts
         return range(self.inner_count, self.inner_count + length)
 
-    def start_window(self) -> None:
-        """Begin a new window of accumulation with the next pass, even if one is open."""
-        self._window = range(0)
+    def start_window(self, length: int = 0) -> None:
+        """Begin a new window of accumulation with the next pass, even if one is open.
+
+        Args:
+            length: of how many passes. 0 makes it as long as the others, or as what is left of the
+                run; see :meth:`initialize_count_status`.
+        """
+        self._window = range(self.inner_count, self.inner_count + length)
 
     def should_update(self) -> bool:
         """Whether the last backward pass completed a window of accumulation."""

@@ -5,6 +5,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,11 +19,13 @@ from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_states
+from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
+from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
@@ -441,8 +444,11 @@ class BaseStrategy(ABC):
         if callback is not None:
             callback(state)
         folder, name = os.path.split(os.path.abspath(filename))
-        checkpointer = self._checkpointer(folder)
-        on_all_ranks(lambda: checkpointer.save(name.removesuffix(".pth"), state=state, tag=tag))
+        save = partial(self._checkpointer(folder).save, name.removesuffix(".pth"), tag=tag)
+        if self.saves_shards:
+            save(state=state)  # the ranks agree in it
+        else:
+            on_all_ranks(partial(save, state=full_tensors(state)))
 
     def load_checkpoint(
         self,
@@ -490,7 +496,7 @@ class BaseStrategy(ABC):
         Args:
             filename: see :meth:`load_checkpoint`; None is the newest intact one in ``work_dir``.
             resume_optimizer: False begins with a new optimizer.
-            resume_param_scheduler: False begins with new schedulers.
+            resume_param_scheduler: False begins with new schedulers, and with their values.
             callback: see :meth:`load_checkpoint`.
 
         Returns:
@@ -524,6 +530,8 @@ class BaseStrategy(ABC):
             )
         self.logger.info("Resuming from %s", filename)
         self.load_model_state_dict(state.pop("model"))
+        if "optimizer" in parts and not resume_param_scheduler:
+            state["optimizer"] = without_schedules(state["optimizer"])
         for part, load in parts.items():
             load(state.pop(part))
         meta = state.get("meta") or {}

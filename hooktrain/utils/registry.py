@@ -301,6 +301,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     model as ``module``, and ``torch.compile``.
     """
     # torch.compile's class is known by its attribute, since importing it takes seconds.
-    while is_model_wrapper(model) or "_orig_mod" in model._modules:
-        model = model.get_submodule("module" if is_model_wrapper(model) else "_orig_mod")
+    while (inner := "module" if is_model_wrapper(model) else "_orig_mod") in model._modules:
+        model = model.get_submodule(inner)
     return model

@@ -59,12 +59,17 @@ def test_more_entries_are_saved_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"period": 0}, {"period": -5}, {"period": 1, "max_to_keep": 0}]
+    "settings", [{"period": 0}, {"period": 2.5}, {"period": 1, "max_to_keep": 0}]
 )
-def test_a_period_or_count_below_one_is_refused(settings: dict[str, int]) -> None:
+def test_a_period_or_count_that_is_none_is_refused(settings: dict[str, Any]) -> None:
     name, value = list(settings.items())[-1]
-    with pytest.raises(ValueError, match=f"{name} must be at least 1.*got {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number.*at least 1.*got {value}"):
         PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1)), **settings)
+
+
+def test_whole_numbers_may_be_floats(tmp_path: Path) -> None:
+    run(tmp_path, 0, 4, period=1e0, max_to_keep=2e0)
+    assert files(tmp_path) == ["model_0000002.pth", "model_0000003.pth"]
 
 
 def test_the_newest_are_kept_and_the_others_left_alone(tmp_path: Path) -> None:

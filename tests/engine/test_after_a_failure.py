@@ -1,5 +1,6 @@
 """What users meet who stop, break, or repeat a run, with the hooks that a run usually has."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_toys import Net, StopOnce, batches, make, sgd
+from trainer_toys import Net, StopOnce, Stream, batches, make, sgd
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
@@ -16,10 +17,11 @@ from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
     EvalHook,
+    LRScheduler,
     PeriodicCheckpointer,
     PeriodicWriter,
 )
-from hooktrain.solver import AmpOptimWrapper
+from hooktrain.solver import AmpOptimWrapper, ExponentialLR
 from hooktrain.utils import comm
 from hooktrain.utils.events import JSONWriter
 
@@ -112,8 +114,41 @@ def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(kind: type[Simpl
     whole.train(0, 4)
     with pytest.raises(KeyboardInterrupt):
         interrupted.train(0, 4)
-    interrupted.train(max_iter=4)
+    interrupted.train(1, 4)
     assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
+
+
+@pytest.mark.parametrize("event", ["before_step", "after_backward", "after_step"])
+def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_do(
+    event: str,
+) -> None:
+    def trained(**interrupt: Any) -> SimpleTrainer:
+        trainer = make(Stream())
+        trainer.seed = 3
+        schedule = ExponentialLR(trainer.optim_wrapper, 0.5, by_epoch=False)
+        trainer.register_hooks([CallbackHook(**interrupt), LRScheduler(scheduler=schedule)])
+        return trainer
+
+    def ctrl_c(trainer: SimpleTrainer) -> None:
+        if trainer.iter == 2 and not states[1:]:
+            states.append({})
+            raise KeyboardInterrupt
+
+    whole, broken = trained(), trained(**{event: ctrl_c})
+    whole.train(0, 5)
+    states: list[Any] = []
+    broken.train(0, 2)
+    states.append(copy.deepcopy((broken.model.state_dict(), broken.state_dict())))
+    with pytest.raises(KeyboardInterrupt):
+        broken.train(max_iter=5)
+    with pytest.raises(RuntimeError, match=r"broke off inside iteration 2.* load a checkpoint"):
+        broken.train(max_iter=5)
+    broken.model.load_state_dict(states[0][0])
+    broken.load_state_dict(states[0][1])
+    broken.train(max_iter=5)
+    assert torch.equal(broken.model.fc.weight, whole.model.fc.weight)
+    for name in ("lr", "total_loss"):
+        assert broken.storage.history(name).values() == whole.storage.history(name).values()
 
 
 def test_a_scaler_goes_on_after_an_error_between_unscaling_and_update() -> None:
@@ -130,7 +165,7 @@ def test_a_scaler_goes_on_after_an_error_between_unscaling_and_update() -> None:
     whole.train(0, 4)
     with pytest.raises(KeyboardInterrupt):
         interrupted.train(0, 4)
-    interrupted.train(max_iter=4)
+    interrupted.train(1, 4)
     assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
     scaler = whole.optim_wrapper.state_dict()["grad_scaler"]
     assert interrupted.optim_wrapper.state_dict()["grad_scaler"] == scaler

@@ -1,13 +1,14 @@
 """Models that own their step, trained."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from trainer_toys import Stream
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import StepTrainer
@@ -51,23 +52,6 @@ class Two(nn.Module):
 def data() -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(8, 4, generator=generator) for _ in range(4)]
-
-
-class Stream:
-    """Endless batches whose position can be saved."""
-
-    position = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            self.position += 1
-            yield data()[(self.position - 1) % 4]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -244,7 +228,19 @@ def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
     trainer = StepTrainer(model, batch, OptimWrapper(sgd(model), accumulative_counts=2))
     with pytest.raises(KeyboardInterrupt):
         trainer.train(0, 4)
-    trainer.train(max_iter=4)
+    trainer.train(2, 4)
     reference = Plain()
     StepTrainer(reference, batch, OptimWrapper(sgd(reference), accumulative_counts=2)).train(0, 4)
     assert torch.equal(weights(model), weights(reference))
+
+
+class Idle(LinearLoss):
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        return {"loss": self(data)}
+
+
+def test_a_step_that_updates_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Idle()
+    StepTrainer(model, data(), sgd(model)).train(0, 3)
+    (record,) = caplog.records
+    assert record.getMessage() == "train_step has not called update_params: nothing may be trained"

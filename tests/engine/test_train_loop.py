@@ -1,9 +1,11 @@
 """The loop: order of events, errors, stopping, continuing, hooks and their state."""
 
+import copy
 import gc
 import logging
 import random
 import weakref
+from pickle import dumps, loads
 from typing import Any
 
 import numpy as np
@@ -284,6 +286,72 @@ def test_describe_hooks_shows_who_runs_when() -> None:
     ]
     assert rows[2] == ["0", "Counter", "", "", "", "x", ""]
     assert rows[3] == ["1", "Counter#1", "", "", "", "x", ""]
+
+
+def test_a_hook_that_is_registered_during_a_run_begins_at_once_and_ends_with_the_others() -> None:
+    log: list[str] = []
+
+    class Registers(HookBase):
+        def before_train(self) -> None:
+            self.trainer.register_hooks([Recorder(log, "first")], before=self)
+
+        def after_step(self) -> None:
+            if self.trainer.iter == 1:
+                self.trainer.register_hooks([Recorder(log, "second")])
+
+    trainer = Trainer()
+    trainer.register_hooks([Registers()])
+    trainer.train(0, 3)
+    assert [entry for entry in log if "train" in entry] == [
+        "first before_train 0",
+        "second before_train 1",
+        "first after_train 3",
+        "second after_train 3",
+    ]
+    assert [entry for entry in log if "second" in entry and "step" in entry] == [
+        "second before_step 2",
+        "second after_step 2",
+    ]
+    trainer.register_hooks([Recorder(log, "third")])
+    assert log[-1] == "second after_train 3"
+
+
+def test_a_hook_has_one_place_in_one_trainer() -> None:
+    trainer, hook = Trainer(), Counter()
+    with pytest.raises(ValueError, match="registered already"):
+        trainer.register_hooks([hook, hook])
+    trainer.register_hooks([hook])
+    for other in (trainer, Trainer()):
+        with pytest.raises(ValueError, match="registered already"):
+            other.register_hooks([hook])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda h: loads(dumps(h))])
+def test_a_copy_of_a_hook_has_its_state_and_no_trainer(copied: Any) -> None:
+    trainer, hook = Trainer(), Counter(3)
+    trainer.register_hooks([hook])
+    same = copied(hook)
+    assert (same.count, same.trainer) == (3, None)
+    trainer.register_hooks([same])
+
+
+def test_methods_that_resemble_events_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    names = ("after_steps", "before_steps", "after_train_iter", "on_train_start")
+    others = ("measure", "_after_step", "after_step")
+    hook = type("Mine", (HookBase,), dict.fromkeys((*names, *others), lambda _: None))
+    Trainer().register_hooks([hook()])
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in told] == [f"Mine.{name}" for name in sorted(names)]
+    assert "did you mean 'after_step'?" in told[0]
+
+
+def test_a_trainer_that_was_not_constructed_is_told_so() -> None:
+    class Mine(TrainerBase):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match=r"Mine.__init__ must call super\(\).__init__\(\)"):
+        Mine().register_hooks([])
 
 
 def test_two_stateful_hooks_of_one_class_both_come_back() -> None:

@@ -4,7 +4,6 @@ import gc
 import logging
 import math
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_toys import Net, batches, make, sgd
+from trainer_toys import Net, Stream, batches, make, sgd
 
 from gloo import run_ranks
 from hooktrain.config import LazyConfig
 from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.engine.hooks import CallbackHook
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.events import EventStorage
@@ -122,6 +122,8 @@ def test_a_model_in_evaluation_mode_is_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="for several take StepTrainer"):
+        SimpleTrainer(Net(), batches(1), OptimWrapperDict(a=OptimWrapper(sgd(Net()))))
     with pytest.raises(TypeError, match="must be a torch optimizer"):
         SimpleTrainer(Net(), [], "sgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gather_metric_period must be at least 1, but got 0"):
@@ -147,8 +149,9 @@ def test_an_exhausted_loader_starts_again_with_the_next_epoch(place: str) -> Non
 
 
 def test_an_empty_loader_is_an_error_not_an_endless_loop() -> None:
-    with pytest.raises(ValueError, match="data loader is empty"):
-        make([]).train(0, 1)
+    for data in ([], iter(batches(1))):
+        with pytest.raises(ValueError, match="data loader is empty, or starts only once"):
+            make(data).train(0, 2)
 
 
 def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -> None:
@@ -335,26 +338,8 @@ def test_a_loader_that_cannot_be_positioned_is_told(caplog: pytest.LogCaptureFix
     assert "position in the data could not be restored" in caplog.text
 
 
-class Countdown:
-    """A loader with a position of its own."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            self.position += 1
-            yield torch.full((1, 4), float(self.position))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.position = state_dict["position"]
-
-
 def test_a_loader_with_state_continues_where_it_was() -> None:
-    saved, loaded = make(Countdown()), make(Countdown())
+    saved, loaded = make(Stream()), make(Stream())
     saved.train(0, 3)
     loaded.load_state_dict(saved.state_dict())
     loaded.train(max_iter=5)
@@ -398,8 +383,16 @@ def test_the_layouts_of_detectron2s_trainers_load() -> None:
         assert torch.equal(buffer, optimizer.state_dict()["state"][0]["momentum_buffer"])
 
 
-def test_another_optimizer_can_be_put_in() -> None:
+def test_another_optimizer_can_be_put_in_between_two_runs() -> None:
     trainer = make()
+
+    def replace(trainer: SimpleTrainer) -> None:
+        trainer.optimizer = sgd(trainer.model)
+
+    trainer.register_hooks([CallbackHook(before_step=replace)])
+    with pytest.raises(RuntimeError, match="between two runs"):
+        trainer.train(0, 2)
+    trainer._hooks.clear()
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
     before = trainer.model.fc.weight.clone()
     trainer.train(0, 2)

@@ -1,5 +1,6 @@
 """Shared by the tests of the trainers."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,23 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 def make(data: Any = None, two_losses: bool = False, **kwargs: Any) -> SimpleTrainer:
     model = Net(two_losses)
     return SimpleTrainer(model, batches(4) if data is None else data, sgd(model), **kwargs)
+
+
+class Stream:
+    """Endless batches whose position can be saved."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield batches(4)[(self.position - 1) % 4]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 class StopOnce(HookBase):

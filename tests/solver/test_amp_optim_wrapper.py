@@ -120,6 +120,12 @@ def test_the_type_to_compute_in_is_torchs_default_for_the_device() -> None:
     assert AmpOptimWrapper(sgd(linear())).dtype == torch.bfloat16
 
 
+def test_the_device_is_that_of_the_first_parameter_wherever_it_is() -> None:
+    groups = [{"params": []}, {"params": [torch.nn.Parameter(torch.ones(1, device="meta"))]}]
+    wrapper = AmpOptimWrapper(torch.optim.SGD(groups, lr=0.1), "bfloat16")
+    assert wrapper.device_type == "meta"
+
+
 def test_a_fixed_scale_stays_where_it_is() -> None:
     model = linear()
     wrapper = AmpOptimWrapper(sgd(model), "float16", loss_scale=8)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import load_file
+from hooktrain.engine import SimpleTrainer
 from hooktrain.model import (
     NamingDistributedDataParallel,
     SeparateDistributedDataParallel,
@@ -16,7 +17,9 @@ from hooktrain.model import (
 )
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
+from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
+from hooktrain.utils.registry import unwrap_model
 
 HALVES = [slice(0, 4), slice(4, 8)]
 
@@ -84,6 +87,13 @@ class Plain(nn.Module):
         return self.used(x)
 
 
+class Loss(nn.Linear):
+    """A model that returns its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
 class OwnStep(Regression):
     """Owns its step."""
 
@@ -140,6 +150,17 @@ def save(folder: str) -> dict[str, Any]:
     return {"there": there, "equal": again == expected, "failure": failure}
 
 
+def accumulated(made: Any, share: slice = slice(None), **known: int) -> Tensor:
+    """The weights after updates of four batches each, by a trainer that knows no such number."""
+    accumulating = {**SGD, "accumulative_counts": 4}
+    torch.manual_seed(0)
+    model, wrapper = made.prepare(Loss(1, 1), optim_wrapper=accumulating, dispatch_kwargs=known)
+    data = [batch(8, seed)[1][share] for seed in range(8)]
+    SimpleTrainer(model, data, wrapper).train(0, 4)
+    weights: Tensor = unwrap_model(model).weight.detach()
+    return weights
+
+
 def everything(folder: str) -> dict[str, Any]:
     return {
         "losses": losses_of_this_rank(),
@@ -148,6 +169,7 @@ def everything(folder: str) -> dict[str, Any]:
         "unused": unused(False),
         "unused plain": unused(True),
         "save": save(folder),
+        "accumulated": accumulated(strategy(), HALVES[comm.get_rank()], max_iters=6),
     }
 
 
@@ -188,6 +210,14 @@ def test_the_options_of_ddp_are_reached(ranks: Any) -> None:
 def test_a_failure_about_unused_parameters_names_them(key: str, ranks: Any) -> None:
     for rank in ranks:
         assert "left_out.bias, left_out.weight" in rank[key]
+
+
+def test_a_trainer_counts_its_passes_itself_whatever_the_strategy_knows(ranks: Any) -> None:
+    first, second = (rank["accumulated"] for rank in ranks)
+    assert torch.equal(first, second)
+    alone = accumulated(single())
+    assert torch.equal(accumulated(single(), max_iters=6), alone)
+    torch.testing.assert_close(first, alone)
 
 
 def test_all_ranks_see_a_checkpoint_and_go_on_as_they_were(ranks: Any) -> None:

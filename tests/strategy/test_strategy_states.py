@@ -110,6 +110,17 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on(tmp_path: Path) -> Non
     first.resume(tmp_path / "b.pth", resume_param_scheduler=False)
 
 
+def test_new_schedulers_begin_with_their_own_rates(tmp_path: Path) -> None:
+    first, second = prepared(tmp_path), prepared(tmp_path)
+    go(first, range(4))
+    first.save_checkpoint(tmp_path / "a.pth")
+    assert first.optim_wrapper.get_lr() == {"lr": [0.025]}
+    second.resume(tmp_path / "a.pth", resume_param_scheduler=False)
+    assert second.optim_wrapper.get_lr() == {"lr": [0.1]}
+    go(second, range(2))
+    assert second.optim_wrapper.get_lr() == {"lr": [0.05]}
+
+
 def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
     prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
     strategy = SingleDeviceStrategy(work_dir=tmp_path, device="cpu")

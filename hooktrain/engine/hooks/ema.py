@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class EMA(HookBase):
     """Updates an average of the model's weights after each iteration.
 
-    The model itself always keeps the raw weights, also in checkpoints. The average is state of this
-    hook. To evaluate or export it::
+    It starts from the weights that the training starts from. The model itself always keeps the
+    raw weights, also in checkpoints. The average is state of this hook. To evaluate or export it::
 
         ema = hooks.EMA(model)
         with ema.swap():
@@ -68,7 +68,9 @@ class EMA(HookBase):
         self.begin_iter = begin_iter
 
     def before_train(self) -> None:
-        """Warn if there will be nothing but a copy."""
+        """Start from the weights that are there; warn if there will be nothing but a copy."""
+        if not self.average.steps:  # host-device synchronisation, once a run
+            self.average.reset(self._model)
         end = self.trainer.max_iter
         if self.begin_iter > end:
             logger.warning("No average: it begins after %d of %d iterations", self.begin_iter, end)

@@ -30,6 +30,9 @@ class EvalHook(HookBase):
         eval_period: in iterations; 0 or less evaluates at the end only.
         eval_function: takes nothing; returns a dict of results, or nothing.
         eval_after_train: whether to evaluate at the end.
+
+    Raises:
+        TypeError: if ``eval_function`` cannot be called.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class EvalHook(HookBase):
         eval_function: Callable[[], Mapping[str, Any] | None],
         eval_after_train: bool = True,
     ) -> None:
+        if not callable(eval_function):
+            raise TypeError(f"eval_function, after the period, must be callable: {eval_function!r}")
         self._period = eval_period
         self._func = eval_function
         self._eval_after_train = eval_after_train

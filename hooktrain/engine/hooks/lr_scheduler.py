@@ -42,8 +42,8 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, or a
-            loaded state is of other schedulers.
+        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, all
+            are of another optimizer, or a loaded state is of other schedulers.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -84,8 +84,12 @@ class LRScheduler(HookBase):
             for i, s in enumerate(each):
                 if isinstance(s, ParamScheduler):
                     # Made again in each run: it covers the whole length, which may have changed.
-                    each[i] = LRMultiplier(optimizer, s, trainer.max_iter, trainer.iter - 1)
+                    length = max(1, trainer.max_iter)
+                    each[i] = LRMultiplier(optimizer, s, length, trainer.iter - 1)
                 self._decide_when_to_step(each[i])
+            driven = [getattr(s, "optimizer", optimizer) for s in each]
+            if each and all(getattr(d, "optimizer", d) is not optimizer for d in driven):
+                raise ValueError(f"{each} are of another optimizer than the trainer's {optimizer}")
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             prefix = f"{name}." if name else ""
             self._recorded.append((f"{prefix}lr", group, "lr"))

@@ -23,8 +23,12 @@ class PreciseBN(HookBase):
         period: in iterations; 0 or less does it at the last iteration only.
         model: a model whose batch-norm layers are in training mode when the time comes; without
             any, nothing is done.
-        data_loader: batches for the model. A finite loader starts again when it is exhausted.
+        data_loader: batches for the model. A finite loader starts again when it is exhausted. If it
+            knows its position, it must not be the trainer's own.
         num_iter: the number of batches to measure on.
+
+    Raises:
+        ValueError: when training starts, if the trainer's own loader would lose its position.
     """
 
     def __init__(
@@ -34,6 +38,12 @@ class PreciseBN(HookBase):
         self._model = model
         self._batches = Batches(data_loader)
         self._num_iter = num_iter
+
+    def before_train(self) -> None:
+        """Refuse to take batches from the training."""
+        loader = self._batches.loader
+        if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):
+            raise ValueError("PreciseBN would move the trainer's data_loader on: build it another")
 
     def after_step(self) -> None:
         """Measure where a period ends, and at the last iteration."""

@@ -107,6 +107,7 @@ def _all_finite(gradients: list[Tensor]) -> bool:
     """The same on all ranks, if their gradients are the same or shards of the same."""
     local = [local_tensor(grad) for grad in gradients]
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+    values = [value for value in values if value.numel()]
     # The largest value, since a norm of large ones may overflow. A host-device synchronisation.
     finite = bool(nn.utils.get_total_norm(values, math.inf).isfinite())
     if any(is_sharded(grad) for grad in gradients):

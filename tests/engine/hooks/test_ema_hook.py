@@ -21,6 +21,15 @@ def test_the_average_follows_the_weights_and_the_model_keeps_the_raw_ones() -> N
     torch.testing.assert_close(ema.average.module.fc.weight, 0.5 * start + 0.5 * raw)
 
 
+def test_it_starts_from_the_weights_that_the_training_starts_from() -> None:
+    trainer = linear_trainer(lr=0.0)
+    ema = EMA(trainer.model)
+    trainer.register_hooks([ema])
+    torch.nn.init.ones_(trainer.model.fc.weight)  # as loading does
+    trainer.train(0, 2)
+    assert torch.equal(ema.average.module.fc.weight, torch.ones(3, 4))
+
+
 def test_the_average_and_its_counter_resume_exactly() -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
         trainer = linear_trainer()

@@ -134,3 +134,8 @@ def test_a_rank_that_fails_while_another_waits_for_it_ends_the_run_soon() -> Non
     with pytest.raises(RuntimeError, match="failure in rank 1") as caught:
         run_ranks(fail_where_another_rank_waits, 2)
     assert str(caught.value).endswith("ZeroDivisionError: broken\n")
+
+
+def test_swapped_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="must be callable: 100"):
+        EvalHook(dict, 100)  # type: ignore[arg-type]

@@ -334,6 +334,37 @@ def test_a_multiplier_continues_where_it_was_even_without_the_optimizers_state(
     assert recorded(second)[-5:] == pytest.approx(recorded(whole)[3:], rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", [TorchStepLR, StepLR, None])
+def test_without_the_state_of_the_hooks_a_schedule_begins_anew(kind: Any) -> None:
+    def make() -> Any:
+        trainer = linear_trainer(lr=8.0)
+        optimizer = trainer.optimizer
+        options = {} if kind is TorchStepLR else {"by_epoch": False}
+        schedule = kind(optimizer, 2, 0.5, **options) if kind else LinearParamScheduler(1.0, 0.5)
+        trainer.register_hooks([LRScheduler(scheduler=schedule)])
+        return trainer
+
+    first, second = make(), make()
+    first.train(0, 4)
+    second.load_state_dict(first.state_dict(), only={"optimizer"})
+    momentum = second.optimizer.state[second.model.fc.bias]["momentum_buffer"]
+    assert torch.equal(momentum, first.optimizer.state[first.model.fc.bias]["momentum_buffer"])
+    second.train(max_iter=4)
+    assert recorded(second) == recorded(first)
+
+
+def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
+    trainer = linear_trainer()
+    trainer.register_hooks([LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2))])
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
+    with pytest.raises(ValueError, match=r"StepLR.* are of another optimizer than the trainer's"):
+        trainer.train(0, 2)
+
+
+def test_a_run_without_iterations_has_schedules_too() -> None:
+    linear_trainer(LRScheduler(scheduler=CosineParamScheduler(1.0, 0.0))).train(0, 0)
+
+
 Make = Callable[[torch.optim.Optimizer], Any]
 
 

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain.engine import SimpleTrainer
+from hooktrain.data import build_train_loader
+from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import PreciseBN
+from hooktrain.model import BaseModel
 from hooktrain.utils.events import get_event_storage
 
 
@@ -71,3 +73,30 @@ def test_an_empty_loader_is_refused() -> None:
 def test_a_loader_that_is_exhausted_while_measuring_starts_again() -> None:
     trainer = make([torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 2)], period=1, num_iter=3)
     trainer.train(0, 3)
+
+
+class Norm(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+        return {"loss": self.bn(x).square().sum()} if mode == "loss" else None
+
+
+def test_a_base_model_is_measured_as_it_is_trained() -> None:
+    model, data = Norm(), [(torch.randn(8, 2),) for _ in range(3)]
+    trainer = StepTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.register_hooks([PreciseBN(0, model, data, 3)])
+    trainer.train(0, 1)
+    torch.testing.assert_close(model.bn.running_mean, torch.cat([x for (x,) in data]).mean(0))
+
+
+def test_the_trainers_own_position_in_the_data_is_not_moved() -> None:
+    loader = build_train_loader([torch.ones(2)] * 4, total_batch_size=2, seed=0)
+    model = Net()
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.register_hooks([PreciseBN(1, model, loader, 2)])
+    with pytest.raises(ValueError, match="move the trainer's data_loader"):
+        trainer.train(0, 1)
+    assert loader.batches == 0

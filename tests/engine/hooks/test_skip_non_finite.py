@@ -273,3 +273,13 @@ def test_gradients_of_an_open_window_are_not_looked_at(tmp_path: Path) -> None:
 def test_another_action_at_the_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="on_limit must be 'raise' or 'stop', but got 'halt'"):
         hooks.SkipNonFinite(1, "halt")
+
+
+def test_empty_gradients_are_finite() -> None:
+    model = Square()
+    model.none = nn.Parameter(torch.zeros(0, 3))
+    model.register_forward_hook(lambda module, _, loss: loss + module.none.sum())
+    trainer = SimpleTrainer(model, data(set()), adam(model))
+    trainer.register_hooks([hooks.SkipNonFinite()])
+    trainer.train(0, 2)
+    assert trainer.optim_wrapper.skipped_updates == 0
