@@ -24,6 +24,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from hooktrain.utils import comm
+from hooktrain.utils.workers import ENDING
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ def launch(
     local rank. When a rank fails, the others fail too, since it has left them: they report the
     error of the first.
 
-    SIGINT and SIGTERM that the parent gets are passed on to its processes, and it waits for them to
-    end. When the parent is killed, they are killed with it (Linux).
+    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 that the parent gets are passed on to its processes, and it
+    waits for them to end. When the parent or torchrun is killed, they are killed with it (Linux).
 
     Args:
         main_func: must be importable by name when processes are started.
@@ -128,7 +129,7 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
         arguments = (ranks, variables, folder, work)
         context: ProcessContext = start_processes(_child, arguments, len(ranks), join=False)  # type: ignore[no-untyped-call]
         if threading.current_thread() is threading.main_thread():  # the others have no handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in ENDING:
                 stack.callback(signal.signal, number, signal.signal(number, pass_on))
         try:
             while not context.join(grace_period=_GRACE_SECONDS):

@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_all_rng
@@ -135,7 +137,8 @@ def join_processes(
     """Join the other processes that the launcher has started. A collective.
 
     Makes the default process group and one for each machine, and takes the accelerator of the
-    local rank as the current one. No environment variable is changed.
+    local rank as the current one. No environment variable is changed. When torchrun is killed, the
+    process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -151,6 +154,9 @@ def join_processes(
     # a thread that is busy when the interpreter exits aborts the process.
     import torch.distributed.nn.functional
 
+    if dist.is_torchelastic_launched():
+        # The ranks would train on without torchrun, and keep the output folder from its successor.
+        _prctl_pr_set_pdeathsig(signal.SIGKILL)
     place = find_place(launcher, port)
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     chosen = _choose_backend(backend, place.local_world_size)

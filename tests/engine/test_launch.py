@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 import hooktrain
 from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
-from processes import CONTEXT, end, start
+from processes import CONTEXT, end, start, start_program
 
 LAUNCH = sys.modules[launch.__module__]  # hooktrain.engine.launch is the function
 LIMIT_SECONDS = 60
@@ -142,9 +142,9 @@ def fail_in_rank_1_alone() -> None:
     dist.barrier()
 
 
-def die_in_rank_1_alone() -> None:
+def die_in_rank_1_alone(number: int) -> None:
     if comm.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     dist.barrier()
 
 
@@ -204,9 +204,10 @@ def test_the_error_of_the_first_rank_that_fails_comes_back_and_the_others_are_en
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 failed: .* terminated with signal SIGKILL"):
-        launch(die_in_rank_1_alone, 2)
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "<Unknown signal 35>")])
+def test_a_rank_that_is_killed_is_named_with_its_signal(number: int, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rank 1 failed: .* terminated with signal {name}"):
+        launch(die_in_rank_1_alone, 2, args=(number,))
 
 
 @pytest.mark.usefixtures("forked")
@@ -217,11 +218,12 @@ def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(tmp_path:
     assert (tmp_path / "saved").exists()
 
 
-def run_until_a_signal(folder: str, heeds: bool) -> None:
+def run_until_a_signal(folder: Path, heeds: bool) -> None:
     stopped: list[bool] = []
     if heeds:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's own message of a parent's death
-        signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: stopped.append(True))
     partly = Path(folder, f"partly{comm.get_rank()}")
     partly.write_text(str(os.getpid()))
     partly.rename(Path(folder, f"pid{comm.get_rank()}"))
@@ -231,16 +233,28 @@ def run_until_a_signal(folder: str, heeds: bool) -> None:
     sys.exit(75)
 
 
-def launch_two(folder: str, heeds: bool) -> None:
+def launch_two(folder: Path, heeds: bool) -> None:
     # Of this process only.
     LAUNCH.start_processes = partial(start_processes, start_method="fork")  # type: ignore[attr-defined]
     launch(run_until_a_signal, 2, args=(folder, heeds))
 
 
+def start_by_torchrun(folder: Path) -> Any:
+    script = folder / "script.py"
+    script.write_text(
+        "import sys, test_launch\nfrom hooktrain.engine import launch\n"
+        "launch(test_launch.run_until_a_signal, args=(sys.argv[1], True))"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return start_program(*torchrun, script, folder, output=folder / "printed")
+
+
 @contextmanager
-def started(tmp_path: Path, heeds: bool) -> Iterator[tuple[Any, list[int]]]:
+def started(
+    tmp_path: Path, heeds: bool, by_torchrun: bool = False
+) -> Iterator[tuple[Any, list[int]]]:
     """The process that launches and the ids of its two ranks; none of them stays behind."""
-    parent = start(launch_two, str(tmp_path), heeds)
+    parent = start_by_torchrun(tmp_path) if by_torchrun else start(launch_two, tmp_path, heeds)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     try:
         wait_until(lambda: all(f.exists() for f in files) or not parent.is_alive(), "ranks run")
@@ -253,16 +267,18 @@ def started(tmp_path: Path, heeds: bool) -> Iterator[tuple[Any, list[int]]]:
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
-    with started(tmp_path, heeds=True) as (parent, children):
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path, by_torchrun: bool) -> None:
+    with started(tmp_path, heeds=True, by_torchrun=by_torchrun) as (parent, children):
         parent.kill()
         parent.join()
         wait_until(lambda: not any(map(alive, children)), "the children are gone")
 
 
-def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path, number: int) -> None:
     with started(tmp_path, heeds=True) as (parent, children):
-        parent.terminate()
+        os.kill(parent.pid, number)
         assert end(parent) == 75
         assert (tmp_path / "saved0").exists()
         assert (tmp_path / "saved1").exists()
