@@ -267,7 +267,7 @@ class TrainerBase:
                     logger.exception("Exception during training:")
                 try:
                     self.after_train()
-                except Exception:
+                except BaseException:
                     # The first error is the cause; this one must not hide it.
                     logger.exception("Exception while ending the failed run:")
                 raise
@@ -325,12 +325,12 @@ class TrainerBase:
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, whatever happens; the first error wins."""
         self.storage.iter = self.iter
-        first: Exception | None = None
+        first: BaseException | None = None
         begun, self._begun = self._begun or [], None
         for hook in begun:
             try:
                 hook.after_train()
-            except Exception as error:
+            except BaseException as error:  # also sys.exit() and Ctrl-C
                 # The hooks after it end a failed run: other ranks may wait elsewhere.
                 self.succeeded = False
                 if first is None:

@@ -21,6 +21,8 @@ from hooktrain.utils.events import get_event_storage
 class Recorder(HookBase):
     """Writes down each event as "name event iteration"."""
 
+    error: type[BaseException] = OSError
+
     def __init__(self, log: list[str], name: str = "hook", fail_at: str = "") -> None:
         self.log, self.name, self.fail_at = log, name, fail_at
 
@@ -28,7 +30,7 @@ class Recorder(HookBase):
         entry = f"{self.name} {event} {self.trainer.iter}"
         self.log.append(entry)
         if entry == self.fail_at:
-            raise OSError(entry)
+            raise self.error(entry)
 
     def before_train(self) -> None:
         self.note("before_train")
@@ -142,9 +144,11 @@ def test_a_failure_in_the_last_iteration_is_no_success() -> None:
     assert trainer.state_dict()["iteration"] == 1
 
 
+@pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 def test_a_failing_hook_at_the_end_hides_neither_the_first_error_nor_the_other_hooks(
-    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Recorder, "error", error)
     log: list[str] = []
     trainer = Trainer(log, fail_at=0)
     trainer.register_hooks([Recorder(log, "a", fail_at="a after_train 0"), Recorder(log, "b")])
@@ -154,13 +158,18 @@ def test_a_failing_hook_at_the_end_hides_neither_the_first_error_nor_the_other_h
     assert "Exception while ending the failed run" in caplog.text
 
 
-def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised() -> None:
+@pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
+def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "error", error)
     log: list[str] = []
     trainer = Trainer(log)
     trainer.register_hooks([Recorder(log, n, fail_at=f"{n} after_train 1") for n in "ab"])
-    with pytest.raises(OSError, match="a after_train 1"):
+    with pytest.raises(error, match="a after_train 1"):
         trainer.train(0, 1)
     assert log[-1] == "b after_train 1"
+    assert not trainer.succeeded
 
 
 def test_hooks_that_never_began_are_not_ended() -> None:

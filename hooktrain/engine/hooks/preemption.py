@@ -15,8 +15,11 @@ from hooktrain.engine.train_loop import HookBase
 
 logger = logging.getLogger(__name__)
 
-_REASON = "preempted by "
 _ONE_SIGNAL_SECONDS = 1.0
+
+
+class _Preempted(str):
+    """The reason of a stop. A class of its own, since anybody may ask for one in the same words."""
 
 
 class Preemption(HookBase):
@@ -80,10 +83,11 @@ class Preemption(HookBase):
     def after_step(self) -> None:
         """Ask for a stop after a signal; save and exit where the ranks agree on one."""
         if self._received is not None:
-            self.trainer.request_stop(_REASON + signal.Signals(self._received[0]).name)
-        reason = self.trainer.stop_reason or ""
-        if reason.startswith(_REASON) and self.trainer.can_save:
-            self._exit(signal.Signals[reason.removeprefix(_REASON)])
+            name = signal.Signals(self._received[0]).name
+            self.trainer.request_stop(_Preempted(f"preempted by {name}"))
+        reason = self.trainer.stop_reason
+        if isinstance(reason, _Preempted) and self.trainer.can_save:
+            self._exit(signal.Signals[reason.split()[-1]])
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.

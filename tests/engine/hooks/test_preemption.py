@@ -88,6 +88,15 @@ def test_a_signal_in_the_last_iteration_does_not_lose_the_run(tmp_path: Path) ->
     assert again.start_iter == again.iter == 10
 
 
+@pytest.mark.parametrize("reason", ["preempted by SIGTERM", "preempted by hand"])
+def test_a_stop_that_somebody_else_asks_for_is_no_preemption(tmp_path: Path, reason: str) -> None:
+    trainer = preemptible(tmp_path, CallbackHook(after_step=lambda t: t.request_stop(reason)))
+    trainer.train(max_iter=10)
+    assert trainer.succeeded
+    assert trainer.stop_reason == reason
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
 def test_without_a_signal_the_handlers_come_back(tmp_path: Path) -> None:
     before = handlers()
     preemptible(tmp_path).train(max_iter=2)

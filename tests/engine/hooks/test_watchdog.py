@@ -3,6 +3,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,21 @@ def test_each_batch_of_an_evaluation_is_progress(
 
     Idle(Watchdog(0.6), CallbackHook(after_step=evaluate)).train(0, 1)
     assert len(looks) > 4
+    assert reports(caplog) == []
+
+
+def test_a_process_that_was_suspended_is_not_taken_for_one_that_hangs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog, waits = Watchdog(8.0), iter([False, True])
+
+    def wait(_: float) -> bool:
+        monkeypatch.setattr(time, "monotonic", lambda: 1e9)  # years pass meanwhile
+        return next(waits)
+
+    Idle(watchdog).train(0, 1)
+    watchdog._end = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    watchdog._watch()
     assert reports(caplog) == []
 
 
