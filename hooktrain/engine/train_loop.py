@@ -425,6 +425,8 @@ class TrainerBase:
             FloatingPointError: if a loss was not finite, so that no checkpoint holds its update.
         """
         self._losses.check(self.storage, self._finished)
+        if self._broke_off and self._begun is None:
+            logger.warning("The run broke off inside iteration %d: its state is inexact", self.iter)
         return {
             "iteration": self._finished - 1,
             "hooks": {k: s for k, hook in self._named_hooks().items() if (s := hook.state_dict())},
