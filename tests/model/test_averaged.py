@@ -103,29 +103,6 @@ def test_weights_are_averaged_and_the_rest_is_copied(warmup: bool) -> None:
     assert ema.steps == 12
 
 
-def test_the_average_follows_the_formula() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    ema = ExponentialMovingAverage(model, 0.25)
-    seen = []
-    for weight in (2.0, 4.0, 0.0):
-        nn.init.constant_(model.weight, weight)
-        ema.update_parameters(model)
-        seen.append(ema.module.weight.item())
-    assert seen == [1.25, 1.9375, 1.453125]
-
-
-def test_the_warm_up_starts_with_a_short_memory() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 0.0)
-    ema = ExponentialMovingAverage(model, warmup=True)
-    nn.init.constant_(model.weight, 1.0)
-    ema.update_parameters(model)
-    assert ema.module.weight.item() == pytest.approx(0.9)
-    ema.update_parameters(model)
-    assert ema.module.weight.item() == pytest.approx(1 - 0.1 * 2 / 11)
-
-
 def test_the_averaged_model_is_a_separate_one_for_evaluation() -> None:
     model = Net().train()
     model(torch.randn(5, 3)).sum().backward()
@@ -152,34 +129,19 @@ def test_reset_starts_over_from_the_present_weights() -> None:
     assert ema.steps == 0
 
 
-def test_swap_puts_the_average_in_and_the_same_weights_back() -> None:
+def test_swap_puts_the_average_in_and_the_same_weights_back_also_after_an_error() -> None:
     model = Net()
     ema = ExponentialMovingAverage(model, 0.5)
-    train(model)
-    ema.update_parameters(model)
+    run(ema, model, 1)
     train(model)
     raw, average = values(model), values(ema.module)
     tensors = [*model.parameters(), *model.buffers()]
     pointers = [tensor.data_ptr() for tensor in tensors]
-    with ema.swap(model):
-        assert same(values(model), average)
-        assert not same(values(model), raw)
-        train(model)
-    assert same(values(model), raw)
-    assert same(values(ema.module), average)
-    after = [*model.parameters(), *model.buffers()]
-    assert all(a is b for a, b in zip(tensors, after, strict=True))
-    assert [tensor.data_ptr() for tensor in after] == pointers
-
-
-def test_swap_puts_the_weights_back_when_the_evaluation_fails() -> None:
-    model = Net()
-    ema = ExponentialMovingAverage(model)
-    train(model)
-    raw, average = values(model), values(ema.module)
 
     def evaluate() -> None:
         with ema.swap(model):
+            assert same(values(model), average)
+            assert not same(values(model), raw)
             train(model)
             raise ZeroDivisionError
 
@@ -187,6 +149,9 @@ def test_swap_puts_the_weights_back_when_the_evaluation_fails() -> None:
         evaluate()
     assert same(values(model), raw)
     assert same(values(ema.module), average)
+    after = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(tensors, after, strict=True))
+    assert [tensor.data_ptr() for tensor in after] == pointers
 
 
 def test_swaps_can_be_nested_and_work_in_inference_mode() -> None:
@@ -200,26 +165,6 @@ def test_swaps_can_be_nested_and_work_in_inference_mode() -> None:
         assert same(values(model), average)
     assert same(values(model), raw)
     model(torch.randn(5, 3)).sum().backward()
-
-
-def test_training_goes_on_after_a_swap_as_if_there_had_been_none() -> None:
-    def run(evaluate: bool) -> dict[str, Tensor]:
-        torch.manual_seed(3)
-        model = Net()
-        ema = ExponentialMovingAverage(model)
-        optimizer = torch.optim.SGD(model.stem.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            x = torch.randn(5, 3)
-            if evaluate:
-                with ema.swap(model):
-                    model(x)
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-            ema.update_parameters(model)
-        return values(model)
-
-    assert same(run(evaluate=True), run(evaluate=False))
 
 
 @pytest.mark.parametrize(
@@ -288,15 +233,25 @@ def averages(average: BaseAveragedModel, values: list[float]) -> list[float]:
     return seen
 
 
-def test_stochastic_weight_averaging_counts_all_weights_alike() -> None:
-    swa = StochasticWeightAverage(scalar(100.0))
-    assert averages(swa, [4.0, 0.0, 8.0, 4.0, 24.0]) == [4.0, 2.0, 4.0, 4.0, 8.0]
-
-
-def test_the_annealed_average_follows_the_formula() -> None:
-    ema = MomentumAnnealingEMA(scalar(100.0), 0.5, gamma=3)
-    # The weights are 3/3, 3/4, 3/5, and from there 1/2.
-    assert averages(ema, [4.0, 8.0, 2.0, 3.0, 4.0]) == pytest.approx([4.0, 7.0, 4.0, 3.5, 3.75])
+@pytest.mark.parametrize(
+    ("average", "weights", "expected"),
+    [
+        (ExponentialMovingAverage(scalar(1.0), 0.25), [2, 4, 0], [1.25, 1.9375, 1.453125]),
+        (StochasticWeightAverage(scalar(100.0)), [4, 0, 8, 4, 24], [4, 2, 4, 4, 8]),
+        # The weights are 3/3, 3/4, 3/5, and from there 1/2.
+        (MomentumAnnealingEMA(scalar(100.0), 0.5, gamma=3), [4, 8, 2, 3, 4], [4, 7, 4, 3.5, 3.75]),
+        # The warm-up counts all updates, those between two intervals too.
+        (
+            ExponentialMovingAverage(scalar(0.0), 0.1, warmup=True, interval=4),
+            [1] * 5,
+            [0.9, 0.9, 0.9, 0.9, 0.9 + 0.1 * (1 - 5 / 14)],
+        ),
+    ],
+)
+def test_averages_follow_their_formulas(
+    average: BaseAveragedModel, weights: list[float], expected: list[float]
+) -> None:
+    assert averages(average, weights) == pytest.approx(expected)
 
 
 def test_parameters_come_in_at_each_interval_and_buffers_always() -> None:
@@ -314,12 +269,6 @@ def test_parameters_come_in_at_each_interval_and_buffers_always() -> None:
             assert torch.equal(swa.module.get_buffer(name), buffer)
     assert len(samples) == 3
     assert swa.steps == 8
-
-
-def test_the_warm_up_counts_all_updates_with_an_interval_too() -> None:
-    ema = ExponentialMovingAverage(scalar(0.0), 0.1, warmup=True, interval=4)
-    seen = averages(ema, [1.0] * 5)
-    assert seen == pytest.approx([0.9, 0.9, 0.9, 0.9, 0.9 + 0.1 * (1 - 5 / 14)])
 
 
 KINDS: list[tuple[str, tuple[Any, ...]]] = [
@@ -417,19 +366,6 @@ def test_the_average_of_a_child_is_called_like_it_and_saved_with_the_model() -> 
         each.teacher.update_parameters(model.student)
     assert same(values(model), values(other))
     assert other.teacher.steps == 2
-
-
-def test_stochastic_weight_averaging_is_that_of_torch() -> None:
-    model = Plain()
-    swa, reference = StochasticWeightAverage(model), torch.optim.swa_utils.AveragedModel(model)
-    for _ in range(6):
-        train(model)
-        swa.update_parameters(model)
-        reference.update_parameters(model)
-        for ours, other in zip(
-            swa.module.state_dict().values(), reference.module.state_dict().values(), strict=True
-        ):
-            torch.testing.assert_close(ours, other)
 
 
 MAKERS: dict[str, Callable[[nn.Module], BaseAveragedModel]] = {

@@ -135,51 +135,36 @@ def test_built_on_another_default_device_it_casts_to_that() -> None:
     assert model.data_preprocessor.device == torch.device("meta")
 
 
-def test_losses_are_means_and_sums_of_means_and_all_of_them_are_added_up() -> None:
-    losses = {
-        "loss_a": torch.tensor([1.0, 3.0]),
-        "accuracy": torch.tensor([0.0, 1.0]),
-        "aux_loss": [torch.tensor([[2.0], [4.0]]), torch.tensor(5.0)],
-        "losses": (torch.tensor(0.5),),
-    }
+T = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        (  # means, and sums of means; "loss" anywhere in the name
+            {
+                "loss_a": T([1.0, 3.0]),
+                "accuracy": T([0.0, 1.0]),
+                "aux_loss": [T([[2.0], [4.0]]), T(5.0)],
+                "losses": (T(0.5),),
+            },
+            {"loss": 10.5, "loss_a": 2.0, "accuracy": 0.5, "aux_loss": 8.0, "losses": 0.5},
+        ),
+        # A model's own "loss" beside others does not hide the sum; alone it is the sum.
+        ({"loss_b": T(2.0), "loss": T(1.0)}, {"total_loss": 3.0, "loss_b": 2.0, "loss": 1.0}),
+        ({"accuracy": T(0.5), "loss": T(2.0)}, {"loss": 2.0, "accuracy": 0.5}),
+        (  # what is counted in whole numbers
+            {"loss": T(1.0), "correct": T([True, False]), "count": [T([1, 2]), T([1, 2])]},
+            {"loss": 1.0, "correct": 0.5, "count": 3.0},
+        ),
+    ],
+)
+def test_losses_are_averaged_and_added_up_and_all_is_logged(
+    losses: dict[str, Any], expected: dict[str, float]
+) -> None:
     total, log_vars = ToyModel().parse_losses(losses)
-    assert total.item() == 2 + 3 + 5 + 0.5
-    assert {k: v.item() for k, v in log_vars.items()} == {
-        "loss": 10.5,
-        "loss_a": 2.0,
-        "accuracy": 0.5,
-        "aux_loss": 8.0,
-        "losses": 0.5,
-    }
-    assert list(log_vars) == ["loss", "loss_a", "accuracy", "aux_loss", "losses"]
-
-
-def test_what_is_counted_in_whole_numbers_is_logged_as_its_mean() -> None:
-    correct, count = torch.tensor([True, False]), torch.tensor([1, 2])
-    _, log_vars = ToyModel().parse_losses(
-        {"loss": torch.ones(1), "correct": correct, "count": [count, count]}
-    )
-    assert (log_vars["correct"].item(), log_vars["count"].item()) == (0.5, 3.0)
-
-
-def test_a_models_own_loss_beside_others_does_not_hide_the_sum() -> None:
-    weight = torch.tensor(1.0, requires_grad=True)
-    total, log_vars = ToyModel().parse_losses({"loss_b": 2 * weight, "loss": weight})
-    assert total.item() == 3.0
-    assert {k: v.item() for k, v in log_vars.items()} == {
-        "total_loss": 3.0,
-        "loss_b": 2.0,
-        "loss": 1.0,
-    }
-    assert next(iter(log_vars)) == "total_loss"
-
-
-def test_a_single_loss_is_its_own_sum() -> None:
-    total, log_vars = ToyModel().parse_losses(
-        {"accuracy": torch.tensor(0.5), "loss": torch.tensor(2.0)}
-    )
-    assert total.item() == 2.0
-    assert [(k, v.item()) for k, v in log_vars.items()] == [("loss", 2.0), ("accuracy", 0.5)]
+    assert total.item() == next(iter(expected.values()))
+    assert [(k, v.item()) for k, v in log_vars.items()] == list(expected.items())
 
 
 def test_values_to_log_have_no_gradient_and_the_sum_has() -> None:

@@ -59,13 +59,6 @@ def test_there_and_back_everything_but_the_type_stays(model: nn.Module) -> None:
     assert not model[1].weight.requires_grad
 
 
-def test_reverted_it_computes_what_it_computed_before(model: nn.Module) -> None:
-    images = torch.randn(2, 2, 3, 3)
-    expected = model[1](model[0](images))
-    reverted = revert_sync_batchnorm(convert_sync_batchnorm(model))
-    assert torch.equal(reverted[1](reverted[0](images)), expected)
-
-
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_reverted_norm_takes_any_number_of_dimensions(
@@ -108,11 +101,6 @@ def test_what_is_not_to_be_changed_stays_the_same_object() -> None:
     norm = plain[0]
     revert_sync_batchnorm(plain)
     assert plain[0] is norm
-
-
-def test_a_reverted_norm_is_found_as_a_batch_norm() -> None:
-    model = revert_sync_batchnorm(nn.Sequential(nn.SyncBatchNorm(2)))
-    assert get_bn_modules(model) == [model[0]]
 
 
 def test_another_implementation_is_refused() -> None:
@@ -174,14 +162,6 @@ def test_values_are_weighted_alike_whatever_the_size_of_their_batch_and_image() 
     assert layer.running_var.item() == pytest.approx((1 + 9 + 8 * 25) / 10 - 4.4**2)
 
 
-def test_evaluating_afterwards_equals_training_on_all_batches_at_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    data = [torch.randn(8, 4) for _ in range(5)]
-    at_once = model(torch.cat(data))
-    update_bn_stats(model, data, num_iters=5)
-    torch.testing.assert_close(model.eval()(torch.cat(data)), at_once)
-
-
 def test_a_large_mean_does_not_cancel_the_variance() -> None:
     layer = nn.BatchNorm1d(2)
     data = [torch.randn(64, 2) * 0.1 + 3000 for _ in range(20)]
@@ -240,7 +220,8 @@ def test_only_training_layers_that_keep_statistics_are_concerned() -> None:
     )
     model.append(nn.InstanceNorm1d(3, track_running_stats=True))
     assert get_bn_modules(model) == [model[0]]
-    assert get_bn_modules(nn.SyncBatchNorm(3)) != []
+    for norm in (nn.SyncBatchNorm(3), BatchNormXd(3)):
+        assert get_bn_modules(norm) == [norm]
     before = buffers(model[1])
     update_bn_stats(model[:3], batches(4, 4), num_iters=2)
     assert_unchanged(model[1], before)
@@ -290,7 +271,7 @@ def test_without_batches_nothing_changes() -> None:
     assert_unchanged(norm, before)
 
 
-def test_a_layer_used_twice_in_a_forward_pass_is_named() -> None:
+def test_a_layer_used_twice_in_a_forward_pass_is_named_and_nothing_has_changed() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -303,14 +284,6 @@ def test_a_layer_used_twice_in_a_forward_pass_is_named() -> None:
     before = buffers(model)
     with pytest.raises(RuntimeError, match=r"'stage\.0' is used twice"):
         update_bn_stats(model, batches(4, 4), num_iters=2)
-    assert_unchanged(model, before)
-
-
-def test_a_failing_forward_pass_leaves_the_layers_as_they_were() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-    before = buffers(model)
-    with pytest.raises(RuntimeError):
-        update_bn_stats(model, [torch.randn(4, 3), torch.randn(4, 5)], num_iters=2)
     assert_unchanged(model, before)
 
 

@@ -273,10 +273,8 @@ def test_several_optimizers_each_get_a_schedule_with_the_end_of_the_run() -> Non
         dispatch_kwargs={"max_epochs": 7},
     )
     assert isinstance(wrapper, OptimWrapperDict)
-    assert {name: [s.end for s in each] for name, each in schedules.items()} == {
-        "first": [7],
-        "last": [7],
-    }
+    ends = {name: [s.end for s in each] for name, each in schedules.items()}
+    assert ends == {"first": [7], "last": [7]}
 
 
 def test_each_optimizer_knows_where_the_run_ends() -> None:
