@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from glob import glob
 from typing import Any
 
 import torch.distributed as dist
@@ -11,12 +12,18 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
-from hooktrain.checkpoint.files import CorruptCheckpointError, check_storable, write_file
+from hooktrain.checkpoint.files import (
+    CorruptCheckpointError,
+    check_storable,
+    is_folder,
+    write_file,
+)
 from hooktrain.checkpoint.formats import read_on_all_ranks
 from hooktrain.checkpoint.resume import (
-    NOTHING_YET,
     POINTER,
+    begin_anew,
     checkpoint_names,
+    make_room,
     names_to_resume,
     read_pointer,
     write_pointer,
@@ -91,7 +98,7 @@ class Checkpointer:
         if sharded and save_to_disk is not None:
             raise ValueError(f"with sharded all ranks write: save_to_disk is {save_to_disk!r}")
         self.model = unwrap_model(model)
-        self.save_dir = os.fspath(save_dir)
+        self.save_dir = os.path.expanduser(save_dir)
         self.sharded = sharded
         self.background = background
         self.logger = logging.getLogger(__name__)
@@ -103,6 +110,7 @@ class Checkpointer:
         self._stager: Any = None
         self._group: ProcessGroup | None = None
         self._is_prepared = False
+        self._resumed = ""
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
         """Save and load one more object, under the name ``key``.
@@ -142,8 +150,8 @@ class Checkpointer:
             tag: False leaves the resume point where it is, as for the best model.
             on_saved: called with the path when the checkpoint is complete, in the process that
                 gives it its name; in the background in a thread. It must not call this object.
-            on_full: called with the error if the disk is full, in place of raising it; in the
-                background in a thread.
+            on_full: called with the error if the disk is full or the folder goes away meanwhile, in
+                place of raising it; in the background in a thread.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
@@ -164,16 +172,17 @@ class Checkpointer:
             items = {"model": self.model, **self.checkpointables}
             state = {key: item.state_dict() for key, item in items.items()}
         state = state | extra
-        if self.sharded:
-            on_main_process(partial(self._prepare, state))
-        else:
+        if not self.sharded:
             name += ".pth"
+        path = os.path.abspath(os.path.join(self.save_dir, name))
+        if self.sharded:
+            on_main_process(partial(self._prepare, state, path))
+        else:
             if dist.is_initialized():  # without a process group nothing is sharded
                 state = full_tensors(state)
             if not self.save_to_disk:
                 return
-            self._prepare(state)
-        path = os.path.abspath(os.path.join(self.save_dir, name))
+            self._prepare(state, path)
         self.logger.info("Saving checkpoint to %s", path)
 
         def finish() -> None:
@@ -188,13 +197,14 @@ class Checkpointer:
         else:
             write(state)
 
-    def _prepare(self, state: State) -> None:
+    def _prepare(self, state: State, path: str) -> None:
         """Refuse what would not load; before the first save, sweep what a killed run has left."""
         check_storable(state, shards=self.sharded)
         os.makedirs(self.save_dir, exist_ok=True)
         if not self._is_prepared:
             sweep(self.save_dir)
             self._is_prepared = True
+        make_room(path, is_folder if self.sharded else os.path.isfile)
 
     def _write_in_background(self, write: Callable[[State], None], state: State) -> None:
         """Copy a state into host memory that is kept for it; a thread writes that."""
@@ -220,7 +230,8 @@ class Checkpointer:
                 write_file(state, path)
                 finish()
         except OSError as error:
-            if on_full is None or not is_disk_full(error):
+            is_gone = isinstance(error, FileNotFoundError)  # the folder; the next save makes it
+            if on_full is None or not (is_gone or is_disk_full(error)):
                 raise
             on_full(error)
 
@@ -307,9 +318,12 @@ class Checkpointer:
                 f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, or resume "
                 "elsewhere, to start from scratch:\n" + "\n".join(problems)
             )
-        if ignored := on_main_process(lambda: checkpoint_names(self.save_dir)):
-            reason = "they are of an earlier run" if pointed == NOTHING_YET else "no last iteration"
-            self.logger.warning("Not resuming from %s in %r: %s", ignored, self.save_dir, reason)
+        folder = self.save_dir
+        if ignored := on_main_process(
+            lambda: checkpoint_names(folder) + glob("earlier-*", root_dir=folder)
+        ):
+            message = "Not resuming from %s in %r: not this run's, or without a last iteration"
+            self.logger.warning(message, ignored, folder)
         return None
 
     def resume_or_load(
@@ -335,6 +349,7 @@ class Checkpointer:
             ValueError: if the checkpoint lacks a checkpointable.
         """
         if resume and self.save_dir and (found := self.read_newest()) is not None:
+            self._resumed = os.path.basename(found[0])
             names = self.checkpointables if checkpointables is None else checkpointables
             return self._restore(*found, names)
         return self.load(path, checkpointables=[])
@@ -352,15 +367,15 @@ class Checkpointer:
         return left
 
     def begin_anew(self) -> None:
-        """Let no checkpoint that is there now be resumed from; nothing is deleted.
+        """Move the checkpoints of an earlier run into a subfolder ``earlier-<number>``.
 
-        Otherwise a run that is killed before its first checkpoint would go on with that of an
-        earlier one.
+        So this run never counts, deletes, replaces or resumes from them. Moved are the best one,
+        the final one, those with a number, and that of ``last_checkpoint``. That from which parts
+        were resumed stays, so that the same command begins with it again until something is saved.
         """
-        if self.save_to_disk and (found := self.get_checkpoint_file()):
-            message = "%s is of an earlier run: not resumed from unless you write its name to %s"
-            self.logger.warning(message, found, POINTER)
-            write_pointer(self.save_dir, NOTHING_YET)
+        self.wait()
+        if self.save_to_disk and self.save_dir:
+            begin_anew(self.save_dir, self._resumed)
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from, intact or not."""

@@ -3,12 +3,16 @@
 A checkpoint is a file ``<name>.pth``, or a folder of shards ``<name>``. The file
 ``last_checkpoint`` names the one to go on from, as in detectron2. If it is missing, garbage, or
 names one that is gone or broken, the folder itself is searched.
+
+All that stands in the folder under the names that a run gives belongs to one run: a new one moves
+what it finds into a subfolder ``earlier-<number>``.
 """
 
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -18,10 +22,12 @@ from hooktrain.utils.file_io import atomic_write
 logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
-# In the pointer, when a run has begun from scratch among the checkpoints of an earlier one.
-NOTHING_YET = "-"
 
 _NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
+# The names that a run gives: the best one is not resumed from.
+_OF_A_RUN = re.compile(r".+_([0-9]{7,}|final|best)(\.pth|\.old-.+)?")
+# MMEngine's epoch_12.pth too is looked into; all other names may be anybody's.
+_RESUMABLE = re.compile(r".+_([0-9]+|final)(\.pth|\.old-.+)?")
 # "model_best.pth" and the like hold a good state, not the last one.
 _BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
 
@@ -31,12 +37,13 @@ def write_pointer(save_dir: str, name: str) -> None:
 
     Only its name is written, so that the folder may be moved.
     """
+    make_room(os.path.join(save_dir, POINTER))
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
 
 def read_pointer(save_dir: str) -> str:
-    """The name in ``last_checkpoint``, or :data:`NOTHING_YET`; "" if it names none there."""
+    """The name in ``last_checkpoint``; "" if it names none there."""
     path = Path(save_dir, POINTER)
     try:
         name = path.read_text("utf-8", "replace").strip()
@@ -44,7 +51,7 @@ def read_pointer(save_dir: str) -> str:
         if not isinstance(error, FileNotFoundError):
             logger.warning("Cannot read %s: %s", path, error)
         return ""
-    if name == NOTHING_YET or name in checkpoint_names(save_dir):
+    if name in checkpoint_names(save_dir):
         return name
     logger.warning("%s names %r, which is no checkpoint there", path, name)
     return ""
@@ -61,21 +68,19 @@ def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
 
     First comes that of the pointer, then the others by their iteration, newest first. Those that
     are newer than the pointer's come last, since they belong to another run in the same folder.
-    Those named ``best`` and those without an iteration (plain weights) are left out. There is none
-    if the pointer says that a run has begun from scratch.
+    Left out are those named ``best``, those without an iteration (plain weights), and those whose
+    name does not end with a number or ``_final``: anybody may have put them there.
 
     Args:
         save_dir: the folder.
         pointed: what :func:`read_pointer` says about it.
     """
-    if pointed == NOTHING_YET:
-        return
     if pointed:
         yield pointed
     limit = iteration_in_name(pointed)
     found = []
     for name in checkpoint_names(save_dir):
-        if name == pointed or _BEST.search(name):
+        if name == pointed or _BEST.search(name) or not _RESUMABLE.fullmatch(name):
             continue
         iteration = iteration_in_name(name)
         if iteration is None:
@@ -120,13 +125,47 @@ def _stored_iteration(path: str) -> int | None:
         state = read_checkpoint(path, "meta")
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
-        return -2  # to be tried last, and then counted among the broken ones
+        # A run's own is to be tried last, and then counted among the broken ones.
+        return -2 if _OF_A_RUN.fullmatch(os.path.basename(path)) else None
     trainer, meta = state.get("trainer"), state.get("meta")
     holder = trainer if "iteration" not in state and isinstance(trainer, dict) else state
     iteration = holder.get("iteration")
     if iteration is None and isinstance(meta, dict) and "optimizer" in state:
         iteration = meta.get("iter", 0) - 1  # MMEngine's number of finished iterations
     return iteration if isinstance(iteration, int) else None
+
+
+def begin_anew(save_dir: str, kept: str = "") -> None:
+    """Move what an earlier run has left, the pointer last, into a subfolder ``earlier-<number>``.
+
+    Args:
+        save_dir: the folder; it need not be there.
+        kept: the name of a checkpoint that stays.
+    """
+    pointed = read_pointer(save_dir)
+    names = [n for n in checkpoint_names(save_dir) if n == pointed or _OF_A_RUN.fullmatch(n)]
+    if names := [name for name in names if name != kept]:
+        if pointed and pointed != kept:
+            names.append(POINTER)
+        aside = _set_aside(save_dir, *names)
+        message = "A new run begins: moved %s of an earlier one to %s. To go on with that, stop "
+        message += "this run, move them back, and resume"
+        logger.warning(message, names, aside)
+
+
+def make_room(path: str, is_wanted: Callable[[str], bool] = os.path.isfile) -> None:
+    """Set aside, loudly, what has the name of a file or folder to be written and is none."""
+    if os.path.lexists(path) and not is_wanted(path):
+        aside = _set_aside(*os.path.split(path))
+        logger.error("Something else has the name of %s: it is moved to %s", path, aside)
+
+
+def _set_aside(save_dir: str, *names: str) -> Path:
+    aside = next(p for n in count(1) if not (p := Path(save_dir, f"earlier-{n}")).exists())
+    aside.mkdir()
+    for name in names:
+        os.rename(os.path.join(save_dir, name), aside / name)
+    return aside
 
 
 def files_to_delete(

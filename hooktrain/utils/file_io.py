@@ -2,7 +2,7 @@
 
 What is written has a temporary name in the same folder first: ``.<name>.tmp-<process>-<token>``.
 When it is complete and on the disk, it is renamed. Meanwhile its process holds a lock on the file
-``.<name>.lock-<process>-<token>``. What a killed process leaves is swept later.
+``.<name>.tmp-<process>-<token>.lock``. What a killed process leaves is swept later.
 """
 
 import errno
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
 
 _TEMPORARY = re.compile(
-    r"(\.(?P<name>.+)\.(tmp|lock)|(?P<aside>.+)\.old)(?P<owner>-\d+-[0-9a-f]{8})"
+    r"(\.(?P<name>.+)\.tmp|(?P<aside>.+)\.old)(?P<owner>-\d+-[0-9a-f]{8})(\.lock)?"
 )
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 # What file systems say that cannot flush folders.
@@ -86,7 +86,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     temporary = _beside(target, f".{target.name}.tmp")
     aside = _beside(target, f"{target.name}.old")
     try:
-        with _locked_file(_beside(target, f".{target.name}.lock")):
+        with _locked_file(temporary.with_name(f"{temporary.name}.lock")):
             yield temporary
             if target.is_dir():
                 os.rename(target, aside)
@@ -114,7 +114,8 @@ def _locked_file(path: Path) -> Iterator[None]:
                 try_lock(file)
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # what is left can be swept
+                path.unlink()
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def sweep(folder: AnyPath) -> None:
             continue
         target = entry.with_name(match["name"] or match["aside"])
         try:
-            if _is_locked(target.with_name(f".{target.name}.lock{match['owner']}")):
+            if _is_locked(target.with_name(f".{target.name}.tmp{match['owner']}.lock")):
                 continue
             if match["aside"] and not os.path.lexists(target):
                 os.rename(entry, target)

@@ -180,9 +180,9 @@ def test_the_iteration_of_the_trainer_counts_where_the_file_has_none(folder: Pat
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
     checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=Trainer())
-    checkpointer.save("at_the_end")
+    checkpointer.save("long_final")
     (folder / "last_checkpoint").unlink()
-    assert checkpointer.get_checkpoint_file() == str(folder / "at_the_end.pth")
+    assert checkpointer.get_checkpoint_file() == str(folder / "long_final.pth")
 
 
 def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(folder: Path) -> None:
@@ -202,6 +202,24 @@ def test_plain_weights_in_the_folder_are_not_resumed_from(
     (tmp_path / "last_checkpoint").unlink()
     assert resumed(tmp_path) is None
     assert "Not resuming from ['model_best.pth', 'pretrained.pth']" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["embeddings.pth", "glove_300.pth", "web", "last_checkpoint"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_somebody_else_has_put_there_is_left_out(
+    name: str, is_alone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not is_alone:
+        save(tmp_path, "model_0000009", 9)
+        (tmp_path / "last_checkpoint").unlink()
+    if name.endswith(".pth"):
+        (tmp_path / name).write_bytes(b"word2vec")
+    else:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    assert resumed(tmp_path) == (None if is_alone else 9)
+    assert name in caplog.text or not is_alone
+    assert resumed(save(tmp_path, "model_0000019", 19).parent) == 19
 
 
 def test_a_dangling_pointer_in_an_empty_folder_starts_from_scratch_and_says_so(

@@ -304,7 +304,7 @@ OWNER = "-1-0123abcd"  # in a container, number 1 may be that of any process
 
 
 def test_what_nobody_is_writing_is_swept_and_what_has_another_name_stays(tmp_path: Path) -> None:
-    left = [f".a.bin.tmp{OWNER}", f".a.bin.lock{OWNER}", f".b.lock{OWNER}"]
+    left = [f".a.bin.tmp{OWNER}", f".a.bin.tmp{OWNER}.lock", f".b.tmp{OWNER}.lock"]
     others = [
         *(".lock", f".tmp{OWNER}", f".a.bin.tmp{OWNER}.bak", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}"),
         "model.pth",
@@ -343,13 +343,13 @@ def test_without_locks_files_are_written_all_the_same_and_nothing_is_swept(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    left = [f".a.bin.lock{OWNER}", f".a.bin.tmp{OWNER}"]
+    left = [f".a.bin.tmp{OWNER}", f".a.bin.tmp{OWNER}.lock"]
     for name in left:
         (tmp_path / name).touch()
     write(tmp_path / "a.bin", b"one")
     sweep(tmp_path)
     assert names(tmp_path) == [*left, "a.bin"]
-    assert f"Cannot sweep {tmp_path / left[1]}" in caplog.text
+    assert f"Cannot sweep {tmp_path / left[0]}" in caplog.text
 
 
 def test_what_may_not_be_removed_is_told_and_the_rest_is_swept(

@@ -62,6 +62,8 @@ class BestCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Learn of a better model that was saved after the checkpoint that the run resumes from."""
+        if not self.trainer.start_iter:
+            self._checkpointer.begin_anew()
         if not self.trainer.start_iter or not self._checkpointer.save_to_disk:
             return
         folder = self._checkpointer.save_dir

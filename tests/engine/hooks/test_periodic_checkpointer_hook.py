@@ -66,13 +66,105 @@ def test_a_run_that_begins_anew_is_never_resumed_from_an_earlier_one(
             trainer.train(max_iter=6)
 
     begin(fail_at=1)  # before its first checkpoint
-    assert "model_final.pth is of an earlier run" in caplog.text
-    assert names(tmp_path) == ["model_0000001.pth", "model_final.pth"]
+    assert "moved ['model_0000001.pth', 'model_final.pth', 'last_checkpoint']" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier-1"]
     resumed = run(tmp_path, 3, period=2)
     assert resumed.start_iter == 0
-    assert "they are of an earlier run" in caplog.text
+    assert "Not resuming from ['earlier-1']" in caplog.text
     begin(fail_at=3)
+    assert names(tmp_path) == ["earlier-1", "earlier-2", "model_0000001.pth"]
     assert run(tmp_path, 6, period=2).start_iter == 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_new_run_in_a_used_folder_leaves_the_earlier_one_complete(
+    sharded: bool, tmp_path: Path
+) -> None:
+    def train(max_iter: int, fail_at: int = -1) -> None:
+        accuracy = CallbackHook(
+            after_step=lambda t: t.storage.put_scalar("accuracy", 9 * max_iter - t.iter),
+            before_step=lambda t: 1 // (t.iter != fail_at),
+        )
+        trainer = linear_trainer(accuracy)
+        checkpointer = Checkpointer(trainer.model, tmp_path, sharded=sharded, trainer=trainer)
+        other = Checkpointer(trainer.model, tmp_path, sharded=sharded)  # as for a second model
+        trainer.register_hooks(
+            [
+                BestCheckpointer(1, checkpointer, "accuracy"),
+                PeriodicCheckpointer(checkpointer, 1, max_to_keep=1),
+                PeriodicCheckpointer(other, 1, max_to_keep=1, file_prefix="second"),
+            ]
+        )
+        trainer.train(max_iter=max_iter)
+
+    end = "" if sharded else ".pth"
+    run = [f"{name}{end}" for name in ("model_best", "model_final", "second_final")]
+    numbered = [f"{name}_0000002{end}" for name in ("model", "second")]
+    torch.save({}, tmp_path / "embeddings.pth")
+    train(4)
+    assert names(tmp_path) == sorted(["embeddings.pth", *run, *numbered])
+    old = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    with pytest.raises(ZeroDivisionError):
+        train(3, fail_at=2)
+    mine = [f"{name}_0000001{end}" for name in ("model", "second")]
+    assert names(tmp_path) == sorted(["earlier-1", "embeddings.pth", run[0], *mine])
+    moved = {path.name: path.stat().st_ino for path in (tmp_path / "earlier-1").iterdir()}
+    assert moved.items() == old.items() - {("embeddings.pth", old["embeddings.pth"])}
+
+
+def test_a_run_from_parts_of_an_earlier_one_begins_with_the_same_until_it_has_saved(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, 4, period=2)
+
+    def begin(fail_at: int) -> None:
+        trainer = linear_trainer(CallbackHook(before_step=lambda t: 1 // (t.iter != fail_at)))
+        torch.nn.init.zeros_(trainer.model.fc.weight)
+        checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, period=2)])
+        checkpointer.resume_or_load("", checkpointables=["model"])
+        weights.append(trainer.model.fc.weight.clone())
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(max_iter=6)
+
+    weights: list[torch.Tensor] = []
+    for _ in range(3):
+        begin(fail_at=1)
+        assert names(tmp_path) == ["earlier-1", "model_final.pth"]
+        assert weights[0].any()
+        assert torch.equal(weights[0], weights[-1])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("harm", ["the folder is gone", "a file is in the way", "a folder is"])
+def test_a_run_goes_on_when_its_folder_is_gone_or_something_is_in_the_way(
+    harm: str, sharded: bool, options: dict[str, Any], tmp_path: Path, caplog: Any
+) -> None:
+    folder = tmp_path / "out"
+    in_the_way = [folder / ("model_0000003" if sharded else "model_0000003.pth")]
+    in_the_way.append(folder / "last_checkpoint")
+
+    def strike(trainer: Any) -> None:
+        if trainer.iter != 3:
+            return
+        if harm == "the folder is gone":
+            folder.rename(tmp_path / "gone")  # perhaps while it is being saved to
+            return
+        trainer._hooks[-1].checkpointer.wait()
+        in_the_way[1].unlink()
+        for path in in_the_way[: 1 if harm == "a file is in the way" else 2]:
+            if harm == "a file is in the way" and sharded:
+                path.write_text("mine")
+            else:
+                path.mkdir()
+                (path / "mine").touch()
+
+    options = {**options, "sharded": sharded}
+    run(folder, 6, CallbackHook(before_step=strike), options=options, period=2)
+    assert run(folder, 6, options=options, period=2).start_iter == 6
+    if harm != "the folder is gone":
+        assert (folder / "earlier-1" / in_the_way[0].name).exists()
+        assert f"Something else has the name of {in_the_way[0]}" in caplog.text
 
 
 def test_only_the_newest_are_kept_also_across_a_resume(
