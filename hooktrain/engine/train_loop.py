@@ -497,7 +497,8 @@ def _acts_at(hook: HookBase, event: str) -> bool:
 
 
 def _warn_of_misspelt_events(kind: type[HookBase]) -> None:
-    for name in sorted(set(dir(kind)) - set(dir(HookBase))):
+    own = sorted(set(dir(kind)) - set(dir(HookBase)))
+    for name in (n for n in own if n[0] != "_" and callable(getattr(kind, n))):
         hint = did_you_mean(name, EVENTS)
-        if not name.startswith("_") and (name.startswith("on_") or "did you mean" in hint):
+        if name.startswith("on_") or "did you mean" in hint:
             logger.warning("%s.%s is no event of a trainer%s", kind.__qualname__, name, hint)

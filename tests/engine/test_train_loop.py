@@ -347,7 +347,8 @@ def test_a_copy_of_a_hook_has_its_state_and_no_trainer(copied: Any) -> None:
 def test_methods_that_resemble_events_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     names = ("after_steps", "before_steps", "after_train_iter", "on_train_start")
     others = ("measure", "_after_step", "after_step")
-    hook = type("Mine", (HookBase,), dict.fromkeys((*names, *others), lambda _: None))
+    methods = dict.fromkeys((*names, *others), lambda _: None)
+    hook = type("Mine", (HookBase,), {**methods, "on_cpu": True})
     Trainer().register_hooks([hook()])
     told = [record.getMessage() for record in caplog.records]
     assert [line.split()[0] for line in told] == [f"Mine.{name}" for name in sorted(names)]

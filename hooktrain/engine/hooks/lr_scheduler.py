@@ -89,7 +89,7 @@ class LRScheduler(HookBase):
                 self._decide_when_to_step(each[i])
             driven = [getattr(s, "optimizer", optimizer) for s in each]
             if each and all(getattr(d, "optimizer", d) is not optimizer for d in driven):
-                raise ValueError(f"{each} are of another optimizer than the trainer's {optimizer}")
+                raise ValueError(f"none of {each} schedules the optimizer of the trainer")
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             prefix = f"{name}." if name else ""
             self._recorded.append((f"{prefix}lr", group, "lr"))

@@ -357,7 +357,7 @@ def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
     trainer = linear_trainer()
     trainer.register_hooks([LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2))])
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
-    with pytest.raises(ValueError, match=r"StepLR.* are of another optimizer than the trainer's"):
+    with pytest.raises(ValueError, match=r"StepLR.* schedules the optimizer of the trainer"):
         trainer.train(0, 2)
 
 
