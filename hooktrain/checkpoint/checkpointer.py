@@ -7,6 +7,7 @@ from functools import partial
 from glob import glob
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -32,7 +33,7 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.checkpoint.surgery import choose_parts, load_model_state
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.dtensor import full_tensors
+from hooktrain.utils.dtensor import full_tensors, map_leaves
 from hooktrain.utils.file_io import AnyPath, is_disk_full, sweep
 from hooktrain.utils.registry import unwrap_model
 
@@ -128,6 +129,20 @@ class Checkpointer:
             raise TypeError(f"{key!r} has no state_dict or no load_state_dict: {checkpointable!r}")
         self.checkpointables[key] = checkpointable
 
+    @staticmethod
+    def check_name(name: str) -> None:
+        """Raise a ValueError for what cannot be the name of a checkpoint, or its beginning."""
+        if name[:1] in ("", ".") or name != os.path.basename(name):
+            raise ValueError(f"name must be a visible file name without a folder, got {name!r}")
+
+    def check_states(self) -> None:
+        """Raise a TypeError for what :meth:`save` would refuse, before it is hours of training.
+
+        Only the checkpointables are looked at. On all ranks, as for :meth:`save`.
+        """
+        states = {key: item.state_dict() for key, item in self.checkpointables.items()}
+        check_storable(_with_plain_numbers(states), shards=True)
+
     def save(
         self,
         name: str,
@@ -156,12 +171,12 @@ class Checkpointer:
 
         Raises:
             ValueError: if ``name`` has a folder, or an extra entry has the name of a state.
-            TypeError: if a state holds what could not be loaded back; it names the key.
+            TypeError: if a state holds what could not be loaded back; it names the key. Numbers of
+                numpy are saved as Python's.
             OSError: if the disk is full or fails; the files are as they were. Also what failed in
                 the background in the save before; this one is not begun then.
         """
-        if not name.strip(".") or name != os.path.basename(name):
-            raise ValueError(f"name must be a file name without a folder, got {name!r}")
+        self.check_name(name)
         if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
             raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
         if not self.save_dir:
@@ -171,7 +186,7 @@ class Checkpointer:
         if state is None:
             items = {"model": self.model, **self.checkpointables}
             state = {key: item.state_dict() for key, item in items.items()}
-        state = state | extra
+        state = _with_plain_numbers(state | extra)
         if not self.sharded:
             name += ".pth"
         path = os.path.abspath(os.path.join(self.save_dir, name))
@@ -230,6 +245,8 @@ class Checkpointer:
                 write_file(state, path)
                 finish()
         except OSError as error:
+            if error.errno and error.filename is None and path not in str(error):
+                error.filename = path
             is_gone = isinstance(error, FileNotFoundError)  # the folder; the next save makes it
             if on_full is None or not (is_gone or is_disk_full(error)):
                 raise
@@ -404,3 +421,8 @@ class Checkpointer:
         if basename not in checkpoint_names(self.save_dir):
             raise FileNotFoundError(f"no {basename!r} in {self.save_dir!r} to resume from")
         write_pointer(self.save_dir, basename)
+
+
+def _with_plain_numbers(state: State) -> State:
+    plain: State = map_leaves(lambda _, x: x.item() if isinstance(x, np.generic) else x, state)
+    return plain

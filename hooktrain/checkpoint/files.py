@@ -66,15 +66,19 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
 def verify_file(path: AnyPath) -> None:
     """Read the whole file and compare every checksum in it (some GB/s).
 
-    Files of torch's old format have no checksums. They pass if they begin as they should.
+    Files of torch's old format have no checksums, nor have those that were saved without
+    (``torch.serialization.set_crc32_options``). They pass if they look as they should.
 
     Raises:
-        CorruptCheckpointError: if the file is truncated, altered, empty or of another kind.
+        CorruptCheckpointError: if the file is truncated, altered, empty, compressed or of another
+            kind.
         OSError: if it cannot be opened.
     """
     with open(path, "rb") as file:
         try:
             problem = _find_problem(file)
+        except MemoryError:
+            raise
         except Exception as error:  # zipfile raises nine types, depending on the byte that is bad
             problem = f"not a readable zip container ({type(error).__name__}: {error})"
     if problem:
@@ -90,12 +94,15 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
 
     Raises:
         CorruptCheckpointError: if the file is broken, or holds more than tensors and plain types.
+        MemoryError: if it does not fit into memory; RuntimeError on an accelerator or from torch.
         OSError: if it cannot be opened.
     """
     verify_file(path)
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=False)
     except Exception as error:  # torch raises RuntimeError, KeyError, EOFError, UnpicklingError ...
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise
         raise CorruptCheckpointError(f"cannot load {os.fspath(path)}: {_reason(error)}") from error
 
 
@@ -156,12 +163,16 @@ def _find_problem(file: IO[bytes]) -> str:
     if not start.startswith(b"PK"):
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
-        if (bad := container.testzip()) is not None:
+        parts = container.infolist()
+        if packed := [p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED]:
+            return f"its parts {packed} are compressed, and might fill the memory"
+        has_checksums = any(part.CRC for part in parts)
+        if has_checksums and (bad := container.testzip()) is not None:
             return f"the checksum of its part {bad!r} does not match"
-        if not any(name.endswith("/data.pkl") for name in container.namelist()):
+        if not any(part.filename.endswith("/data.pkl") for part in parts):
             return "a zip file, but not of torch.save"
         # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.
-        if folders := [e.filename for e in container.infolist() if e.external_attr & 0x10]:
+        if folders := [p.filename for p in parts if p.external_attr & 0x10]:
             return f"its parts {folders} are marked as folders"
     return ""
 

@@ -12,8 +12,9 @@ import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -318,8 +319,18 @@ def _check_sizes(folder: Path, files: dict[str, list[Any]]) -> None:
             raise CorruptCheckpointError(f"{path} has {found:,} bytes instead of {size:,}")
 
 
-class _Unpickler(pickle.Unpickler):
+def _build(unpickler: Any) -> None:
+    """Set the attributes of an object, but of no class, function or constant."""
+    target = unpickler.stack[-2]
+    if callable(target) or isinstance(target, Enum):
+        raise pickle.UnpicklingError(f"refused, since it would change {target!r}")
+    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
+
+
+class _Unpickler(pickle._Unpickler):
     """Knows the few types that the metadata is made of, none of which runs foreign code."""
+
+    dispatch: ClassVar[Any] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
 
     def find_class(self, module: str, name: str) -> Any:
         is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)

@@ -38,7 +38,8 @@ class PeriodicCheckpointer:
         file_prefix: of the file names.
 
     Raises:
-        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number.
+        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
+            impossible ``file_prefix``.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PeriodicCheckpointer:
         for key, number in [("period", period), ("max_to_keep", max_to_keep)]:
             if number is not None and (number < 1 or number % 1):
                 raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}")
+        checkpointer.check_name(file_prefix)
         self.checkpointer = checkpointer
         self.period = period
         self.max_iter = max_iter

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -169,10 +170,7 @@ def _match(
         if (group, before) not in same_groups:
             rows.append((name, "moved", f"group {before}", f"group {group}"))
         if item:
-            state[position] = {
-                key: shard_like(value, parameter) if isinstance(value, Tensor) else value
-                for key, value in item.items()
-            }
+            state[position] = {key: _placed(value, parameter) for key, value in item.items()}
     headers = ["parameter", "change", "in the checkpoint", "here"]
     _warn(
         "The optimizer's parameters are not those of the checkpoint (matched by name)",
@@ -180,6 +178,16 @@ def _match(
         rows,
     )
     return state
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    """Sharded and laid out in memory as its parameter, which fused kernels take for granted."""
+    if not isinstance(value, Tensor):
+        return value
+    value = shard_like(value, parameter)
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _other_shape(

@@ -5,12 +5,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from checkpoint_toys import Counter, messages, model_of
+from checkpoint_toys import Counter, equal, messages, model_of
 from torch import nn
 
-from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_file
+from hooktrain.checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    PeriodicCheckpointer,
+    load_file,
+)
+from hooktrain.engine.hooks import BestCheckpointer, Preemption
 
 
 def test_a_save_comes_back_and_the_rest_is_returned(tmp_path: Path) -> None:
@@ -86,11 +93,26 @@ def test_the_folder_is_made_at_the_first_save(tmp_path: Path) -> None:
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "out" / "run" / "a.pth")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "sub/model", "/tmp/model", "../model"])
-def test_a_name_with_a_folder_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name must be a file name without a folder"):
-        Checkpointer(model_of(3), tmp_path).save(name)
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "sub/model", "/tmp/model", "../model"])
+def test_a_name_with_a_folder_or_a_hidden_one_is_refused(name: str, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(model_of(3), tmp_path)
+    for use in (
+        checkpointer.save,
+        lambda prefix: PeriodicCheckpointer(checkpointer, 1, file_prefix=prefix),
+        lambda prefix: BestCheckpointer(1, checkpointer, "accuracy", file_prefix=prefix),
+        lambda prefix: Preemption(checkpointer, file_prefix=prefix),
+    ):
+        with pytest.raises(ValueError, match=f"visible file name without a folder, got '{name}'"):
+            use(name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
+    extra = {"lr": [np.float64(0.5)], "flag": np.bool_(True)}
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(np.int64(5))).save("a", **extra)
+    loaded = load_file(tmp_path / "a.pth")
+    assert equal(loaded["trainer"], {"value": 5, "optimizer": 7})
+    assert equal([loaded["lr"], loaded["flag"]], [[0.5], True])
 
 
 def test_extra_entries_do_not_replace_states(tmp_path: Path) -> None:
@@ -351,7 +373,7 @@ def test_a_failure_at_any_step_of_a_save_leaves_the_old_or_the_new_state(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fails_once(os.fsync))
             patch.setattr(os, "replace", fails_once(os.replace))
-            with pytest.raises(OSError, match="the disk failed"):
+            with pytest.raises(OSError, match=f"the disk failed: '{folder}/{new_name}.pth'"):
                 Checkpointer(model_of(2), folder).save(new_name, iteration=19)
         model = model_of(0)
         iteration = Checkpointer(model, folder).resume_or_load("")["iteration"]

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import resource
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from checkpoint_toys import equal, small_state
 from torch import nn
 
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     check_storable,
@@ -179,6 +182,47 @@ def test_checksums_are_written_even_where_torch_was_told_not_to(tmp_path: Path) 
     finally:
         torch.serialization.set_crc32_options(True)
     verify_file(tmp_path / "a.pth")
+
+
+def test_a_file_without_checksums_is_not_called_corrupt(tmp_path: Path) -> None:
+    state = small_state()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert equal(load_file(tmp_path / "a.pth"), state)
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    save_file({"zeros": torch.zeros(1 << 20)}, tmp_path / "a.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pth") as plain,
+        zipfile.ZipFile(tmp_path / "b.pth", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(CorruptCheckpointError, match=r"data/0.* are compressed"):
+        load_file(tmp_path / "b.pth")
+
+
+def resume_with_little_memory(folder: Path) -> str:
+    """Runs in a process of its own, as the limit holds for all of it."""
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (30 << 20), resource.RLIM_INFINITY))
+    try:
+        Checkpointer(nn.Linear(1, 1), folder).resume_or_load("")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "resumed"
+
+
+def test_too_little_memory_is_not_taken_for_a_broken_file(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
+    checkpointer.save("model_0000001", iteration=1)
+    checkpointer.save("model_0000002", iteration=2, large=torch.zeros(15 << 20))
+    (outcome,) = run_ranks(resume_with_little_memory, 1, tmp_path)
+    assert "allocate memory" in outcome
 
 
 class RunsCode:

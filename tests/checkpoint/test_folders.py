@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_toys import equal
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
 
 from hooktrain.checkpoint import folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -170,6 +174,23 @@ def test_code_in_the_metadata_is_refused_and_not_run(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"asks for \w+\.mkdir\. Nothing was run"):
         load_folder(folder)
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        b"ctorch.serialization\n_get_layout\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R",
+    ],
+    ids=["a class", "a function", "a member of an enum"],
+)
+def test_metadata_cannot_change_what_is_shared(target: bytes, tmp_path: Path) -> None:
+    attributes = b"N}X\x05\x00\x00\x00extraK\x01s\x86"  # (None, {"extra": 1})
+    folder = forge(save(tmp_path / "a", 1), b"\x80\x02" + target + attributes + b"b.")
+    with pytest.raises(CorruptCheckpointError, match="refused, since it would change"):
+        load_folder(folder)
+    assert not hasattr(Metadata, "extra")
 
 
 def test_metadata_holds_neither_pickles_nor_less_than_the_structure(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Pa
     main, other = run_ranks(fail_on_rank_1, 2, tmp_path)
     assert main == other
     full, full_in_background, lacking, altered = main
-    assert full == full_in_background == "OSError: [Errno 28] no space to write on rank 1"
+    assert full == "OSError: [Errno 28] no space to write on rank 1"
+    assert full_in_background == f"{full}: '{tmp_path / 'a'}'"
     assert "ValueError: Failed to validate global plan: key:x" in lacking
     assert "CorruptCheckpointError" in altered
     assert "__0_0.distcp was altered" in altered

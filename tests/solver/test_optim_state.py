@@ -441,3 +441,23 @@ def test_full_tensors_load_into_a_sharded_optimizer_and_the_other_way_round() ->
     for name, parameter in model.named_parameters():
         saved = results[0]["whole"]["state"][name]["exp_avg"]
         assert torch.equal(wrapper.optimizer.state[parameter]["exp_avg"], saved)
+
+
+def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() -> None:
+    def step(conv: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        weight = conv.get_parameter("weight")
+        weight.grad = weight.detach().square()  # laid out as the weight
+        optimizer.step()
+
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 4, 3)
+    turned = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    optimizers = [
+        torch.optim.AdamW(conv.parameters(), lr=0.1, fused=True) for conv in (plain, turned)
+    ]
+    step(plain, optimizers[0])
+    turned.load_state_dict(plain.state_dict())
+    load_optimizer_state(optimizers[1], copy.deepcopy(optimizers[0].state_dict()))
+    for conv, optimizer in zip((plain, turned), optimizers, strict=True):
+        step(conv, optimizer)
+    assert torch.equal(plain.weight, turned.weight)

@@ -28,6 +28,7 @@ class BestCheckpointer(HookBase):
 
     Args:
         eval_period: that of the ``EvalHook``, in iterations; 0 looks at the end of training only.
+            Where there is no new value, nothing is saved.
         checkpointer: what saves.
         val_metric: the name of the metric, such as ``"classification/accuracy"``.
         mode: ``"max"`` if more is better, ``"min"`` if less is.
@@ -38,7 +39,7 @@ class BestCheckpointer(HookBase):
         best_iter: the iteration that it was measured at, or None.
 
     Raises:
-        ValueError: for another mode.
+        ValueError: for another mode or an impossible ``file_prefix``.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class BestCheckpointer(HookBase):
     ) -> None:
         if mode not in ("max", "min"):
             raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
+        checkpointer.check_name(file_prefix)
         self._period = eval_period
         self._checkpointer = checkpointer
         self.needs_every_rank = checkpointer.sharded  # every rank writes its part
@@ -106,6 +108,10 @@ class BestCheckpointer(HookBase):
             logger.warning("There is no metric %r to choose the best checkpoint by%s", name, hint)
             return
         value, measured_at = latest
+        if measured_at < iteration:
+            text = "%s was measured at iteration %d, not of the weights at iteration %d: not saving"
+            logger.warning(text, name, measured_at, iteration)
+            return
         is_better, before = self._is_better(value), self.state_dict()
         best = f"the best before is {self.best_metric} at {self.best_iter}"
         verdict = "saving the best model" if is_better else "not saving"

@@ -55,6 +55,7 @@ class Preemption(HookBase):
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
         file_prefix: str = "model",
     ) -> None:
+        checkpointer.check_name(file_prefix)
         self.checkpointer = checkpointer
         self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._signals = tuple(signal.Signals(number) for number in signals)

@@ -11,7 +11,7 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.formats import read_checkpoint
-from hooktrain.engine.hooks import BestCheckpointer, CallbackHook
+from hooktrain.engine.hooks import BestCheckpointer, CallbackHook, EvalHook
 from hooktrain.utils import comm
 from toy import linear_trainer
 
@@ -123,6 +123,19 @@ def test_the_best_of_the_final_evaluation_is_there_when_the_run_has_ended(
     trainer.train(0, 3)
     assert saved_iteration(tmp_path) == 2
     assert not (tmp_path / "last_checkpoint").exists()
+
+
+def test_weights_that_were_not_evaluated_are_not_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer(EvalHook(3, lambda: {"acc": trainer.iter}, eval_after_train=False))
+    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([BestCheckpointer(2, checkpointer, "acc")])
+    trainer.train(0, 4)  # evaluated at 2, looked at in 1 and 3
+    assert list(tmp_path.iterdir()) == []
+    assert "acc was measured at iteration 2, not of the weights at iteration 3" in caplog.text
+    trainer.train(max_iter=7)  # at 5 both
+    assert saved_iteration(tmp_path) == 5
 
 
 def test_another_mode_is_refused(tmp_path: Path) -> None:

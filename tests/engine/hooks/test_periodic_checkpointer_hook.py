@@ -1,6 +1,7 @@
 import errno
 import math
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import HookBase
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -267,6 +269,37 @@ def test_what_has_become_infinite_or_nan_is_never_saved(
     with pytest.raises(FloatingPointError, match=rf"iteration=3, .*'{name}'"):
         run(tmp_path, max_iter, hook, period=2, max_to_keep=1)
     assert names(tmp_path) == ["model_0000001.pth"]
+
+
+class WithState(HookBase):
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+
+def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"trainer\.hooks\.WithState\.state of type .*deque"):
+        run(tmp_path, 2, WithState(deque()), IterationFails(), period=2)
+
+
+class IterationFails(HookBase):
+    def before_step(self) -> None:
+        raise AssertionError("a step was begun")
+
+
+def test_a_hook_with_state_behind_the_checkpointer_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer(WithState(1))
+    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2), CallbackHook()])
+    trainer.train(max_iter=1)
+    assert "an iteration before" not in caplog.text
+    trainer.register_hooks([WithState(2)])
+    trainer.train(max_iter=2)
+    assert "['WithState'] come after PeriodicCheckpointer" in caplog.text
 
 
 @pytest.mark.parametrize("period", [0, -1])
