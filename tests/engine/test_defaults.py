@@ -28,7 +28,6 @@ from hooktrain.engine import (
     default_writers,
     hooks,
 )
-from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.model import BaseModel, SeparateDistributedDataParallel
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -427,12 +426,6 @@ class OwnSteps(LinearLoss):
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Any]:
         return {}
 
-    def val_step(self, data: Any) -> str:
-        return f"val {data}"
-
-    def test_step(self, data: Any) -> str:
-        return f"test {data}"
-
 
 class Based(BaseModel):
     def __init__(self) -> None:
@@ -441,25 +434,6 @@ class Based(BaseModel):
 
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
         return self.fc(inputs)
-
-
-class Collect(DatasetEvaluator):
-    def reset(self) -> None:
-        self.outputs: list[Any] = []
-
-    def process(self, inputs: Any, outputs: Any) -> None:
-        self.outputs.append(outputs)
-
-    def evaluate(self) -> dict[str, Any]:
-        return {"outputs": self.outputs}
-
-
-def test_evaluation_calls_the_step_of_a_model_that_has_one() -> None:
-    assert inference_on_dataset(OwnSteps(), [1], Collect()) == {"outputs": ["test 1"]}
-    assert inference_on_dataset(OwnSteps(), [1], Collect(), step="val_step") == {
-        "outputs": ["val 1"]
-    }
-    assert inference_on_dataset(nn.Identity(), [1], Collect()) == {"outputs": [1]}
 
 
 def wrapped_models() -> list[str]:

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
 
 from gloo import run_ranks
 from hooktrain.evaluation import (
     DatasetEvaluator,
-    DatasetEvaluators,
     inference_context,
     inference_on_dataset,
 )
@@ -104,25 +102,42 @@ def test_an_evaluator_sees_each_batch_and_gives_the_results() -> None:
     recorder = Recorder({"task": {"x": 1.0}})
     assert inference_on_dataset(double, [1, 2], recorder) == {"task": {"x": 1.0}}
     assert recorder.calls == ["reset", (1, 2), (2, 4), "evaluate"]
+    for nothing in (None, Recorder(None), DatasetEvaluator()):
+        assert inference_on_dataset(double, [1, 2], nothing) == {}
+
+
+class OwnSteps(nn.Module):
+    def val_step(self, data: int) -> str:
+        return f"val {data}"
+
+    def test_step(self, data: int) -> str:
+        return f"test {data}"
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "output"),
+    [
+        (OwnSteps(), {}, "test 1"),
+        (OwnSteps(), {"step": "val_step"}, "val 1"),
+        (nn.Identity(), {}, 1),
+    ],
+)
+def test_the_step_of_a_model_that_has_one_is_called(
+    model: nn.Module, step: dict[str, str], output: Any
+) -> None:
+    inference_on_dataset(model, [1], recorder := Recorder(), **step)
+    assert recorder.calls == ["reset", (1, output), "evaluate"]
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_several_evaluators_come_as_a_list_or_a_tuple(kind: Any) -> None:
+def test_several_evaluators_come_as_a_list_or_a_tuple_with_results_of_different_names(
+    kind: Any,
+) -> None:
     evaluators = kind([Recorder({"a": 1}), Recorder(None), Recorder({"b": 2})])
     assert inference_on_dataset(double, [1], evaluators) == {"a": 1, "b": 2}
     assert [e.calls for e in evaluators] == [["reset", (1, 2), "evaluate"]] * 3
-
-
-def test_without_an_evaluator_the_results_are_empty() -> None:
-    assert inference_on_dataset(double, [1, 2], None) == {}
-    assert inference_on_dataset(double, [1, 2], Recorder(None)) == {}
-    assert DatasetEvaluator().evaluate() is None
-
-
-def test_evaluators_with_results_under_one_name_are_refused() -> None:
-    both = DatasetEvaluators([Recorder({"a": 1, "b": 2}), Recorder({"b": 3})])
     with pytest.raises(ValueError, match=r"\['b'\]"):
-        both.evaluate()
+        inference_on_dataset(double, [1], kind([*evaluators, Recorder({"b": 3})]))
 
 
 def test_no_gradients_are_computed_and_the_model_is_in_evaluation_mode() -> None:
@@ -137,24 +152,19 @@ def test_no_gradients_are_computed_and_the_model_is_in_evaluation_mode() -> None
     assert torch.is_grad_enabled()
 
 
-def test_each_submodule_comes_back_to_its_own_mode() -> None:
+def test_each_submodule_comes_back_to_its_own_mode_also_after_an_error() -> None:
     model = frozen_model()
     before = modes(model)
     assert before == [True, True, False, True, True]
     inference_on_dataset(model, [torch.ones(3, 2)], None)
     assert modes(model) == before
+    with pytest.raises(RuntimeError, match="shapes"):
+        inference_on_dataset(model, [torch.ones(3, 5)], None)
+    assert modes(model) == before
     model.eval()
     model[2].train()
     inference_on_dataset(model, [torch.ones(3, 2)], None)
     assert modes(model) == [False, False, False, True, True]
-
-
-def test_each_submodule_comes_back_to_its_own_mode_after_an_error() -> None:
-    model = frozen_model()
-    before = modes(model)
-    with pytest.raises(RuntimeError, match="shapes"):
-        inference_on_dataset(model, [torch.ones(3, 5)], None)
-    assert modes(model) == before
 
 
 def test_modules_whose_train_does_more_than_set_the_flag_are_told_of_both_changes() -> None:
@@ -186,9 +196,6 @@ def test_callbacks_are_called_around_the_loop_and_around_the_model() -> None:
     assert calls == ["on_start", *around, around[0], "two", around[2], "on_end"]
     inference_on_dataset(model, ["three"], None, {"on_end": lambda: calls.append("alone")})
     assert calls[-2:] == ["three", "alone"]
-
-
-def test_a_misspelt_callback_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="'on_stat'; did you mean 'on_start'"):
         inference_on_dataset(double, [1], None, {"on_stat": list})  # type: ignore[dict-item]
 
@@ -201,23 +208,14 @@ def test_a_loader_without_batches_is_an_error(loader: Any) -> None:
     assert recorder.calls == ["reset"]
 
 
-def test_a_loader_over_a_stream_needs_no_length() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter([1, 2, 3])
-
-    recorder = Recorder()
-    loader: DataLoader[int] = DataLoader(Stream(), batch_size=None)
-    inference_on_dataset(double, loader, recorder)
-    assert recorder.calls == ["reset", (1, 2), (2, 4), (3, 6), "evaluate"]
-
-
 def test_progress_lines_come_every_five_seconds_with_an_eta(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = SlowWithLength(clock, 7, (0.5, 1.0, 0.25))
-    with caplog.at_level(logging.INFO, LOGGER):
-        assert inference_on_dataset(slow, slow, slow) == {"speed": 1.0}  # type: ignore[arg-type]
+    for _ in range(2):  # the second call owes nothing to the first
+        caplog.clear()
+        with caplog.at_level(logging.INFO, LOGGER):
+            assert inference_on_dataset(slow, slow, slow) == {"speed": 1.0}  # type: ignore[arg-type]
     # The first five are the warm-up, and not in the averages after it.
     parts = "Dataloading: 0.5000 s/iter. Inference: 1.0000 s/iter. Eval: 0.2500 s/iter."
     assert caplog.messages == [
@@ -242,38 +240,6 @@ def test_progress_lines_of_a_loader_without_length_have_no_eta(
         "Total inference time: 0:00:09 (3.000000 s / iter per device, on 1 devices)",
         "Total inference pure compute time: 0:00:06 (2.000000 s / iter per device, on 1 devices)",
     ]
-
-
-def test_the_first_batches_are_left_out_of_the_times(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    def model(batch: int) -> None:
-        clock.now += 1000.0 if batch < 5 else 2.0
-
-    with caplog.at_level(logging.INFO, LOGGER):
-        inference_on_dataset(model, range(8), None)
-    assert caplog.messages[-1].endswith("0:00:06 (2.000000 s / iter per device, on 1 devices)")
-
-
-def test_one_call_does_not_keep_the_next_from_showing_its_progress(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        caplog.clear()
-        slow = SlowWithLength(clock, 2, (0.0, 4.9, 0.0))
-        with caplog.at_level(logging.INFO, LOGGER):
-            inference_on_dataset(slow, slow, None)
-        assert [m[:18] for m in caplog.messages if "done" in m] == ["Inference done 2/2"]
-        clock.now -= 1.0  # were the time of the last line shared, the second call had none
-
-
-def test_fast_evaluations_show_no_progress_lines(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    slow = SlowWithLength(clock, 1000, (0.0, 0.001, 0.0))
-    with caplog.at_level(logging.INFO, LOGGER):
-        inference_on_dataset(slow, slow, None)
-    assert len(caplog.messages) == 3
 
 
 def test_a_length_that_is_wrong_is_survived(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,9 @@
 """Jobs beside the main thread: their order, their errors, and the end of the process."""
 
-import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -12,18 +12,7 @@ from hooktrain.utils.background import BackgroundWorker
 LIMIT = 20.0
 
 
-def test_the_caller_goes_on_while_a_job_runs() -> None:
-    go, worker = threading.Event(), BackgroundWorker("job")
-    ended = []
-    worker.submit(lambda: ended.append(go.wait(LIMIT)))
-    assert not worker.wait(seconds=0.01)
-    assert ended == []
-    go.set()
-    assert worker.wait()
-    assert ended == [True]
-
-
-def test_a_second_job_begins_when_the_first_has_ended() -> None:
+def test_the_caller_goes_on_while_a_job_runs_and_a_second_waits_for_it() -> None:
     go, worker, order = threading.Event(), BackgroundWorker("job"), []
 
     def first() -> None:
@@ -31,6 +20,7 @@ def test_a_second_job_begins_when_the_first_has_ended() -> None:
         order.append("first")
 
     worker.submit(first)
+    assert not worker.wait(seconds=0.01)
     submitted = threading.Event()
 
     def submit_second() -> None:
@@ -42,20 +32,12 @@ def test_a_second_job_begins_when_the_first_has_ended() -> None:
     assert not submitted.wait(0.05)  # it cannot have been taken, as the first still runs
     go.set()
     other.join()
-    worker.wait()
+    assert worker.wait()
     assert order == ["first", "second"]
 
 
 def fail() -> None:
     raise OSError("disk gone")
-
-
-def test_an_error_is_raised_by_wait_and_only_once() -> None:
-    worker = BackgroundWorker("job")
-    worker.submit(fail)
-    with pytest.raises(OSError, match="disk gone"):
-        worker.wait()
-    worker.wait()
 
 
 def test_an_error_is_raised_by_the_next_submit_which_starts_nothing() -> None:
@@ -70,20 +52,16 @@ def test_an_error_is_raised_by_the_next_submit_which_starts_nothing() -> None:
     assert ran == [2]
 
 
-def test_a_job_that_exits_is_an_error_too() -> None:
-    worker = BackgroundWorker("job")
-    worker.submit(lambda: sys.exit(3))
-    with pytest.raises(SystemExit):
-        worker.wait()
-
-
-def test_an_error_that_nobody_asks_for_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("job", [fail, lambda: sys.exit("disk gone")])
+def test_an_error_or_exit_is_logged_and_raised_by_wait_and_only_once(
+    job: Callable[[], object], caplog: pytest.LogCaptureFixture
+) -> None:
     worker = BackgroundWorker("saving")
-    with caplog.at_level(logging.ERROR):
-        worker.submit(fail)
-        with pytest.raises(OSError, match="disk gone"):
-            worker.wait()
-    assert "The background job 'saving' failed: OSError('disk gone')" in caplog.text
+    worker.submit(job)
+    with pytest.raises((OSError, SystemExit), match="disk gone"):
+        worker.wait()
+    worker.wait()
+    assert "The background job 'saving' failed" in caplog.text
 
 
 def test_no_thread_lives_longer_than_its_job() -> None:
@@ -112,16 +90,14 @@ background.BackgroundWorker("job").submit(job)
 """
 
 
-def test_the_interpreter_does_not_wait_for_a_daemon() -> None:
+@pytest.mark.parametrize(
+    ("call", "printed"),
+    [("submit(job)", "written\n"), ("submit(threading.Event().wait, daemon=True)", "")],
+)
+def test_the_interpreter_waits_at_its_exit_for_the_job_that_runs_unless_it_is_a_daemon(
+    call: str, printed: str
+) -> None:
     path = sys.modules[BackgroundWorker.__module__].__file__
-    script = SCRIPT.replace("submit(job)", "submit(threading.Event().wait, daemon=True)")
-    result = subprocess.run([sys.executable, "-c", script, str(path)], timeout=LIMIT, check=False)
-    assert result.returncode == 0
-
-
-def test_the_interpreter_waits_at_its_exit_for_the_job_that_runs() -> None:
-    path = sys.modules[BackgroundWorker.__module__].__file__
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True, timeout=LIMIT
-    )
-    assert (result.stdout, result.returncode) == ("written\n", 0)
+    command = [sys.executable, "-c", SCRIPT.replace("submit(job)", call), str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert result.stdout == printed

@@ -132,23 +132,14 @@ def test_gather_brings_them_to_one_rank_and_an_empty_list_to_the_others(
 ) -> None:
     assert [r["gather"] for r in ranks] == [[0, 10, 20, 30], [], [], []]
     assert [r["gather on 2"] for r in ranks] == [[], [], [0, 10, 20, 30], []]
-
-
-def test_a_destination_that_is_no_rank_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert all(r["gather on 4"].endswith("invalid root rank: 4") for r in ranks)
 
 
-def test_collectives_keep_to_their_group(ranks: list[dict[str, Any]]) -> None:
-    assert [r["all_gather in group"] for r in ranks] == [[0, 3], [1, 2], [1, 2], [0, 3]]
-
-
-def test_the_destination_is_numbered_in_the_whole_run_also_in_a_group(
+def test_collectives_keep_to_their_group_whose_ranks_have_the_numbers_of_the_whole_run(
     ranks: list[dict[str, Any]],
 ) -> None:
+    assert [r["all_gather in group"] for r in ranks] == [[0, 3], [1, 2], [1, 2], [0, 3]]
     assert [r["gather in group"] for r in ranks] == [[], [], [1, 2], [0, 3]]
-
-
-def test_a_rank_outside_the_group_is_refused(ranks: list[dict[str, Any]]) -> None:
     message = "ValueError: rank {} is not in the group that was given"
     assert [r["not in group"] for r in ranks] == [message.format(i) for i in range(4)]
 
@@ -172,35 +163,25 @@ def test_the_shared_seed_is_the_one_that_rank_0_draws(ranks: list[dict[str, Any]
     assert [r["seed"] for r in ranks] == [expected] * 4
 
 
-def test_reduce_dict_averages_on_every_rank_whatever_the_order_of_keys(
+def test_reduce_dict_averages_or_sums_on_every_rank_whatever_the_order_of_keys(
     ranks: list[dict[str, Any]],
 ) -> None:
     for i, r in enumerate(ranks):
         assert r["mean"] == {"a": torch.tensor(15.0), "b": torch.tensor(1.5)}
         assert list(r["mean"]) == list(losses_of(i))
+        assert r["sum"] == {"a": torch.tensor(60.0), "b": torch.tensor(6.0)}
+        assert r["mean of integers"] == {"n": torch.tensor(1.5)}
         assert not r["mean has a gradient"]
         assert r["losses are untouched"]
 
 
-def test_reduce_dict_sums_on_every_rank(ranks: list[dict[str, Any]]) -> None:
-    assert all(r["sum"] == {"a": torch.tensor(60.0), "b": torch.tensor(6.0)} for r in ranks)
-
-
-def test_the_mean_of_integers_is_not_rounded(ranks: list[dict[str, Any]]) -> None:
-    assert all(r["mean of integers"] == {"n": torch.tensor(1.5)} for r in ranks)
-
-
-def test_local_groups_split_the_ranks_into_machines(ranks: list[dict[str, Any]]) -> None:
+def test_local_groups_split_the_ranks_into_machines_and_go_before_torchruns(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert all(r["torchrun"] == (7, 8) for r in ranks)
     assert [r["pairs"] for r in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert [r["in pair"] for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def test_local_groups_can_be_made_again(ranks: list[dict[str, Any]]) -> None:
     assert [r["replaced"] for r in ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
-
-
-def test_without_a_local_group_torchrun_tells_the_place(ranks: list[dict[str, Any]]) -> None:
-    assert all(r["torchrun"] == (7, 8) for r in ranks)
 
 
 def test_a_local_place_that_nobody_knows_is_an_error_that_says_what_to_do(
@@ -255,16 +236,10 @@ def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     assert comm.any_rank(True)
     assert not comm.any_rank(False)
     comm.synchronize()
-
-
-def test_a_single_process_reduces_to_detached_values() -> None:
+    assert comm.reduce_dict({}) == {}
     reduced = comm.reduce_dict({"loss": torch.tensor(2.0, requires_grad=True)})
     assert reduced == {"loss": torch.tensor(2.0)}
     assert not reduced["loss"].requires_grad
-
-
-def test_reducing_nothing_gives_nothing() -> None:
-    assert comm.reduce_dict({}) == {}
 
 
 def test_the_shared_seed_of_a_single_process_comes_from_numpys_generator() -> None:

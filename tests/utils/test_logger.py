@@ -46,16 +46,11 @@ def colors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger_module, "colored", always_colored)
 
 
-def test_a_line_on_the_terminal_has_time_name_and_message(
+def test_a_line_on_the_terminal_has_time_name_and_message_from_debug_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    setup_logger(name=NAME, color=False).info("hello")
-    assert re.fullmatch(rf"\[{TIME}\] {NAME} INFO: hello\n", capsys.readouterr().out)
-
-
-def test_debug_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logger(name=NAME).debug("details")
-    assert "details" in capsys.readouterr().out
+    setup_logger(name=NAME, color=False).debug("hello")
+    assert re.fullmatch(rf"\[{TIME}\] {NAME} DEBUG: hello\n", capsys.readouterr().out)
 
 
 def test_colours_mark_time_and_name_and_levels_from_warning_on(
@@ -72,24 +67,13 @@ def test_colours_mark_time_and_name_and_levels_from_warning_on(
     assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mCRITICAL\x1b\[0m hello", critical)
 
 
-def test_without_a_terminal_there_are_no_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logger(name=NAME).error("hello")
-    assert "\x1b" not in capsys.readouterr().out
-
-
 def test_names_are_abbreviated_on_the_terminal_and_whole_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logger(tmp_path, name=NAME, abbrev_name="ht")
+    setup_logger(tmp_path / "a/b", name=NAME, abbrev_name="ht")
     logging.getLogger(f"{NAME}.engine").info("hello")
-    assert " ht.engine]: hello" in capsys.readouterr().out
-    assert f"] {NAME}.engine INFO: hello" in (tmp_path / "log.txt").read_text()
-
-
-def test_a_name_that_only_begins_alike_is_not_abbreviated() -> None:
-    formatter = logger_module._ColorFormatter("ab", "x")
-    record = logging.LogRecord("abc", logging.INFO, "", 0, "hello", None, None)
-    assert formatter.format(record).endswith(" abc]: hello")
+    assert capsys.readouterr().out.endswith(" ht.engine]: hello\n")
+    assert f"] {NAME}.engine INFO: hello" in (tmp_path / "a/b/log.txt").read_text()
 
 
 def test_a_traceback_follows_its_message(
@@ -105,22 +89,21 @@ def test_a_traceback_follows_its_message(
         assert text.endswith("ValueError: cause\n")
 
 
-def test_setting_up_twice_logs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logger(tmp_path, name=NAME)
-    setup_logger(tmp_path, name=NAME)
-    setup_logger(str(tmp_path / "log.txt"), name=NAME, color=False, abbrev_name="x").info("hello")
-    assert capsys.readouterr().out.count("hello") == 1
-    assert (tmp_path / "log.txt").read_text().count("hello") == 1
-
-
-def test_setting_up_again_closes_the_file_before(tmp_path: Path) -> None:
-    logger = setup_logger(tmp_path / "one.txt", name=NAME)
+def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = setup_logger(tmp_path, name=NAME)
     (before,) = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
     stream = before.stream
-    setup_logger(tmp_path / "two.txt", name=NAME).info("hello")
+    logger.info("first")
+    setup_logger(str(tmp_path / "log.txt"), name=NAME, color=False, abbrev_name="x").info("second")
+    setup_logger(tmp_path / "two.txt", name=NAME, configure_stdout=False).info("third")
     assert stream.closed
-    assert (tmp_path / "one.txt").read_text() == ""
-    assert "hello" in (tmp_path / "two.txt").read_text()
+    assert [line[-6:] for line in capsys.readouterr().out.splitlines()] == [" first", "second"]
+    assert [p.read_text().count("\n") for p in sorted(tmp_path.iterdir())] == [2, 1]
+    assert (logger.level, logger.propagate) == (logging.DEBUG, False)
+    close_logger(NAME)
+    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
 
 
 def test_handlers_of_others_stay(tmp_path: Path) -> None:
@@ -139,13 +122,6 @@ def test_handlers_of_others_stay(tmp_path: Path) -> None:
         handler.close()
 
 
-def test_closing_goes_back_to_the_defaults_of_logging(tmp_path: Path) -> None:
-    logger = setup_logger(tmp_path, name=NAME)
-    assert (logger.level, logger.propagate) == (logging.DEBUG, False)
-    close_logger(NAME)
-    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
-
-
 @pytest.mark.parametrize("output", ["log.txt", "run.log"])
 def test_a_bare_file_name_is_a_file_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
@@ -155,20 +131,6 @@ def test_a_bare_file_name_is_a_file_of_the_working_directory(
     assert "hello" in (tmp_path / output).read_text()
 
 
-def test_a_folder_is_created_and_gets_a_log(tmp_path: Path) -> None:
-    setup_logger(tmp_path / "a/b", name=NAME).info("hello")
-    assert "hello" in (tmp_path / "a/b/log.txt").read_text()
-
-
-def test_a_second_run_appends(tmp_path: Path) -> None:
-    setup_logger(tmp_path, name=NAME).info("first")
-    close_logger(NAME)
-    setup_logger(tmp_path, name=NAME).info("second")
-    first, second = (tmp_path / "log.txt").read_text().splitlines()
-    assert first.endswith("first")
-    assert second.endswith("second")
-
-
 def test_other_ranks_write_to_files_of_their_own_and_not_to_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,11 +138,6 @@ def test_other_ranks_write_to_files_of_their_own_and_not_to_the_terminal(
     assert capsys.readouterr().out == ""
     assert [p.name for p in tmp_path.iterdir()] == ["log.txt.rank3"]
     assert "hello" in (tmp_path / "log.txt.rank3").read_text()
-
-
-def test_the_terminal_can_be_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    setup_logger(tmp_path, name=NAME, configure_stdout=False).info("hello")
-    assert capsys.readouterr().out == ""
 
 
 def test_lines_go_to_what_stdout_is_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,16 +188,6 @@ def test_lines_that_cannot_be_written_are_one_line_elsewhere_and_no_failure(
         assert error.format(tmp_path) in line
 
 
-def test_two_loggers_can_share_a_file(tmp_path: Path) -> None:
-    other = f"{NAME}_too"
-    setup_logger(tmp_path, name=NAME).info("one")
-    setup_logger(tmp_path, name=other).info("two")
-    logging.getLogger(NAME).info("three")
-    close_logger(other)
-    lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split(": ")[-1] for line in lines] == ["one", "two", "three"]
-
-
 def test_log_first_n_stops_after_n_calls_from_one_line(caplog: pytest.LogCaptureFixture) -> None:
     for i in range(5):
         log_first_n(logging.WARNING, f"here {i}", 2)
@@ -248,38 +195,27 @@ def test_log_first_n_stops_after_n_calls_from_one_line(caplog: pytest.LogCapture
     assert caplog.messages == ["here 0", "there 0", "here 1"]
 
 
-def test_log_first_n_can_count_equal_messages(caplog: pytest.LogCaptureFixture) -> None:
-    log_first_n(logging.WARNING, "counted by message", key="message")
-    for message in ("counted by message", "another message"):
-        log_first_n(logging.WARNING, message, key="message")
-    assert caplog.messages == ["counted by message", "another message"]
-
-
-def test_log_first_n_can_count_equal_messages_from_one_line(
+def test_log_first_n_can_count_equal_messages_at_a_level_also_of_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    log_first_n(logging.WARNING, "a", key="message")
+    for level, message in ((30, "a"), (30, "b"), (40, "a"), (30, "b")):
+        log_first_n(level, message, key="message")
+    assert [(r.levelno, r.message) for r in caplog.records] == [(30, "a"), (30, "b"), (40, "a")]
+    caplog.clear()
     for message in ("a", "b", "a"):
         log_first_n(logging.WARNING, message, key=("caller", "message"))
     log_first_n(logging.WARNING, "a", key=("caller", "message"))
     assert caplog.messages == ["a", "b", "a"]
 
 
-def test_the_level_is_part_of_what_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    for level in (logging.WARNING, logging.ERROR, logging.WARNING):
-        log_first_n(level, "hello")
-    assert [r.levelname for r in caplog.records] == ["WARNING", "ERROR"]
-
-
-def test_log_every_n_logs_the_first_of_every_n(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("n", "expected"), [(3, ["0", "3", "6"]), (1, [*"0123456"])])
+def test_log_every_n_logs_the_first_of_every_n(
+    n: int, expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     for i in range(7):
-        log_every_n(logging.WARNING, str(i), 3)
-    assert caplog.messages == ["0", "3", "6"]
-
-
-def test_log_every_1_logs_always(caplog: pytest.LogCaptureFixture) -> None:
-    for i in range(3):
-        log_every_n(logging.WARNING, str(i))
-    assert caplog.messages == ["0", "1", "2"]
+        log_every_n(logging.WARNING, str(i), n)
+    assert caplog.messages == expected
 
 
 def test_the_helpers_do_not_share_counters(caplog: pytest.LogCaptureFixture) -> None:
@@ -312,33 +248,18 @@ def test_helpers_log_as_the_line_that_called_them(
     assert named.name == "somebody"
 
 
-def test_a_script_logs_as_the_package(caplog: pytest.LogCaptureFixture) -> None:
-    program = "log_first_n(30, 'hello')"
-    exec(
-        compile(program, "script.py", "exec"), {"__name__": "__main__", "log_first_n": log_first_n}
-    )
-    assert caplog.records[0].name == "hooktrain"
-
-
-def test_a_file_whose_path_looks_like_the_logger_is_a_caller_like_others(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("module", "logged"), [("mine", "mine"), ("__main__", "hooktrain")])
+def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the_package(
+    module: str, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = compile("log_first_n(30, text)", "/home/me/utils/logger.py", "exec")
     for text in ("one", "two"):
-        exec(program, {"__name__": "mine", "log_first_n": log_first_n, "text": text})
-    assert [(r.name, r.message) for r in caplog.records] == [("mine", "one")]
-
-
-def test_an_unknown_key_is_refused() -> None:
-    with pytest.raises(KeyError, match="line"):
-        log_first_n(logging.WARNING, "hello", key=("caller", "line"))  # type: ignore[arg-type]
+        exec(program, {"__name__": module, "log_first_n": log_first_n, "text": text})
+    assert [(r.name, r.message) for r in caplog.records] == [(logged, "one")]
 
 
 def test_a_small_table_has_the_keys_on_top() -> None:
+    assert create_small_table({}) == ""
     assert create_small_table({"step": 10, "loss": 0.12345, "name": "x"}) == (
         "|  step  |  loss  |  name  |\n|:------:|:------:|:------:|\n|   10   | 0.123  |   x    |"
     )
-
-
-def test_a_table_of_nothing_is_empty() -> None:
-    assert create_small_table({}) == ""

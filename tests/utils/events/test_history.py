@@ -34,14 +34,6 @@ def test_median_and_avg_agree_with_numpy_over_every_window() -> None:
     assert history.global_avg() == pytest.approx(np.mean(values), rel=1e-14)
 
 
-def test_the_oldest_values_make_room_but_stay_in_the_global_average() -> None:
-    history = filled(1.0, 2.0, 3.0, 4.0, 5.0, max_length=2)
-    assert history.values() == [(4.0, 3), (5.0, 4)]
-    assert len(history) == 2
-    assert history.avg(10) == 4.5
-    assert history.global_avg() == 3.0
-
-
 def test_reading_a_window_does_not_copy_the_rest() -> None:
     history = HistoryBuffer(200_000)
     for i in range(200_000):
@@ -109,11 +101,3 @@ def test_a_state_goes_through_a_file_without_pickled_code(tmp_path: Path) -> Non
     assert loaded.latest() == history.latest()
     assert loaded.tail(1001) == history.tail(1001)
     assert loaded.global_avg() == history.global_avg()
-
-
-def test_an_empty_history_has_a_state_too() -> None:
-    history = filled(3.0)
-    history.load_state_dict(HistoryBuffer().state_dict())
-    assert len(history) == 0
-    history.update(1.0)
-    assert history.values() == [(1.0, 0)]

@@ -25,34 +25,31 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_a_line_has_sorted_keys_and_the_smoothed_values(path: Path) -> None:
-    writer = JSONWriter(path, window_size=3)
+def test_a_line_has_an_iterations_new_metrics_sorted_and_lines_are_never_repeated(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "new folder" / "metrics.json"
+    writer = JSONWriter(str(path), window_size=3)
     with EventStorage() as storage:
+        writer.write()
+        writer.close()
+        assert not path.parent.exists()
         for iteration, value in enumerate((9.0, 1.0, 2.0, 6.0)):
-            storage.iter = iteration
-            storage.put_scalar("total_loss", value)
-            storage.put_scalar("lr", value, smoothing_hint=False)
+            storage.put_scalar("loss", value, cur_iter=iteration)
+        storage.put_scalar("b", 2.0, cur_iter=1)
+        storage.put_scalar("a", 3.0, cur_iter=3)
+        for late in (0.5, 1.5):
+            writer.write()
+            writer.write()
+            storage.put_scalar("late", late, smoothing_hint=False, cur_iter=2)
+            writer.close()
+            writer.close()
         writer.write()
     writer.close()
-    assert path.read_text() == '{"iteration": 3, "lr": 6.0, "total_loss": 2.0}\n'
-
-
-def test_lines_of_one_write_are_in_order_of_iteration_and_never_repeated(path: Path) -> None:
-    writer = JSONWriter(path)
-    with EventStorage() as storage:
-        storage.put_scalar("a", 1.0, cur_iter=19)
-        storage.put_scalar("b", 2.0, cur_iter=17)
-        storage.put_scalar("c", 3.0, cur_iter=19)
-        writer.write()
-        writer.write()
-        storage.put_scalar("a", 4.0, cur_iter=39)
-        writer.write()
-    writer.close()
-    assert lines(path) == [
-        {"b": 2.0, "iteration": 17},
-        {"a": 1.0, "c": 3.0, "iteration": 19},
-        {"a": 4.0, "iteration": 39},
-    ]
+    assert path.read_text() == (
+        '{"b": 2.0, "iteration": 1}\n{"a": 3.0, "iteration": 3, "loss": 2.0}\n'
+        '{"iteration": 2, "late": 0.5}\n{"iteration": 2, "late": 1.5}\n'
+    )
 
 
 @pytest.mark.parametrize("period", [5, 2])
@@ -73,18 +70,6 @@ def test_each_value_without_smoothing_has_its_line_unless_there_is_one_in_each_i
     assert [i for i, line in found.items() if "accuracy" in line] == list(range(0, 30, period))
     assert found[20] == {"iteration": 20, "accuracy": 0.2}
     assert [i for i, line in found.items() if "lr" in line or "loss" in line] == [9, 19, 29]
-
-
-def test_a_value_older_than_the_last_write_is_written_once(path: Path) -> None:
-    writer = JSONWriter(path)
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0, cur_iter=19)
-        writer.write()
-        storage.put_scalar("late", 2.0, cur_iter=5)
-        writer.write()
-        writer.write()
-    writer.close()
-    assert lines(path) == [{"iteration": 19, "loss": 1.0}, {"iteration": 5, "late": 2.0}]
 
 
 def test_nan_and_infinities_are_valid_json_and_come_back(path: Path) -> None:
@@ -108,30 +93,6 @@ def test_a_metric_cannot_be_named_iteration(path: Path) -> None:
         with pytest.raises(ValueError, match="'iteration'"):
             writer.write()
     assert not path.exists()
-
-
-def test_the_file_is_made_by_the_first_write_with_news(tmp_path: Path) -> None:
-    path = tmp_path / "new folder" / "metrics.json"
-    writer = JSONWriter(str(path))
-    with EventStorage() as storage:
-        writer.write()
-        writer.close()
-        assert not path.parent.exists()
-        storage.put_scalar("loss", 1.0)
-        writer.write()
-    writer.close()
-    assert lines(path) == [{"iteration": 0, "loss": 1.0}]
-
-
-def test_a_write_after_close_goes_on(path: Path) -> None:
-    writer = JSONWriter(path)
-    with EventStorage() as storage:
-        for iteration in range(2):
-            storage.put_scalar("loss", float(iteration), cur_iter=iteration, smoothing_hint=False)
-            writer.write()
-            writer.close()
-            writer.close()
-    assert lines(path) == [{"iteration": 0, "loss": 0.0}, {"iteration": 1, "loss": 1.0}]
 
 
 def test_a_write_can_be_read_at_once_and_closing_brings_it_to_the_disk(
@@ -191,42 +152,21 @@ def test_only_the_main_process_touches_the_file(
     assert path.read_text() == "old\n"
 
 
-def test_a_new_run_moves_the_old_file_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_run_moves_an_old_file_aside_unless_it_is_empty(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    path.write_text('{"iteration": 1, "loss": 1.0}\n')
-    path.with_name("metrics.json.1").write_text("still older\n")
+    path.touch()
     writer = JSONWriter(path)
-    with EventStorage() as storage:
-        writer.rewind(0)
-        assert "metrics.json.2" in caplog.text
-        storage.put_scalar("loss", 2.0)
-        writer.write()
-    writer.close()
-    assert lines(path) == [{"iteration": 0, "loss": 2.0}]
-    assert path.with_name("metrics.json.1").read_text() == "still older\n"
-    assert lines(path.with_name("metrics.json.2")) == [{"iteration": 1, "loss": 1.0}]
-
-
-def test_one_writer_can_begin_a_new_run(path: Path) -> None:
-    writer = JSONWriter(path)
-    for _ in range(2):
+    for number in (0, 1, 2):
         with EventStorage() as storage:
             writer.rewind(0)
-            storage.put_scalar("loss", 1.0)
+            assert caplog.text.count("moved the metrics of another") == number
+            storage.put_scalar("loss", number)
             writer.write()
     writer.close()
-    for file in (path, path.with_name("metrics.json.1")):
-        assert lines(file) == [{"iteration": 0, "loss": 1.0}]
-
-
-def test_a_new_run_without_an_old_file_or_with_an_empty_one_moves_nothing(path: Path) -> None:
-    for _ in range(2):
-        with EventStorage():
-            JSONWriter(path).rewind(0)
-        with EventStorage(7):
-            JSONWriter(path).rewind(7)
-        path.touch()
-    assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
+    for number, file in enumerate(("metrics.json.1", "metrics.json.2", "metrics.json")):
+        assert lines(path.with_name(file)) == [{"iteration": 0, "loss": float(number)}]
 
 
 def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(
@@ -309,19 +249,16 @@ def test_a_file_that_has_lost_lines_is_said_loudly_and_gets_what_the_state_still
     assert accuracies == [(i, float(i)) for i in range(2, 80, 6)]
 
 
-def test_a_file_that_was_cut_off_does_not_spoil_the_next_line(path: Path) -> None:
-    path.write_text('{"iteration": 1, "loss": 1.0}\n{"iterat')
+def test_what_was_cut_off_does_not_spoil_the_next_line_and_loading_tells_of_it(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(b'{"iteration": 1}\n\xff\xfe\n{"ite')
     writer = JSONWriter(path)
     with EventStorage(2) as storage:
         storage.put_scalar("loss", 2.0)
         writer.write()
     writer.close()
-    assert load_json_metrics(path) == [{"iteration": 1, "loss": 1.0}, {"iteration": 2, "loss": 2.0}]
-
-
-def test_loading_tells_what_it_leaves_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.write_bytes(b'{"iteration": 1}\n\xff\xfe\n{"iteration": 2}\n{"ite')
-    assert load_json_metrics(path) == [{"iteration": 1}, {"iteration": 2}]
+    assert load_json_metrics(path) == [{"iteration": 1}, {"iteration": 2, "loss": 2.0}]
     assert "left out 2 lines" in caplog.text
     assert "line 2" in caplog.text
     with pytest.raises(FileNotFoundError):

@@ -55,36 +55,25 @@ def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> Non
     assert sum(value.bucket) == 12.0
 
 
-def test_each_value_is_written_once_also_a_late_one(tmp_path: Path) -> None:
-    writer = TensorboardXWriter(str(tmp_path))
+def test_each_value_is_written_once_and_at_once_also_a_late_one(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(str(tmp_path / "tb"), filename_suffix=".mine")
     with EventStorage(19) as storage:
+        writer.write()
+        assert not (tmp_path / "tb").exists()
         storage.put_scalar("loss", 1.0)
         writer.write()
+        assert scalars(tmp_path / "tb", "loss") == [(19, 1.0)]
+        writer.close()
+        writer.close()
         storage.put_scalar("late", 2.0, cur_iter=5)
         storage.put_scalar("nan", math.nan)
         writer.write()
         writer.write()
     writer.close()
-    assert scalars(tmp_path, "loss") == [(19, 1.0)]
-    assert scalars(tmp_path, "late") == [(5, 2.0)]
-    assert len(scalars(tmp_path, "nan")) == 1
-
-
-def test_what_was_written_is_in_the_file_before_the_writer_is_closed(tmp_path: Path) -> None:
-    writer = TensorboardXWriter(tmp_path)
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        writer.write()
-        assert scalars(tmp_path, "loss") == [(0, 1.0)]
-    writer.close()
-
-
-def test_without_news_there_is_no_file(tmp_path: Path) -> None:
-    writer = TensorboardXWriter(tmp_path / "tb")
-    with EventStorage():
-        writer.write()
-    writer.close()
-    assert not (tmp_path / "tb").exists()
+    assert scalars(tmp_path / "tb", "loss") == [(19, 1.0)]
+    assert scalars(tmp_path / "tb", "late") == [(5, 2.0)]
+    assert len(scalars(tmp_path / "tb", "nan")) == 1
+    assert [path.suffix for path in (tmp_path / "tb").iterdir()] == [".mine", ".mine"]
 
 
 def test_only_the_main_process_writes_and_no_process_keeps_the_images(
@@ -100,34 +89,6 @@ def test_only_the_main_process_writes_and_no_process_keeps_the_images(
         assert storage.images() == []
         assert storage.histograms() == []
     assert not (tmp_path / "tb").exists()
-
-
-def test_a_resumed_run_hides_what_came_after_its_start(tmp_path: Path) -> None:
-    with EventStorage() as storage:
-        first = TensorboardXWriter(tmp_path)
-        for storage.iter in (19, 39, 59):
-            storage.put_scalar("loss", 1.0, smoothing_hint=False)
-            first.write()
-        first.close()
-    with EventStorage(40) as storage:
-        second = TensorboardXWriter(tmp_path)
-        second.rewind(40)
-        storage.put_scalar("loss", 2.0, smoothing_hint=False, cur_iter=45)
-        second.write()
-        second.close()
-    assert scalars(tmp_path, "loss") == [(19, 1.0), (39, 1.0), (45, 2.0)]
-
-
-def test_a_write_after_close_goes_on_and_hides_nothing(tmp_path: Path) -> None:
-    writer = TensorboardXWriter(tmp_path)
-    with EventStorage() as storage:
-        writer.rewind(0)
-        for storage.iter in (0, 1):
-            storage.put_scalar("loss", 1.0)
-            writer.write()
-            writer.close()
-            writer.close()
-    assert scalars(tmp_path, "loss") == [(0, 1.0), (1, 1.0)]
 
 
 def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
@@ -163,15 +124,6 @@ def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
         writer.write()
     writer.close()
     assert scalars(tmp_path, "loss") == [(0, 1.0), (3, 2.0)]
-
-
-def test_further_arguments_reach_the_summary_writer(tmp_path: Path) -> None:
-    writer = TensorboardXWriter(tmp_path, filename_suffix=".mine")
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        writer.write()
-    writer.close()
-    assert [path.suffix for path in tmp_path.iterdir()] == [".mine"]
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
