@@ -35,7 +35,6 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     given = loader.worker_init_fn
     is_main = threading.current_thread() is threading.main_thread()
     loader.worker_init_fn = partial(_init_worker, given, is_main)
-    resource_tracker.ensure_running()  # it would unblock signals as it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _inherited(loader))
     try:
         return iter(loader)
@@ -46,8 +45,10 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
 def _inherited(loader: DataLoader[Any]) -> tuple[int, ...]:
     """What the workers block from the start on: with ``"spawn"`` they take seconds to start."""
-    context = loader.multiprocessing_context or multiprocessing
-    if context.get_start_method() != "forkserver":
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "spawn":
+        resource_tracker.ensure_running()  # it unblocks signals when it starts
+    if method != "forkserver":
         return ENDING
     # The server would hand it on to children that are not workers, so it blocks them by itself.
     preload = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]

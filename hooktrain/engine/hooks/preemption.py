@@ -37,8 +37,13 @@ class Preemption(HookBase):
     second of the first it does so only if it is another signal: schedulers signal all processes,
     and launchers pass the signal on to them once more.
 
-    Evaluations and saves are not interrupted, so leave time for the longest one. During the final
+    Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
+    processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the final
     evaluation the run has been saved already, and comes to its end.
+
+    The workers of a torch ``DataLoader`` that a trainer or an evaluation iterates over leave the
+    signals to their process. Start those of other loaders by
+    :func:`~hooktrain.utils.workers.start_workers`.
 
     Register it on every rank, and last, so that the checkpoint holds what the other hooks did.
     Python has signal handlers in the main thread only: in another one the hook does nothing.
@@ -46,6 +51,7 @@ class Preemption(HookBase):
     Args:
         checkpointer: what saves.
         signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
+            torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
         file_prefix: of the checkpoint's name; that of the periodic checkpoints.
     """
 
