@@ -151,8 +151,8 @@ class TrainerBase:
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
-        Of those that are added during a run, ``before_train`` is called at once. A method whose
-        name resembles that of an event gets a warning.
+        Of those that are added during a run, on all ranks alike, ``before_train`` is called at
+        once. A method whose name resembles that of an event gets a warning.
 
         Args:
             hooks: the hooks, in order. None entries are left out.
