@@ -9,10 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from hooktrain.data import DatasetFromList, MapDataset, ToIterableDataset
 
 
-def double(x: int) -> int:
-    return 2 * x
-
-
 def drop_odd(x: int) -> int | None:
     return None if x % 2 else x
 
@@ -20,11 +16,6 @@ def drop_odd(x: int) -> int | None:
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(5))
-
-
-def test_map_dataset_applies_its_function() -> None:
-    dataset = MapDataset([1, 2, 3], double)
-    assert [dataset[i] for i in range(len(dataset))] == [2, 4, 6]
 
 
 def test_a_filtered_sample_is_replaced_by_the_same_other_one_each_time() -> None:
@@ -62,31 +53,18 @@ def test_dataset_from_list_gives_copies(serialize: bool) -> None:
     assert dataset[-1] is None
     with pytest.raises(IndexError):
         dataset[3]
-
-
-def test_dataset_from_list_without_copies_gives_the_items_themselves() -> None:
-    items = [{"a": 1}]
+    assert len(DatasetFromList([], serialize=serialize)) == 0
     assert DatasetFromList(items, copy=False, serialize=False)[0] is items[0]
 
 
-def test_an_empty_list_is_an_empty_data_set() -> None:
-    assert len(DatasetFromList([])) == 0
-
-
-@pytest.mark.parametrize(("workers", "chunk"), [(0, 1), (2, 2)])
-def test_workers_read_each_sample_once_in_the_order_of_the_sampler(
-    workers: int, chunk: int
-) -> None:
-    dataset = ToIterableDataset(list(range(10)), SequentialSampler(range(10)), True, chunk)
-    loader = DataLoader(dataset, batch_size=2, num_workers=workers)
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-
-
-def test_without_sharding_every_worker_reads_all() -> None:
-    dataset = ToIterableDataset([0, 1], SequentialSampler(range(2)), shard_sampler=False)
-    assert sorted(int(x) for x in DataLoader(dataset, batch_size=None, num_workers=2)) == [
-        0,
-        0,
-        1,
-        1,
-    ]
+def test_workers_read_each_sample_once_in_the_order_of_the_sampler_or_all_each() -> None:
+    order = SequentialSampler(range(10))
+    for dataset, workers in (
+        (ToIterableDataset(list(range(10)), order), 0),
+        (ToIterableDataset(list(range(10)), order, shard_chunk_size=2), 2),
+    ):
+        loader = DataLoader(dataset, batch_size=2, num_workers=workers)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    whole = ToIterableDataset([0, 1], SequentialSampler(range(2)), shard_sampler=False)
+    read = [int(x) for x in DataLoader(whole, batch_size=None, num_workers=2)]
+    assert sorted(read) == [0, 0, 1, 1]

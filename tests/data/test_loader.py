@@ -1,7 +1,7 @@
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -36,8 +36,11 @@ from hooktrain.data import (
 class Noise(Dataset[Tensor]):
     """Each sample: its index, and a number of each global generator."""
 
+    def __init__(self, size: int) -> None:
+        self.size = size
+
     def __len__(self) -> int:
-        return 10
+        return self.size
 
     def __getitem__(self, index: int) -> Tensor:
         numbers = [index, torch.rand(1).item(), np.random.rand(), random.random()]
@@ -66,38 +69,40 @@ class Counting(Dataset[int]):
         return index
 
 
-class Fragile(Dataset[int]):
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        if self.how == "raise":
-            raise OSError(f"sample {index} cannot be read")
-        os.kill(os.getpid(), signal.SIGKILL)
-        return index
+def fail(sample: Tensor) -> Tensor:
+    raise OSError("the sample cannot be read")
 
 
-def make(**kwargs: Any) -> TrainLoader:
-    return build_train_loader(Noise(), **{"total_batch_size": 4, "seed": 5, **kwargs})
+def die(sample: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def make(dataset: int = 10, **kwargs: Any) -> TrainLoader:
+    return build_train_loader(Noise(dataset), **{"total_batch_size": 4, "seed": 5, **kwargs})
 
 
 def take(loader: Any, count: int) -> Tensor:
     return torch.stack(list(islice(loader, count)))
 
 
-def test_the_stream_is_the_samplers_in_batches() -> None:
-    expected = list(islice(TrainingSampler(10, seed=5), 24))
-    assert take(make(), 6)[:, :, 0].flatten().tolist() == expected
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (None, TrainingSampler(10, seed=5)),
+        (TrainingSampler(10, seed=6), TrainingSampler(10, seed=6)),
+        (SequentialSampler(range(10)), [*range(10)] * 3),  # one of torch's is repeated
+    ],
+)
+def test_the_stream_is_the_samplers_in_batches(sampler: Any, expected: Iterable[int]) -> None:
+    samples = take(make(sampler=sampler), 6)[:, :, 0].flatten().tolist()
+    assert samples == list(islice(expected, 24))
 
 
-def test_a_sample_is_augmented_differently_each_time_it_comes() -> None:
-    samples = take(make(), 5).flatten(0, 1)
-    numbers = samples[samples[:, 0] == samples[0, 0]][:, 1:]
-    assert len(numbers) == 2
-    assert (numbers[0] != numbers[1]).all()
+def test_what_is_drawn_in_a_sample_differs_each_time_and_from_what_ordered_the_samples() -> None:
+    samples = take(make(mapper=lambda sample: torch.randperm(10)), 5).flatten(0, 1).tolist()
+    assert len({tuple(order) for order in samples}) == 20
+    assert samples[0] != TrainingSampler(10, seed=5).epoch_indices(0).tolist()
 
 
 def disturbed(loader: TrainLoader, count: int) -> Iterator[Tensor]:
@@ -110,23 +115,22 @@ def disturbed(loader: TrainLoader, count: int) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("sampler", [None, Lazy()])
+@pytest.mark.parametrize(
+    "sampler",
+    [None, Lazy(), RandomSampler(range(10)), WeightedRandomSampler([1.0] * 10, 7)],
+    ids=lambda sampler: type(sampler).__name__,
+)
 def test_a_loaded_position_continues_bit_for_bit_with_another_number_of_workers(
     workers: int, sampler: Sampler[int] | None
 ) -> None:
     options: dict[str, Any] = {"sampler": sampler, "collate_fn": draw_and_stack}
     whole = take(make(**options), 9)
     saved = make(num_workers=2 - workers, **options)
-    parts = list(disturbed(saved, 4))
+    parts = [*disturbed(saved, 1), *disturbed(saved, 3)]  # iterating again goes on
     assert saved.state_dict()["batches"] == 4  # handed out, not prefetched
     loaded = make(num_workers=workers, **options)
     loaded.load_state_dict(saved.state_dict())
     assert torch.equal(torch.stack([*parts, *disturbed(loaded, 5)]), whole)
-
-
-def test_iterating_again_continues_at_the_position() -> None:
-    loader, whole = make(), take(make(), 4)
-    assert torch.equal(torch.cat([take(loader, 1), take(loader, 3)]), whole)
 
 
 def test_skipping_reads_no_sample() -> None:
@@ -150,24 +154,39 @@ def test_the_trainers_own_random_numbers_are_not_disturbed(workers: int) -> None
     assert random.getstate() == states[2]
 
 
+def subset(seed_subset: int) -> Sampler[int]:
+    return RandomSubsetTrainingSampler(10, 0.5, seed_shuffle=1, seed_subset=seed_subset)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("before", "after", "message"),
     [
-        ({"seed": 6}, "seed=5, but now seed=6"),
-        ({"total_batch_size": 2}, "total_batch_size=4, but now total_batch_size=2"),
+        ({}, {"seed": 6}, "seed=5, but now seed=6"),
+        ({}, {"total_batch_size": 2}, "total_batch_size=4, but now total_batch_size=2"),
+        ({"sampler": subset(2)}, {"sampler": subset(3)}, "seed_subset=2, but now seed_subset=3"),
+        (
+            {"sampler": TrainingSampler(10, seed=5)},
+            {"sampler": TrainingSampler(10, seed=6)},
+            "sampler_seed=5, but now sampler_seed=6",
+        ),
+        (
+            {"sampler": TrainingSampler(10, seed=5), "seed": None},
+            {"sampler": TrainingSampler(10, seed=6), "seed": None},
+            "seed=5, but now seed=6",
+        ),
+        ({"seed": None}, {"seed": None, "dataset": 9}, "dataset_size=10, but now dataset_size=9"),
+        ({"state": {"_num_yielded": 3}}, {}, "seed=None, but now seed=5"),
     ],
 )
-def test_a_position_in_another_stream_is_refused_with_both_values(
-    change: dict[str, int], message: str
+def test_a_position_in_another_stream_is_refused_with_both_values_and_changes_nothing(
+    before: dict[str, Any], after: dict[str, Any], message: str
 ) -> None:
+    state = before["state"] if "state" in before else make(**before).state_dict()
+    loader = make(**{"sampler": None, **after})
+    unchanged = loader.state_dict()
     with pytest.raises(ValueError, match=message):
-        make(**change).load_state_dict(make().state_dict())
-
-
-def test_a_position_in_another_data_set_is_refused() -> None:
-    state = {**make().state_dict(), "dataset_size": 11}
-    with pytest.raises(ValueError, match="dataset_size=11, but now dataset_size=10"):
-        make().load_state_dict(state)
+        loader.load_state_dict(state)
+    assert loader.state_dict() == unchanged
 
 
 @pytest.mark.parametrize(
@@ -195,45 +214,22 @@ def test_seeds_that_were_drawn_are_replaced_by_the_saved_ones(
     assert torch.equal(take(loaded, 3), whole[2:])
 
 
-def test_a_torch_sampler_is_advanced_and_repeated() -> None:
-    loader = make(sampler=SequentialSampler(range(10)))
-    assert take(loader, 3)[:, :, 0].flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    loaded = make(sampler=SequentialSampler(range(10)))
-    loaded.load_state_dict(loader.state_dict())
-    assert take(loaded, 1)[0, :, 0].tolist() == [2, 3, 4, 5]
-
-
 def test_a_long_torch_sampler_gives_each_index_once() -> None:
     sampler = RandomSampler(range(2500))
-    batches = build_train_loader(range(2500), total_batch_size=2500, sampler=sampler, seed=0)  # type: ignore[arg-type]
-    first, second = (batch.tolist() for batch in islice(batches, 2))
+    loader = make(2500, total_batch_size=2500, sampler=sampler)
+    first, second = take(loader, 2)[:, :, 0].tolist()
     assert sorted(first) == sorted(second) == list(range(2500))
     assert first != second
 
 
-def test_an_empty_sampler_is_an_error() -> None:
-    with pytest.raises(ValueError, match="sampler is empty"):
-        next(iter(make(sampler=SequentialSampler([]))))
-
-
-def test_a_mapper_and_a_collate_function_are_applied() -> None:
-    loader = build_train_loader(
-        Counting(), total_batch_size=2, seed=0, mapper=lambda i: i + 100, collate_fn=list
-    )
-    first = list(islice(TrainingSampler(10, seed=0), 2))
-    assert next(iter(loader)) == [i + 100 for i in first]
-
-
-def test_an_error_in_a_worker_reaches_the_trainer() -> None:
-    loader = build_train_loader(Fragile("raise"), total_batch_size=2, seed=0, num_workers=1)
-    with pytest.raises(OSError, match="cannot be read"):
-        next(iter(loader))
-
-
-def test_a_killed_worker_is_a_prompt_error() -> None:
-    loader = build_train_loader(Fragile("kill"), total_batch_size=2, seed=0, num_workers=1)
-    with pytest.raises(RuntimeError, match="worker"):
-        next(iter(loader))
+@pytest.mark.parametrize(
+    ("how", "error", "message"), [(fail, OSError, "cannot be read"), (die, RuntimeError, "worker")]
+)
+def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
+    how: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        next(iter(make(mapper=how, num_workers=1)))
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -241,6 +237,8 @@ def test_wrong_arguments_are_refused() -> None:
         make(total_batch_size=0)
     with pytest.raises(TypeError, match="has no len"):
         build_train_loader(Stream(), total_batch_size=1, seed=0)
+    with pytest.raises(ValueError, match="sampler is empty"):
+        next(iter(make(sampler=SequentialSampler([]))))
 
 
 def test_the_test_loader_reads_each_sample_once() -> None:
@@ -271,80 +269,6 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
     resumed = torch.stack([results[0][1][0], results[1][1][0]], 1).flatten(0, 1)
     assert torch.equal(resumed, whole[5])
     assert "multiple of the world size 2, but got 3" in results[0][2]
-
-
-# A saved position is good in the stream that it was saved from, and in no other.
-
-SIZE = 37
-
-
-def positions(sampler: Sampler[int] | None = None, seed: int | None = None) -> TrainLoader:
-    return build_train_loader(range(SIZE), total_batch_size=8, sampler=sampler, seed=seed)  # type: ignore[arg-type]
-
-
-def indices(loader: TrainLoader, count: int) -> list[list[int]]:
-    return [batch.tolist() for batch in islice(loader, count)]
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_a_given_sampler_with_another_seed_is_refused_with_both_values(seed: int | None) -> None:
-    state = positions(TrainingSampler(SIZE, seed=5), seed).state_dict()
-    with pytest.raises(ValueError, match=r"seed=5, but now \w*seed=6"):
-        positions(TrainingSampler(SIZE, seed=6), seed).load_state_dict(state)
-
-
-def test_another_random_subset_is_refused_with_both_values() -> None:
-    def subset(seed: int) -> Sampler[int]:
-        return RandomSubsetTrainingSampler(SIZE, 0.5, seed_shuffle=1, seed_subset=seed)
-
-    state = positions(subset(2)).state_dict()
-    positions(subset(2)).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed_subset=2, but now seed_subset=3"):
-        positions(subset(3)).load_state_dict(state)
-
-
-def test_a_refused_position_changes_nothing() -> None:
-    loader = positions()
-    before = loader.state_dict()
-    with pytest.raises(ValueError, match="dataset_size=9"):
-        loader.load_state_dict({**before, "seed": before["seed"] + 1, "dataset_size": 9})
-    assert loader.state_dict() == before
-
-
-def test_the_state_of_another_kind_of_loader_is_refused() -> None:
-    with pytest.raises(ValueError, match="seed=None, but now seed=1"):
-        positions(seed=1).load_state_dict({"_num_yielded": 3})
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [lambda: RandomSampler(range(SIZE)), lambda: WeightedRandomSampler([1.0] * SIZE, SIZE)],
-    ids=["RandomSampler", "WeightedRandomSampler"],
-)
-def test_a_random_sampler_of_torch_continues_and_leaves_the_trainers_numbers(
-    sampler: Callable[[], Sampler[int]],
-) -> None:
-    whole = indices(positions(sampler(), seed=1), 11)  # beyond the first epoch and the second
-    torch.manual_seed(1234)  # as a resumed process would stand elsewhere
-    state = torch.get_rng_state()
-    loader = positions(sampler(), seed=1)
-    loader.load_state_dict({**loader.state_dict(), "batches": 6})
-    assert indices(loader, 5) == whole[6:]
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_what_is_drawn_in_a_sample_is_not_what_ordered_the_samples() -> None:
-    def draw(_: int) -> list[int]:
-        return torch.randperm(SIZE).tolist()
-
-    loader = build_train_loader(
-        range(SIZE),  # type: ignore[arg-type]
-        total_batch_size=1,
-        mapper=draw,
-        collate_fn=list,
-        seed=7,
-    )
-    assert next(iter(loader))[0] != TrainingSampler(SIZE, seed=7).epoch_indices(0).tolist()
 
 
 def first_of_a_spawned_worker() -> Any:

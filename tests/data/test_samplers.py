@@ -20,11 +20,14 @@ def take(iterable: Any, count: int) -> list[Any]:
     return list(islice(iterable, count))
 
 
-def test_each_epoch_is_a_permutation_of_its_own() -> None:
+def test_each_epoch_is_a_permutation_of_its_own_or_in_the_data_sets_order() -> None:
     stream = take(TrainingSampler(10, seed=0), 30)
     epochs = [stream[:10], stream[10:20], stream[20:]]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
+    assert take(TrainingSampler(3, shuffle=False, seed=0), 7) == [0, 1, 2, 0, 1, 2, 0]
+    with pytest.raises(ValueError, match="at least 1, but got 0"):
+        TrainingSampler(0)
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:
@@ -32,10 +35,6 @@ def test_the_order_depends_on_the_seed_alone() -> None:
     torch.manual_seed(123)
     assert take(TrainingSampler(10, seed=1), 25) == first
     assert take(TrainingSampler(10, seed=2), 25) != first
-
-
-def test_without_shuffling_the_order_is_the_data_sets() -> None:
-    assert take(TrainingSampler(3, shuffle=False, seed=0), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 SAMPLERS = [
@@ -75,30 +74,22 @@ def test_a_random_subset_is_fixed_and_of_the_asked_size() -> None:
         RandomSubsetTrainingSampler(10, 0.05)
 
 
-def test_repeat_factors_repeat_in_proportion() -> None:
+def test_repeat_factors_repeat_in_proportion_and_whole_ones_exactly() -> None:
     stream = take(RepeatFactorTrainingSampler([1.0, 2.0, 0.5], seed=0), 3500)
     counts = [stream.count(i) for i in range(3)]
-    assert counts[0] == pytest.approx(1000, abs=30)
-    assert counts[1] == pytest.approx(2000, abs=30)
-    assert counts[2] == pytest.approx(500, abs=60)
-
-
-def test_whole_repeat_factors_are_exact() -> None:
+    assert counts == [pytest.approx(n, abs=60) for n in (1000, 2000, 500)]
     sampler = RepeatFactorTrainingSampler([1.0, 3.0], shuffle=False, seed=0)
     assert take(sampler, 8) == [0, 1, 1, 1, 0, 1, 1, 1]
 
 
-def test_repeat_factors_that_give_empty_epochs_are_refused_instead_of_looping_forever() -> None:
+def test_an_epoch_that_happens_to_be_empty_is_passed_over_and_many_such_are_refused() -> None:
+    sampler = RepeatFactorTrainingSampler([0.5, 0.5], seed=0)
+    assert 0 in [sampler.epoch_length(e) for e in range(20)]
+    assert set(take(sampler, 20)) == {0, 1}
     with pytest.raises(ValueError, match=r"a sum >= 1, got \[0.1, 0.1\]"):
         RepeatFactorTrainingSampler([0.1, 0.1])
     with pytest.raises(ValueError, match="must be >= 0"):
         RepeatFactorTrainingSampler([1.0, -1.0])
-
-
-def test_an_epoch_that_happens_to_be_empty_is_passed_over() -> None:
-    sampler = RepeatFactorTrainingSampler([0.5, 0.5], seed=0)
-    assert 0 in [sampler.epoch_length(e) for e in range(20)]
-    assert set(take(sampler, 20)) == {0, 1}
 
 
 def test_repeat_factors_follow_from_the_frequency_of_the_rarest_category() -> None:
@@ -124,11 +115,6 @@ def test_grouped_batches_hold_one_group_each_and_leftovers_carry_over() -> None:
     assert list(sampler) == [[6, 1], [0, 2], [4, 5], [3, 6]]
     with pytest.raises(ValueError, match=r"batch_size.*0"):
         GroupedBatchSampler(SequentialSampler(range(7)), [0], 0)
-
-
-def test_a_size_without_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1, but got 0"):
-        TrainingSampler(0)
 
 
 def shares() -> tuple[list[int], int, list[int]]:
