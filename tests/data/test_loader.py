@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -50,8 +51,11 @@ class Noise(Dataset[Tensor]):
 class Lazy(Sampler[int]):
     """Draws each index when it is asked for."""
 
+    def __init__(self, size: int) -> None:
+        self.size = size
+
     def __iter__(self) -> Iterator[int]:
-        for _ in range(6):
+        for _ in range(self.size):
             yield int(torch.randint(4, ())) + 4 * np.random.randint(2) + random.randrange(2)
 
 
@@ -117,7 +121,7 @@ def disturbed(loader: TrainLoader, count: int) -> Iterator[Tensor]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "sampler",
-    [None, Lazy(), RandomSampler(range(10)), WeightedRandomSampler([1.0] * 10, 7)],
+    [None, Lazy(6), RandomSampler(range(10)), WeightedRandomSampler([1.0] * 10, 7)],
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_a_loaded_position_continues_bit_for_bit_with_another_number_of_workers(
@@ -214,12 +218,13 @@ def test_seeds_that_were_drawn_are_replaced_by_the_saved_ones(
     assert torch.equal(take(loaded, 3), whole[2:])
 
 
-def test_a_long_torch_sampler_gives_each_index_once() -> None:
-    sampler = RandomSampler(range(2500))
-    loader = make(2500, total_batch_size=2500, sampler=sampler)
+def test_a_long_torch_sampler_gives_each_index_once_and_repeats_nothing() -> None:
+    loader = make(2500, total_batch_size=2500, sampler=RandomSampler(range(2500)))
     first, second = take(loader, 2)[:, :, 0].tolist()
     assert sorted(first) == sorted(second) == list(range(2500))
     assert first != second
+    drawn = take(make(total_batch_size=1000, sampler=Lazy(4000)), 4)[:, :, 0].tolist()
+    assert len({tuple(indices) for indices in drawn}) == 4
 
 
 @pytest.mark.parametrize(
@@ -248,16 +253,19 @@ def test_the_test_loader_reads_each_sample_once() -> None:
     assert [int(b) for b in mapped] == list(range(0, 20, 2))
 
 
-def two_ranks() -> tuple[Tensor, Tensor, str]:
+def two_ranks() -> tuple[Tensor, Tensor, list[int], str]:
     loader = make(num_workers=1)
     first = take(loader, 2)
     loaded = make()
     loaded.load_state_dict({**loader.state_dict(), "batches": 5})
+    torchs = make(sampler=DistributedSampler(range(10), shuffle=False))
+    torchs.batches = 1
+    error = ""
     try:
         make(total_batch_size=3)
-    except ValueError as error:
-        return first, take(loaded, 1), str(error)
-    return first, take(loaded, 1), "no error"
+    except ValueError as refused:
+        error = str(refused)
+    return first, take(loaded, 1), take(torchs, 1)[0, :, 0].tolist(), error
 
 
 def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> None:
@@ -268,7 +276,8 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
         assert torch.equal(merged, whole[batch])
     resumed = torch.stack([results[0][1][0], results[1][1][0]], 1).flatten(0, 1)
     assert torch.equal(resumed, whole[5])
-    assert "multiple of the world size 2, but got 3" in results[0][2]
+    assert [result[2] for result in results] == [[4, 6], [5, 7]]  # torch's divides by itself
+    assert "multiple of the world size 2, but got 3" in results[0][3]
 
 
 def first_of_a_spawned_worker() -> Any:

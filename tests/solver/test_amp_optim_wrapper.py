@@ -1,7 +1,6 @@
 """Mixed precision, compared with autocast and a scaler by hand."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,32 +10,29 @@ from wrapper_toys import batches, linear, loss_of, same, sgd
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 
 
-def test_bfloat16_on_the_cpu_equals_autocast_by_hand_and_needs_no_scaler() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (None, torch.bfloat16),  # torch's default on the CPU
+        ("bfloat16", torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        ("float16", torch.float16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_updates_equal_autocast_a_scaler_and_clipping_by_hand(
+    dtype: torch.dtype | str | None, precision: torch.dtype
+) -> None:
     ours, reference = linear(), linear()
-    wrapper, optimizer = AmpOptimWrapper(sgd(ours), "bfloat16"), sgd(reference)
-    assert not wrapper.grad_scaler.is_enabled()
-    for batch in batches(3):
-        with wrapper.optim_context(ours):
-            loss = ours(batch).square().mean()
-        wrapper.update_params(loss)
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = reference(batch).square().mean()
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert torch.equal(loss, expected)
-    assert same(ours, reference)
-
-
-def test_float16_with_a_scaler_and_clipping_equals_the_same_by_hand() -> None:
-    ours, reference = linear(), linear()
-    wrapper = AmpOptimWrapper(sgd(ours), torch.float16, clip_grad={"max_norm": 0.01})
-    optimizer, scaler = sgd(reference), torch.amp.GradScaler("cpu")
+    wrapper = AmpOptimWrapper(sgd(ours), dtype, clip_grad={"max_norm": 0.01})
+    optimizer = sgd(reference)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision is torch.float16)
+    assert wrapper.dtype is precision
     for batch in batches(3):
         with wrapper.optim_context(ours):
             loss = ours(batch).float().square().mean()
         assert wrapper.update_params(loss)
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", precision):
             expected = reference(batch).float().square().mean()
         scaler.scale(expected).backward()
         scaler.unscale_(optimizer)
@@ -44,6 +40,7 @@ def test_float16_with_a_scaler_and_clipping_equals_the_same_by_hand() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        assert torch.equal(loss, expected)
     assert same(ours, reference)
     assert wrapper.grad_scaler.state_dict() == scaler.state_dict()
 
@@ -62,34 +59,18 @@ def test_an_update_skipped_by_the_scaler_is_returned_and_counted(fused: bool) ->
     assert not same(model, before)
 
 
-def test_the_scaler_and_the_count_of_skipped_updates_resume() -> None:
+def test_the_scaler_and_the_count_of_skipped_updates_resume_those_of_mmengine_too() -> None:
     model = linear()
     wrapper = AmpOptimWrapper(sgd(model), "float16")
     wrapper.update_params(model(batches(1)[0]).mean() * torch.inf)
-    other = AmpOptimWrapper(sgd(linear()), "float16")
-    other.load_state_dict(wrapper.state_dict())
-    assert other.skipped_updates == 1
-    assert other.grad_scaler.get_scale() == wrapper.grad_scaler.get_scale() == 32768.0
-
-
-def test_gradients_are_unscaled_for_those_who_look_before_the_step() -> None:
-    model, reference = linear(), linear()
-    wrapper = AmpOptimWrapper(sgd(model), "float16")
-    batch = batches(1)[0]
-    wrapper.backward(model(batch).mean())
-    wrapper.unscale_gradients()
-    wrapper.unscale_gradients()
-    reference(batch).mean().backward()
-    assert model.weight.grad is not None
-    assert reference.weight.grad is not None
-    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
-    assert wrapper.step()
-
-
-@pytest.mark.parametrize(("dtype", "scales"), [("float16", True), ("bfloat16", False)])
-def test_the_name_of_a_type_chooses_the_scaler_as_the_type_does(dtype: str, scales: bool) -> None:
-    for given in (dtype, getattr(torch, dtype)):
-        assert AmpOptimWrapper(sgd(linear()), given).grad_scaler.is_enabled() is scales
+    state = wrapper.state_dict()
+    mmengines = {**state, "loss_scaler": state["grad_scaler"]}
+    del mmengines["grad_scaler"]
+    for saved in (state, mmengines):
+        other = AmpOptimWrapper(sgd(linear()), "float16")
+        other.load_state_dict(saved)
+        assert other.skipped_updates == 1
+        assert other.grad_scaler.get_scale() == wrapper.grad_scaler.get_scale() == 32768.0
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
@@ -102,7 +83,13 @@ def test_who_looks_between_backward_and_update_sees_true_gradients(dtype: str | 
         else OptimWrapper(sgd(model), clip_grad=clip)
     )
     seen = []
-    wrapper.after_backward = lambda: seen.append(model.weight.grad.clone())  # type: ignore[union-attr]
+
+    def look() -> None:
+        wrapper.unscale_gradients()  # again: it changes nothing
+        assert model.weight.grad is not None
+        seen.append(model.weight.grad.clone())
+
+    wrapper.after_backward = look
     batch = batches(1)[0]
     wrapper.update_params(loss_of(model, batch))
     loss_of(reference, batch).backward()
@@ -110,14 +97,13 @@ def test_who_looks_between_backward_and_update_sees_true_gradients(dtype: str | 
     torch.testing.assert_close(seen[0], reference.weight.grad)
 
 
-def test_other_types_are_refused() -> None:
+def test_other_types_and_scales_are_refused() -> None:
     for dtype in (torch.float64, "float32", "half-ish"):
         with pytest.raises(ValueError, match=f"float16 or bfloat16, but got .*{dtype}"):
             AmpOptimWrapper(sgd(linear()), dtype)
-
-
-def test_the_type_to_compute_in_is_torchs_default_for_the_device() -> None:
-    assert AmpOptimWrapper(sgd(linear())).dtype == torch.bfloat16
+    for scale in ("static", None, 0, -1):
+        with pytest.raises(ValueError, match=f"loss_scale must be .*{scale!r}"):
+            AmpOptimWrapper(sgd(linear()), "float16", loss_scale=scale)  # type: ignore[arg-type]
 
 
 def test_the_device_is_that_of_the_first_parameter_wherever_it_is() -> None:
@@ -148,17 +134,3 @@ def test_a_scaler_has_the_arguments_of_the_dict_or_is_the_given_one() -> None:
     assert wrapper.grad_scaler.get_scale() == scaler.get_scale() == 32.0
     assert same(model, reference)
     assert options == {"init_scale": 4.0, "growth_interval": 1}
-
-
-@pytest.mark.parametrize("scale", ["static", None, 0, -1])
-def test_another_kind_of_scale_is_refused(scale: Any) -> None:
-    with pytest.raises(ValueError, match=f"loss_scale must be .*{scale!r}"):
-        AmpOptimWrapper(sgd(linear()), "float16", loss_scale=scale)
-
-
-def test_a_scaler_saved_by_mmengine_loads() -> None:
-    wrapper = AmpOptimWrapper(sgd(linear()), "float16")
-    state = wrapper.state_dict()
-    state["loss_scaler"] = {**state.pop("grad_scaler"), "scale": 16.0}
-    wrapper.load_state_dict(state)
-    assert wrapper.grad_scaler.get_scale() == 16.0

@@ -35,22 +35,14 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(clip: Any, by_hand: An
     wrapper, optimizer = OptimWrapper(sgd(ours), clip_grad=clip), sgd(reference)
     assert clip == before  # it may serve other wrappers too
     for batch in batches(5):
-        assert wrapper.update_params(ours(batch).square().mean())
+        with EventStorage() as storage:
+            assert wrapper.update_params(ours(batch).square().mean())
         reference(batch).square().mean().backward()
-        by_hand(list(reference.parameters()))
+        norm = by_hand(list(reference.parameters()))
+        assert storage.latest() == ({} if norm is None else {"grad_norm": (norm.item(), 0)})
         optimizer.step()
         optimizer.zero_grad()
     assert same(ours, reference)
-
-
-def test_the_norm_before_clipping_is_logged() -> None:
-    model = linear()
-    wrapper = OptimWrapper(sgd(model), clip_grad={"max_norm": 1.0})
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 2.0)
-    with EventStorage() as storage:
-        wrapper.step()
-    assert storage.latest()["grad_norm"][0] == pytest.approx(2.0 * 15**0.5)
 
 
 @pytest.mark.parametrize("clip", [{"max_norm": 1.0}, {"type": "value", "clip_value": 0.5}])
@@ -127,17 +119,12 @@ def grouped(**options: Any) -> OptimWrapper:
     return OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9), **options)
 
 
-def test_a_single_group_has_no_base_settings() -> None:
-    wrapper = OptimWrapper(sgd(linear()))
-    assert wrapper.base_param_settings is None
-    assert wrapper.param_groups is wrapper.optimizer.param_groups
-    assert wrapper.get_lr() == {"lr": [0.1]}
-
-
 def test_several_groups_have_base_settings_that_schedulers_drive_too() -> None:
+    single = OptimWrapper(sgd(linear()))
+    assert (single.base_param_settings, single.get_lr()) == (None, {"lr": [0.1]})
+    assert single.param_groups is single.optimizer.param_groups
     wrapper = grouped()
-    assert wrapper.get_lr() == {"base_lr": [0.1], "lr": [0.3, 0.1]}
-    assert list(wrapper.get_lr()) == ["base_lr", "lr"]
+    assert list(wrapper.get_lr().items()) == [("base_lr", [0.1]), ("lr", [0.3, 0.1])]
     for group in wrapper.param_groups:
         group["lr"] *= 0.5
     assert wrapper.get_lr() == {"base_lr": [0.05], "lr": [0.15, 0.05]}
@@ -214,58 +201,45 @@ def test_batch_norm_under_accumulation_is_worth_a_warning(
     assert "Batch norm takes its statistics from one batch" in caplog.text
 
 
-def test_a_run_resumed_with_another_count_begins_with_a_whole_window() -> None:
-    model = linear()
-    old = OptimWrapper(sgd(model), accumulative_counts=2)
-    for _ in range(2):
-        old.update_params(model(torch.ones(4)).sum())
-    new = OptimWrapper(sgd(model), accumulative_counts=3)
-    new.load_state_dict(old.state_dict())
-    updated = [new.update_params(model(torch.ones(4)).sum()) for _ in range(6)]
-    assert updated == [False, False, True, False, False, True]
-
-
-def test_a_state_saved_inside_a_window_begins_a_new_one_and_says_so(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("count", "passes"), [(2, 2), (3, 4)])
+def test_a_resumed_run_begins_a_new_window_and_one_that_was_open_is_worth_a_warning(
+    count: int, passes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = linear()
-    wrapper = OptimWrapper(sgd(model), accumulative_counts=3)
-    for batch in batches(4):
-        wrapper.update_params(loss_of(model, batch))
-    state = wrapper.state_dict()
-    assert "inside a window of accumulation, without its gradients" in caplog.text
-    other = OptimWrapper(sgd(linear()), accumulative_counts=3)
-    other.load_state_dict(state)
-    assert other.inner_count == 4
-    updated = [other.update_params(loss_of(linear(), batch)) for batch in batches(3)]
-    assert updated == [False, False, True]
+    old = OptimWrapper(sgd(model), accumulative_counts=count)
+    for batch in batches(passes):
+        old.update_params(loss_of(model, batch))
+    new = OptimWrapper(sgd(model), accumulative_counts=3)
+    new.load_state_dict(old.state_dict())
+    warned = "inside a window of accumulation, without its gradients" in caplog.text
+    assert warned == (passes % count > 0)
+    assert new.inner_count == passes
+    updated = [new.update_params(loss_of(model, batch)) for batch in batches(6)]
+    assert updated == [False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_a_run_resumed_after_a_window_continues_bit_for_bit(dtype: str | None) -> None:
-    def make() -> tuple[nn.Module, OptimWrapper]:
-        model = linear()
-        options: Any = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.1}}
-        optimizer = sgd(model)
-        if dtype is None:
-            return model, OptimWrapper(optimizer, **options)
-        return model, AmpOptimWrapper(optimizer, dtype, **options)
+    options: Any = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.1}}
+    models = [linear(), linear()]
+    whole, resumed = (
+        AmpOptimWrapper(sgd(m), dtype, **options) if dtype else OptimWrapper(sgd(m), **options)
+        for m in models
+    )
 
     def step(model: nn.Module, wrapper: OptimWrapper, batch: Tensor) -> None:
         with wrapper.optim_context(model):
             loss = model(batch).float().square().mean()
         wrapper.update_params(loss)
 
-    whole, whole_wrapper = make()
-    second, second_wrapper = make()
     for i, batch in enumerate(batches(9)):
-        step(whole, whole_wrapper, batch)
+        step(models[0], whole, batch)
         if i == 2:
-            second.load_state_dict(whole.state_dict())
-            second_wrapper.load_state_dict(copy.deepcopy(whole_wrapper.state_dict()))
+            models[1].load_state_dict(models[0].state_dict())
+            resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
         if i > 2:
-            step(second, second_wrapper, batch)
-    assert same(second, whole)
+            step(models[1], resumed, batch)
+    assert same(*models)
 
 
 # Several ranks
@@ -289,7 +263,7 @@ class Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reductions_of_accumulation() -> tuple[list[int], bool]:
+def reductions_of_accumulation() -> list[int]:
     model = DistributedDataParallel(linear())
     calls = [0]
 
@@ -299,21 +273,13 @@ def reductions_of_accumulation() -> tuple[list[int], bool]:
 
     model.register_comm_hook(None, count)
     wrapper = OptimWrapper(sgd(model), accumulative_counts=3)
-    rank = dist.get_rank()
-    mine = batches(6)[rank::2]
     seen = []
-    for batch in mine:
+    for batch in batches(3):
         with wrapper.optim_context(model):
             loss = model(batch).square().mean()
         wrapper.backward(wrapper.scale_loss(loss))
         seen.append(calls[0])
-    reference = linear()
-    reference(torch.cat(batches(6))).square().mean().backward()
-    close = all(
-        torch.allclose(a.grad, b.grad, rtol=1e-6, atol=1e-7)  # type: ignore[arg-type]
-        for a, b in zip(model.module.parameters(), reference.parameters(), strict=True)
-    )
-    return seen, close
+    return seen
 
 
 def _accumulated() -> dict[str, Any]:
@@ -393,9 +359,7 @@ def two() -> list[dict[str, Any]]:
 
 def test_ranks_communicate_in_the_last_backward_of_a_window_only(two: list[Any]) -> None:
     for result in two:
-        seen, close = result["ddp"]
-        assert seen == [0, 0, 1]
-        assert close
+        assert result["ddp"] == [0, 0, 1]
         assert result["accumulated"]["exchanges"] == [0, 3, 0, 3, 0, 3]  # one for each unit
 
 

@@ -66,12 +66,6 @@ def test_schedulers_in_any_company_have_the_values_of_mmengine_and_take_changes_
 
 
 @SAME_EACH_TIME
-@given(st.integers(1, 30), st.sampled_from([{}, {"eta_min": 0.01}, {"eta_min_ratio": 0.3}]))
-def test_a_cosine_rises_again_after_its_floor(length: int, floor: Any) -> None:
-    assert_same([("CosineAnnealing", {"T_max": length, **floor})])
-
-
-@SAME_EACH_TIME
 @given(st.lists(schedulers(), min_size=1, max_size=2))
 def test_the_base_settings_of_a_wrapper_are_scheduled_too(specs: Any) -> None:
     mine, reference = OptimWrapper(sgd(0.1, 0.37)), TheirWrapper(sgd(0.1, 0.37))
@@ -97,6 +91,12 @@ def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(specs: Any
     seen = values(ours, specs, mine, lambda group: group["betas"][0], form="Momentum")
     assert seen == near(values(theirs, specs, reference, momentum, form="Momentum"))
     assert mine.param_groups[0]["betas"] == (mine.param_groups[0]["momentum"], 0.95)
+
+
+@SAME_EACH_TIME
+@given(st.integers(1, 30), st.sampled_from([{}, {"eta_min": 0.01}, {"eta_min_ratio": 0.3}]))
+def test_a_cosine_rises_again_after_its_floor(length: int, floor: Any) -> None:
+    assert_same([("CosineAnnealing", {"T_max": length, **floor})])
 
 
 @SAME_EACH_TIME
@@ -232,29 +232,16 @@ def test_classes_have_mmengines_names_and_arguments_all_but_the_range_also_by_po
     assert pickle.loads(pickle.dumps(getattr(ours, name))) is getattr(ours, name)
 
 
-def test_a_cycle_ends_after_its_steps() -> None:
-    optimizer = sgd(1.0)
-    scheduler = OneCycleLR(optimizer, 1.0, total_steps=3)
-    seen = run(optimizer, [scheduler], 3)
-    assert rates(optimizer) == [seen[-1]]
-    with pytest.raises(ValueError, match="total_steps=3, and this is step 4"):
-        scheduler.step()
-
-
-def test_a_cycle_has_a_maximum_for_each_group_and_overwrites_what_others_set() -> None:
+def test_a_cycle_ends_has_a_maximum_for_each_group_and_overwrites_what_others_set() -> None:
     optimizer = OptimWrapper(sgd(1.0, 1.0))
     scheduler = OneCycleLR(optimizer, [1.0, 3.0], 10, div_factor=10.0)
     assert rates(optimizer) == pytest.approx([0.1, 0.3, 0.3])
     optimizer.param_groups[0]["lr"] = 50.0
     scheduler.step()
     assert rates(optimizer)[0] == pytest.approx(rates(optimizer)[1] / 3)
-
-
-@pytest.mark.parametrize("name", ["ConstantLR", "LinearLR"])
-def test_a_range_of_one_step_has_the_first_value(name: str) -> None:
-    optimizer = sgd(1.0)
-    getattr(ours, name)(optimizer, 0.25, end=1)
-    assert rates(optimizer) == [0.25]
+    run(optimizer, [scheduler], 8)
+    with pytest.raises(ValueError, match="total_steps=10, and this is step 11"):
+        run(optimizer, [scheduler], 2)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +266,6 @@ def test_the_last_step_has_exactly_the_final_value(
         (lambda o: StepLR("adam", 2), TypeError, "optimizer must be .*: 'adam'"),
         (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
         (lambda o: ConstantLR(o, 1.5), ValueError, r"factor must lie in \[0, 1\]: 1.5"),
-        (lambda o: LinearLR(o, -0.5), ValueError, "start_factor must lie in .*: -0.5"),
         (lambda o: LinearLR(o, 0.5, 2.0), ValueError, "end_factor must lie in .*: 2.0"),
         (
             lambda o: CosineAnnealingLR(o, 5, 0.1, begin=3, eta_min_ratio=0.2),
@@ -289,15 +275,10 @@ def test_the_last_step_has_exactly_the_final_value(
         (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\], .*\(1,\)"),
         (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
         (lambda o: OneCycleLR(o, 1.0, 9, 1.5), ValueError, "pct_start must lie in .*: 1.5"),
-        (
-            lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"),
-            ValueError,
-            "'cos' or 'linear': 'cosine'",
-        ),
+        (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or .*: 'cosine'"),
         (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
         (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
         (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, "factor must be less than 1"),
-        (lambda o: ReduceOnPlateauLR(o, min_value=[0, 1]), ValueError, r"each of the 1 .*\[0, 1\]"),
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
         (lambda o: LinearParamScheduler(o, "weight_decya"), KeyError, "weight_decya"),
         (lambda o: ConstantMomentum(torch.optim.Adagrad([W])), KeyError, "momentum"),
