@@ -116,7 +116,10 @@ def check_that_training_goes_on(
         if name in saved and name not in without and parameter in optimized:
             expected.state[parameter] = copy.deepcopy(saved[name])
     optimizer = make(new[1])
-    load_optimizer_state(optimizer, through_a_file(optimizer_state_dict(old_optimizer)))
+    state = through_a_file(optimizer_state_dict(old_optimizer))
+    unchanged = copy.deepcopy(state)
+    load_optimizer_state(optimizer, state)
+    assert same(state, unchanged)
     assert same(state_of(model, optimizer), state_of(expected_model, expected))
     train(model, optimizer, 2)
     train(expected_model, expected, 2)
@@ -156,45 +159,31 @@ def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> No
 
 def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
     old, new = net("a", "b"), net("b", "c")
-    wrapper = OptimWrapper(torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9))
+    wrapper, loaded = (
+        OptimWrapper(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (old, new)
+    )
     wrapper.name_parameters(old)
     train(old, wrapper.optimizer)
-    loaded = OptimWrapper(torch.optim.SGD(new.parameters(), lr=0.1, momentum=0.9))
     loaded.name_parameters(new)
     loaded.load_state_dict(through_a_file(wrapper.state_dict()))
     assert list(state_of(new, loaded.optimizer)) == ["b.weight", "b.bias"]
     saved = wrapper.optimizer.state[old.b.weight]["momentum_buffer"]
     assert torch.equal(loaded.optimizer.state[new.b.weight]["momentum_buffer"], saved)
+    old.d = nn.Linear(2, 1)  # is found although it is added later
+    wrapper.optimizer.add_param_group({"params": [*old.d.parameters()]})
+    assert wrapper.state_dict()["param_groups"][1]["params"] == ["d.weight", "d.bias"]
 
 
-def test_a_wrapper_finds_the_name_of_a_parameter_that_is_added_later() -> None:
-    model = net("a", "b")
-    wrapper = OptimWrapper(torch.optim.SGD(model.a.parameters(), lr=0.1))
-    wrapper.name_parameters(model)
-    assert wrapper.state_dict()["param_groups"][0]["params"] == ["a.weight", "a.bias"]
-    model.c = nn.Linear(2, 1)
-    wrapper.optimizer.add_param_group({"params": [*model.c.parameters()]})
-    assert wrapper.state_dict()["param_groups"][1]["params"] == ["c.weight", "c.bias"]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        nn.DataParallel,
-        lambda model: torch.compile(model, backend="eager"),
-        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
-    ],
-    ids=["DataParallel", "compile", "both"],
-)
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: model], ids=["both", "compile"])
 def test_what_wrappers_add_to_names_does_not_count(
-    wrap: Callable[[nn.Module], Any], changes: Changes
+    wrap: Callable[[Any], nn.Module], changes: Changes
 ) -> None:
     model = net("a", "b")
     inside = torch.optim.SGD(model.parameters(), momentum=0.9)
     outside = torch.optim.SGD(list(model.parameters())[:2], momentum=0.9)
-    saved = optimizer_state_dict(outside, parameter_names(wrap(model)))
-    load_optimizer_state(inside, saved, parameter_names(model))
-    assert changes() == [[f"b.{k}", "new", "-", "no state"] for k in ("weight", "bias")]
+    names = parameter_names(wrap(torch.compile(model, backend="eager")))
+    load_optimizer_state(inside, optimizer_state_dict(outside, names), parameter_names(model))
+    assert changes() == of("b", "new", "-", "no state")
 
 
 def test_states_by_position_load_where_the_groups_have_the_same_sizes() -> None:
@@ -221,18 +210,15 @@ def test_torchs_own_state_with_names_is_matched_by_them() -> None:
     assert torch.equal(ours.state[new.b.weight]["momentum_buffer"], momentum)
 
 
-def test_without_names_other_groups_are_refused_with_a_way_out() -> None:
+def test_other_names_and_without_names_other_groups_are_refused_with_a_way_out() -> None:
     old, new = net("a"), net("a", "b")
     nameless = torch.optim.SGD(old.parameters())
     with pytest.raises(ValueError, match=r"saved state has no names.*sizes \[2\], not \[4\]"):
         load_optimizer_state(sgd(groups_of(new)), nameless.state_dict())
     with pytest.raises(ValueError, match=r"this optimizer has no names.*train\.resume_parts"):
         load_optimizer_state(nameless, sgd(groups_of(new)).state_dict())
-
-
-def test_the_state_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'b.weight', 'b.bias'\], .* has none of .*'a.weight"):
-        load_optimizer_state(sgd(groups_of(net("a"))), sgd(groups_of(net("b"))).state_dict())
+        load_optimizer_state(sgd(groups_of(old)), sgd(groups_of(net("b"))).state_dict())
 
 
 def test_names_that_are_not_unique_leave_the_positions() -> None:
@@ -253,12 +239,7 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> Non
     for before, after in ((old, new), (new, old)):
         groups = [get_default_optimizer_params(model) for model in (before, after)]
         check_that_training_goes_on(make, (before, groups[0]), (after, groups[1]))
-    assert [row[:2] for row in changes()] == [
-        ["a.weight", "missing"],
-        ["a.bias", "missing"],
-        ["a.weight", "new"],
-        ["a.bias", "new"],
-    ]
+    assert changes() == of("a", "missing", "dropped", "-") + of("a", "new", "-", "no state")
 
 
 @every_optimizer
@@ -283,8 +264,10 @@ def test_layers_and_groups_may_change(
         groups_of(model, *(groups if len(groups) > 1 else []))
         for model, groups in ((old, before), (new, after))
     ]
+    for group in split[1]:  # in another order
+        group.update({key: values[::-1] for key, values in group.items()})
     check_that_training_goes_on(make, (old, split[0]), (new, split[1]))
-    assert changes() == told
+    assert sorted(changes()) == sorted(told)
 
 
 @every_optimizer
@@ -301,15 +284,6 @@ def test_the_state_of_a_parameter_of_another_shape_is_dropped(make: Make, change
     train(old, nameless[0])
     load_optimizer_state(nameless[1], nameless[0].state_dict())
     assert [row[:2] for row in changes()[2:]] == [["#2", "reshaped"], ["#3", "reshaped"]]
-
-
-@every_optimizer
-def test_parameters_in_another_order_keep_their_state(make: Make, changes: Changes) -> None:
-    old, new = net("a", "b"), net("a", "b")
-    (turned,) = groups_of(new)
-    turned = {key: values[::-1] for key, values in turned.items()}
-    check_that_training_goes_on(make, (old, groups_of(old)), (new, [turned]))
-    assert changes() == []
 
 
 def test_what_an_optimizer_of_others_keeps_is_not_judged_by_its_shape(changes: Changes) -> None:
@@ -331,17 +305,6 @@ def test_state_that_belongs_to_no_parameter_stays() -> None:
     optimizer.state["shared"] = {"steps": 5}  # type: ignore[index]
     load_optimizer_state(ours, optimizer_state_dict(optimizer))
     assert ours.state["shared"] == {"steps": 5}  # type: ignore[index]
-
-
-def test_the_saved_state_is_not_changed() -> None:
-    old, new = net("a", "b"), net("b", "c")
-    optimizer = sgd(groups_of(old))
-    train(old, optimizer)
-    saved = optimizer_state_dict(optimizer)
-    before = copy.deepcopy(saved)
-    load_optimizer_state(sgd(groups_of(new, "c", "b")), saved)
-    assert same(saved["state"], before["state"])
-    assert saved["param_groups"] == before["param_groups"]
 
 
 # Settings

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from wrapper_toys import batches, linear, loss_of, same, sgd
 
@@ -263,27 +261,8 @@ class Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reductions_of_accumulation() -> list[int]:
-    model = DistributedDataParallel(linear())
-    calls = [0]
-
-    def count(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        calls[0] += 1
-        return allreduce_hook(dist.group.WORLD, bucket)
-
-    model.register_comm_hook(None, count)
-    wrapper = OptimWrapper(sgd(model), accumulative_counts=3)
-    seen = []
-    for batch in batches(3):
-        with wrapper.optim_context(model):
-            loss = model(batch).square().mean()
-        wrapper.backward(wrapper.scale_loss(loss))
-        seen.append(calls[0])
-    return seen
-
-
-def _accumulated() -> dict[str, Any]:
-    """Windows of two passes, and how often gradients are exchanged in each pass."""
+def _accumulated() -> tuple[list[int], dict[str, Any]]:
+    """Windows of two passes: how often each pass exchanges gradients, and the weights."""
     model = sharded.make_sharded()
     wrapper = sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP)
     exchanges = []
@@ -291,13 +270,7 @@ def _accumulated() -> dict[str, Any]:
         with Exchanges() as seen:
             sharded.train(model, wrapper, [batch])
         exchanges.append(seen.count)
-    ddp = DistributedDataParallel(sharded.make_model())
-    sharded.train(ddp, sharded.make_wrapper(ddp, accumulative_counts=2, clip_grad=CLIP), DATA)
-    return {
-        "exchanges": exchanges,
-        "state": full_state_dict(model),
-        "ddp": {name: value.clone() for name, value in ddp.module.state_dict().items()},
-    }
+    return exchanges, full_state_dict(model)
 
 
 def clipped(model: nn.Module, clip_grad: dict[str, Any]) -> tuple[Any, list[Tensor | None]]:
@@ -345,7 +318,6 @@ def _overflow() -> dict[str, Any]:
 
 def _on_two_ranks() -> dict[str, Any]:
     return {
-        "ddp": reductions_of_accumulation(),
         "accumulated": _accumulated(),
         "clipped": [clipped(sharded.make_sharded(), config) for config in NORMS],
         "overflow": _overflow(),
@@ -357,33 +329,24 @@ def two() -> list[dict[str, Any]]:
     return run_ranks(_on_two_ranks, 2)
 
 
-def test_ranks_communicate_in_the_last_backward_of_a_window_only(two: list[Any]) -> None:
-    for result in two:
-        assert result["ddp"] == [0, 0, 1]
-        assert result["accumulated"]["exchanges"] == [0, 3, 0, 3, 0, 3]  # one for each unit
-
-
-def test_accumulated_updates_are_those_of_ddp_and_of_one_process(two: list[dict[str, Any]]) -> None:
+def test_shards_are_exchanged_at_the_end_of_a_window_and_updated_as_in_one_process(
+    two: list[dict[str, Any]],
+) -> None:
     model = sharded.make_model()
     sharded.train(model, sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP), DATA)
-    result = two[0]["accumulated"]
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(result["state"][name], value, atol=1e-5, rtol=0)
-        torch.testing.assert_close(result["state"][name], result["ddp"][name], atol=1e-5, rtol=0)
+    assert [result["accumulated"][0] for result in two] == [[0, 3] * 3] * 2  # 3 units
+    # The main process has the full tensors.
+    expected = dict(model.state_dict())
+    torch.testing.assert_close(two[0]["accumulated"][1], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("index", range(len(NORMS)))
-def test_clipping_sees_the_norm_of_the_whole_gradient(
-    two: list[dict[str, Any]], index: int
-) -> None:
-    norm, gradients = clipped(sharded.make_model(), NORMS[index])
-    sharded_norm, sharded_gradients = two[0]["clipped"][index]
-    assert (norm is None) == (NORMS[index].get("type") == "value")
-    assert sharded_norm == (norm if norm is None else pytest.approx(norm, rel=1e-5))
-    assert two[1]["clipped"][index][0] == sharded_norm
-    assert len(gradients) == len(sharded_gradients)
-    for one, other in zip(sharded_gradients, gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
+def test_clipping_sees_the_norm_of_the_whole_gradient(two: list[dict[str, Any]]) -> None:
+    for index, config in enumerate(NORMS):
+        norm, gradients = clipped(sharded.make_model(), config)
+        (norm_0, gradients_0), (norm_1, _) = (result["clipped"][index] for result in two)
+        assert (norm is None) == (config.get("type") == "value")
+        assert norm_0 == norm_1 == (norm if norm is None else pytest.approx(norm, rel=1e-5))
+        torch.testing.assert_close(gradients_0, gradients, atol=1e-7, rtol=1e-5)
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(two: list[dict[str, Any]]) -> None:

@@ -112,14 +112,6 @@ def test_the_factor_of_the_rate_depends_on_the_full_name_and_multiplies_that_of_
     assert found["backbone.stem.bias"] == {"lr": pytest.approx(0.6)}
 
 
-def test_an_override_replaces_what_a_factor_gave() -> None:
-    found = options(
-        Net(), base_lr=1.0, lr_factor_func=lambda name: 0.1, overrides={"head.*": {"lr": 3.0}}
-    )
-    assert found["head.weight"] == {"lr": 3.0}
-    assert found["scale"] == {"lr": 0.1}
-
-
 def test_the_more_specific_override_wins_whatever_the_order() -> None:
     rules = {
         "head.weight": {"lr": 5.0},
@@ -129,30 +121,22 @@ def test_the_more_specific_override_wins_whatever_the_order() -> None:
         "bias": {"lr": 1.0, "momentum": 0.5},
     }
     before = copy.deepcopy(rules)
-    forwards = options(Net(), overrides=rules)
+    forwards = options(Net(), base_lr=9.0, overrides=rules)
     assert rules == before
-    assert forwards == options(Net(), overrides=dict(reversed(rules.items())))
+    assert forwards == options(Net(), base_lr=9.0, overrides=dict(reversed(rules.items())))
     assert forwards["scale"] == {"lr": 2.0}
     assert forwards["head.weight"] == {"lr": 5.0}
     assert forwards["head.bias"] == {"lr": 2.0, "momentum": 0.5}
     assert forwards["backbone.block.weight"] == {"lr": 3.0, "weight_decay": 0.5}
     assert forwards["backbone.stem.bias"] == {"lr": 4.0, "weight_decay": 0.5, "momentum": 0.5}
-
-
-def test_the_later_of_two_equally_specific_overrides_wins() -> None:
-    rules = {"head.*": {"lr": 1.0}, "*.bias": {"lr": 2.0}, "*d.bias": {"lr": 3.0}}
-    assert options(Net(), overrides=rules)["head.bias"] == {"lr": 3.0}
+    # Of equally specific ones the later.
     equal = {"he*": {"lr": 1.0}, "*as": {"lr": 2.0}}
     assert options(Net(), overrides=equal)["head.bias"] == {"lr": 2.0}
-
-
-def test_a_parameter_of_the_root_does_not_lend_its_rank_to_others_of_that_name() -> None:
+    # The full name of a parameter of the root is a last name of others.
     model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(1))
-    model.head = nn.Linear(1, 1)
+    model.weight, model.head = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
     found = options(model, overrides={"weight": {"lr": 1.0}, "head.*": {"lr": 2.0}})
-    assert found["weight"] == {"lr": 1.0}
-    assert found["head.weight"] == {"lr": 2.0}
+    assert (found["weight"], found["head.weight"]) == ({"lr": 1.0}, {"lr": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -349,15 +333,18 @@ def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() 
     assert len(paramwise(model, {"custom_keys": keys}, weight_decay=1.0)) == 1
 
 
-def test_frozen_parameters_are_left_out_with_one_warning(
+def test_groups_are_logged_and_frozen_parameters_and_keys_without_a_match_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = ours(Layers(), {"bias_lr_mult": 1.0})
+    keys = {"backbone.blok": {"lr_mult": 0.5}, "frozen": {}}
+    with caplog.at_level(logging.INFO):
+        found = ours(Layers(), {"bias_lr_mult": 2.0, "custom_keys": keys})
     assert not {"frozen.weight", "frozen.bias"} & set(found)
-    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert record.message == (
-        "2 parameters are frozen and not optimized: ['frozen.weight', 'frozen.bias']"
-    )
+    assert [r.message for r in caplog.records][:2] == [
+        "2 parameters are frozen and not optimized: ['frozen.weight', 'frozen.bias']",
+        "custom_keys: 'backbone.blok' is in no parameter's name; did you mean 'backbone'?",
+    ]
+    assert "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias', 'backbone.stem" in caplog.text
 
 
 def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
@@ -367,26 +354,12 @@ def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
         paramwise(Tied(), cfg)
 
 
-def test_a_custom_key_that_matches_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    ours(Layers(), {"custom_keys": {"backbone.blok": {"lr_mult": 0.5}, "frozen": {}}})
-    warnings = [r.message for r in caplog.records if "custom_keys" in r.message]
-    assert warnings == [
-        "custom_keys: 'backbone.blok' is in no parameter's name; did you mean 'backbone'?"
-    ]
-
-
-def test_the_groups_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        ours(nn.Linear(1, 1), {"bias_lr_mult": 2.0})
-    assert [r.message for r in caplog.records] == [
-        "{'lr': 1.0, 'weight_decay': 10.0}: parameters ['weight']",
-        "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias']",
-    ]
-
-
-def test_a_learning_rate_may_be_a_tensor() -> None:
+def test_a_learning_rate_may_be_a_tensor_or_torchs_default() -> None:
     found = paramwise(nn.Linear(1, 1), {"bias_lr_mult": 2.0}, lr=torch.tensor(0.25))
     assert [float(g["lr"]) for g in found] == [0.25, 0.5]
+    rules = {"custom_keys": {"bias": {"betas": (0.5, 0.9)}}}
+    wrapper = DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)
+    assert wrapper(nn.Linear(1, 1)).get_lr()["lr"] == [1e-3, 1e-3]
 
 
 @pytest.mark.parametrize(
@@ -416,12 +389,6 @@ def test_what_a_rule_multiplies_must_be_configured(rule: dict[str, Any], base: s
     cfg = {"optimizer": {"type": "Adam"}}
     with pytest.raises(ValueError, match=f"_mult multiplies {base}: the optimizer's must be"):
         DefaultOptimWrapperConstructor(cfg, rule)(nn.Linear(1, 1))
-
-
-def test_without_multipliers_the_optimizers_own_settings_count() -> None:
-    rules = {"custom_keys": {"bias": {"betas": (0.5, 0.9)}}}
-    wrapper = DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)
-    assert wrapper(nn.Linear(1, 1)).get_lr()["lr"] == [1e-3, 1e-3]
 
 
 # The same as MMEngine, for random rules

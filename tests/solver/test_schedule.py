@@ -251,15 +251,20 @@ def run(scheduler: LRMultiplier, steps: int) -> list[float]:
     return used
 
 
-def test_each_group_gets_its_base_rate_times_the_schedule() -> None:
+def test_each_group_gets_its_base_rate_times_the_schedule_without_warnings() -> None:
     optimizer = sgd(0.5, 2.0)
-    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    assert isinstance(scheduler, LRScheduler)
-    seen = []
-    for _ in range(4):
-        seen.append(rates(optimizer))
-        scheduler.step()
+    step = optimizer.step.__func__  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the order of steps
+        scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
+        assert isinstance(scheduler, LRScheduler)
+        seen = []
+        for _ in range(4):
+            seen.append(rates(optimizer))
+            scheduler.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces its groups
     assert seen == [[0.5, 2.0], [0.375, 1.5], [0.25, 1.0], [0.125, 0.5]]
+    assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
 
 
 def test_the_rates_are_those_of_a_lambda_of_torch() -> None:
@@ -291,15 +296,6 @@ def test_steps_after_the_last_iteration_keep_the_final_rate(
     assert scheduler.last_epoch == 9
 
 
-def test_no_warning_about_the_order_of_steps() -> None:
-    optimizer = sgd(1.0)
-    step = optimizer.step.__func__  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        LRMultiplier(optimizer, LINE, max_iter=5).step()
-    assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
-
-
 def test_a_rate_in_a_tensor_is_filled_in_place_and_read_as_a_float() -> None:
     lr = torch.tensor(0.5)
     optimizer = sgd(lr, 0.25)
@@ -326,28 +322,12 @@ def test_a_state_holds_base_rates_and_the_step_and_sets_the_rates_at_once() -> N
     assert rates(optimizer) == [0.25, 0.5]
 
 
-def test_a_loaded_optimizer_is_still_scheduled() -> None:
-    optimizer = sgd(1.0)
-    scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces its groups
-    scheduler.step()
-    assert rates(optimizer) == [0.75]
-
-
 def test_a_run_continues_from_its_last_iteration_without_any_saved_state() -> None:
-    whole = run(LRMultiplier(sgd(0.3), LINE, max_iter=10), 10)
-    rest = run(LRMultiplier(sgd(0.3), LINE, max_iter=10, last_iter=5), 4)
-    assert rest == whole[6:]
-
-
-def test_a_run_continues_from_the_base_rate_in_the_optimizer_state() -> None:
-    before = sgd(0.3)
-    whole = run(LRMultiplier(before, LINE, max_iter=10), 6)
-    after = sgd(7.0)
-    after.load_state_dict(before.state_dict())
-    scheduler = LRMultiplier(after, LINE, max_iter=10, last_iter=5)
-    assert scheduler.base_lrs == [0.3]
-    assert scheduler.get_last_lr()[0] == 0.3 * LINE(0.6) != whole[5]
+    before, after = sgd(0.3), sgd(7.0)
+    whole = run(LRMultiplier(before, LINE, max_iter=10), 10)
+    after.load_state_dict(before.state_dict())  # has the base rate
+    for optimizer in (sgd(0.3), after):
+        assert run(LRMultiplier(optimizer, LINE, max_iter=10, last_iter=5), 4) == whole[6:]
 
 
 def test_a_group_added_later_is_an_error() -> None:
@@ -361,10 +341,8 @@ def test_a_group_added_later_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"multiplier": lambda where: where}, TypeError, "multiplier must be a ParamScheduler"),
         ({"multiplier": 0.5}, TypeError, "multiplier must be a ParamScheduler.*: 0.5"),
         ({"max_iter": 0}, ValueError, "max_iter must be at least 1: 0"),
-        ({"max_iter": -3}, ValueError, "max_iter must be at least 1: -3"),
     ],
 )
 def test_a_wrong_argument_is_refused(
