@@ -22,6 +22,36 @@ from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 
 
+def built_dict(model: nn.Module | None, cfg: Any) -> OptimWrapperDict:
+    wrappers = build_optim_wrapper(model, cfg)
+    assert isinstance(wrappers, OptimWrapperDict)
+    return wrappers
+
+
+def built(model: nn.Module | None, cfg: Any) -> OptimWrapper:
+    wrapper = build_optim_wrapper(model, cfg)
+    assert isinstance(wrapper, OptimWrapper)
+    return wrapper
+
+
+GAN_CFG: dict[str, Any] = {
+    "generator": {"optimizer": {"type": "Adam", "lr": 2e-4}},
+    "discriminator": {
+        "type": "AmpOptimWrapper",
+        "dtype": "bfloat16",
+        "optimizer": {"type": "SGD", "lr": 0.1, "weight_decay": 1.0},
+        "paramwise_cfg": {"norm_decay_mult": 0.0},
+    },
+}
+
+
+class GAN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 2)
+        self.discriminator = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
 def construct(model: nn.Module, cfg: Any, paramwise_cfg: Any = None) -> OptimWrapper:
     return DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
 
@@ -36,14 +66,8 @@ def test_every_optimizer_of_torch_is_registered_by_its_name() -> None:
 # The constructor
 
 
-def net() -> nn.Module:
-    model = nn.Module()
-    model.backbone, model.head = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), linear()
-    return model
-
-
 def test_without_rules_there_is_one_group_of_all_parameters() -> None:
-    model = net()
+    model = GAN()
     wrapper = construct(model, {"optimizer": SGD})
     assert type(wrapper) is OptimWrapper
     (group,) = wrapper.optimizer.param_groups
@@ -90,27 +114,6 @@ def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
     assert first.optimizer is not second.optimizer
 
 
-def test_what_an_optimizer_gets_of_a_config_dict_can_be_saved_and_loaded(tmp_path: Any) -> None:
-    optimizer = {"type": "Adafactor", "lr": "${lr}", "eps": [1e-30, 1e-3]}
-    cfg = resolve(ConfigDict(lr=0.5, optim_wrapper={"optimizer": optimizer}))
-    rules = ConfigDict(custom_keys={"bias": {"tags": ["a", {"b": 1}]}})
-    model = nn.Linear(1, 1)
-    wrapper = construct(model, cfg.optim_wrapper, rules)
-    assert wrapper.get_lr()["lr"] == [0.5, 0.5]
-    torch.save(wrapper.state_dict(), tmp_path / "state.pth")
-    state = torch.load(tmp_path / "state.pth", weights_only=True)
-    assert state["param_groups"][1]["eps"] == [1e-30, 1e-3]
-    assert state["param_groups"][1]["tags"] == ["a", {"b": 1}]
-
-
-def test_a_subclass_makes_groups_of_its_own() -> None:
-    class HeadOnly(DefaultOptimWrapperConstructor):
-        def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-            return [{"params": list(model.get_submodule("head").parameters()), "lr": 0.5}]
-
-    assert HeadOnly({"optimizer": SGD})(net()).get_lr() == {"lr": [0.5]}
-
-
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
@@ -126,25 +129,28 @@ def test_a_configuration_that_makes_no_sense_is_refused(cfg: Any, error: Any, me
         construct(nn.Linear(1, 1), cfg)
 
 
-def test_a_subclass_for_mmengine_is_told_what_to_override() -> None:
+def test_a_subclass_makes_groups_of_its_own_and_one_for_mmengine_is_told_how() -> None:
+    class HeadOnly(DefaultOptimWrapperConstructor):
+        def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+            return [{"params": list(model.get_submodule("generator").parameters()), "lr": 0.5}]
+
     class Own(DefaultOptimWrapperConstructor):
         def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None: ...
 
+    assert HeadOnly({"optimizer": SGD})(GAN()).get_lr() == {"lr": [0.5]}
     with pytest.raises(TypeError, match="Own: override param_groups in place of add_params"):
         Own({"optimizer": SGD})
 
 
-def build(cls: Any, model: nn.Module, paramwise_cfg: Any = None, **options: Any) -> Any:
-    cfg = {"optimizer": {"type": cls, "lr": 0.1, **options}}
-    return DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model).optimizer
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return construct(model, {"optimizer": {"type": "AdamW", **options}}).optimizer
 
 
 def test_fused_kernels_are_for_adam_on_cuda_alone() -> None:
     with torch.device("meta"):
         model = nn.Linear(1, 1)
-    assert build("Adam", nn.Linear(1, 1)).defaults["fused"] is None
-    assert build("AdamW", model).defaults["fused"] is None
-    assert build("AdamW", nn.Linear(1, 1), fused=True).defaults["fused"] is True
+    assert adam(model).defaults["fused"] is adam(nn.Linear(1, 1)).defaults["fused"] is None
+    assert adam(nn.Linear(1, 1), fused=True).defaults["fused"] is True
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -153,7 +159,7 @@ def test_on_cuda_adam_is_fused_and_agrees_with_the_loop() -> None:
     for options in ({}, {"foreach": False}):
         torch.manual_seed(0)
         model = nn.Linear(3, 3).cuda()
-        optimizer = build("AdamW", model, **options)
+        optimizer = adam(model, **options)
         assert optimizer.defaults["fused"] is (None if options else True)
         for _ in range(3):
             model(torch.ones(2, 3, device="cuda")).square().sum().backward()
@@ -165,56 +171,34 @@ def test_on_cuda_adam_is_fused_and_agrees_with_the_loop() -> None:
 # One optimizer
 
 
-class GAN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Linear(2, 2)
-        self.discriminator = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-
-GAN_CFG: dict[str, Any] = {
-    "generator": {"optimizer": {"type": "Adam", "lr": 2e-4}},
-    "discriminator": {
-        "type": "AmpOptimWrapper",
-        "dtype": "bfloat16",
-        "optimizer": {"type": "SGD", "lr": 0.1, "weight_decay": 1.0},
-        "paramwise_cfg": {"norm_decay_mult": 0.0},
-    },
-}
-
-
-def built(model: nn.Module | None, cfg: Any) -> OptimWrapper:
-    wrapper = build_optim_wrapper(model, cfg)
-    assert isinstance(wrapper, OptimWrapper)
-    return wrapper
-
-
-def built_dict(model: nn.Module | None, cfg: Any) -> OptimWrapperDict:
-    wrappers = build_optim_wrapper(model, cfg)
-    assert isinstance(wrappers, OptimWrapperDict)
-    return wrappers
-
-
-def test_a_wrapper_is_returned_as_it_is_and_a_torch_optimizer_is_wrapped() -> None:
-    optimizer = sgd(linear())
+def test_what_is_built_is_taken_as_it_is_alone_or_by_name() -> None:
+    optimizer, gan = sgd(linear()), GAN()
     wrapper = built(None, optimizer)
-    assert type(wrapper) is OptimWrapper
+    assert type(wrapper) is type(built(None, {"optimizer": optimizer})) is OptimWrapper
     assert wrapper.optimizer is optimizer
     several = OptimWrapperDict(a=wrapper)
     assert build_optim_wrapper(None, wrapper) is wrapper
-    assert build_optim_wrapper(linear(), several) is several
-
-
-def test_a_dict_with_an_optimizer_gives_the_wrapper_of_its_type() -> None:
-    optimizer = sgd(linear())
-    assert type(built(None, {"optimizer": optimizer})) is OptimWrapper
+    assert build_optim_wrapper(gan, several) is several
     cfg = {"type": "AmpOptimWrapper", "optimizer": optimizer, "accumulative_counts": 3}
     before = dict(cfg)
-    wrapper = built(None, cfg)
-    assert isinstance(wrapper, AmpOptimWrapper)
-    assert wrapper.optimizer is optimizer
-    assert wrapper.accumulative_counts == 3
+    amp = built(None, cfg)
+    assert (type(amp), amp.optimizer, amp.accumulative_counts) == (AmpOptimWrapper, optimizer, 3)
     assert cfg == before
+    by_name = {"a": OptimWrapper(sgd(gan)), "b": {"optimizer": optimizer}, "generator": sgd(gan)}
+    for model in (None, gan):
+        wrappers = built_dict(model, by_name)
+        assert list(wrappers) == ["a", "b", "generator"]
+        assert wrappers["a"] is by_name["a"]
+        assert wrappers["b"].optimizer is optimizer
+        assert wrappers["generator"].optimizer is by_name["generator"]
+
+
+@pytest.mark.parametrize(
+    "cfg", [{"optimizer": SGD}, {"constructor": "x"}, {"generator": {"optimizer": SGD}}]
+)
+def test_a_configuration_of_an_optimizer_needs_a_model(cfg: Any) -> None:
+    with pytest.raises(ValueError, match="a model is needed to build an optimizer for"):
+        build_optim_wrapper(None, cfg)
 
 
 def test_a_constructor_gets_the_rest_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,25 +221,18 @@ def test_a_constructor_gets_the_rest_of_the_configuration(monkeypatch: pytest.Mo
         assert cfg == before
 
 
-def test_references_and_lazy_calls_of_a_configuration_are_resolved() -> None:
+def test_lazy_calls_of_a_configuration_are_made_and_its_values_can_be_saved(tmp_path: Any) -> None:
     model = linear()
     lazy = LazyCall(torch.optim.SGD)(params=model.parameters(), lr="${lr}")
-    cfg = ConfigDict(lr=0.5, optim_wrapper={"optimizer": lazy, "clip_grad": {"max_norm": 1.0}})
-    resolve(cfg)
+    cfg = resolve(ConfigDict(lr=0.5, optim_wrapper={"optimizer": lazy}))
     assert built(model, cfg.optim_wrapper).get_lr() == {"lr": [0.5]}
     lazy = LazyCall(OptimWrapper)(LazyCall(torch.optim.SGD)(model.parameters(), lr=0.25))
     assert built(model, lazy).get_lr() == {"lr": [0.25]}
-
-
-def test_wrappers_and_optimizers_by_name() -> None:
-    gan = GAN()
-    wrapper, optimizer = OptimWrapper(sgd(gan.generator)), sgd(gan.discriminator)
-    wrappers = built_dict(None, {"generator": wrapper, "other": {"optimizer": optimizer}})
-    assert list(wrappers) == ["generator", "other"]
-    assert wrappers["generator"] is wrapper
-    assert wrappers["other"].optimizer is optimizer
-    assert built_dict(gan, {"bare": optimizer})["bare"].optimizer is optimizer
-    assert built_dict(gan, {"x": {"optimizer": optimizer}})["x"].optimizer is optimizer
+    rules = {"custom_keys": {"bias": {"tags": ["a", {"b": 1}]}}}
+    plain = ConfigDict(optimizer={"type": "Adafactor", "eps": [1e-30, 1e-3]}, paramwise_cfg=rules)
+    torch.save(built(model, plain).state_dict(), tmp_path / "state.pth")
+    groups = torch.load(tmp_path / "state.pth", weights_only=True)["param_groups"]
+    assert (groups[1]["eps"], groups[1]["tags"]) == ([1e-30, 1e-3], ["a", {"b": 1}])
 
 
 def test_configurations_by_name_are_for_the_submodules_of_these_names() -> None:
@@ -305,11 +282,3 @@ def test_submodules_are_found_inside_of_wrappers() -> None:
 def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         build_optim_wrapper(GAN(), cfg)
-
-
-@pytest.mark.parametrize(
-    "cfg", [{"optimizer": SGD}, {"constructor": "x"}, {"generator": {"optimizer": SGD}}]
-)
-def test_a_configuration_of_an_optimizer_needs_a_model(cfg: Any) -> None:
-    with pytest.raises(ValueError, match="a model is needed to build an optimizer for"):
-        build_optim_wrapper(None, cfg)

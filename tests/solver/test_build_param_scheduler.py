@@ -35,12 +35,19 @@ def test_one_configuration_becomes_a_list_of_one(kind: Any) -> None:
     assert (scheduler.begin, scheduler.end, scheduler.by_epoch) == (1, 9, False)
 
 
-def test_a_list_may_mix_configurations_with_schedulers_that_are_built() -> None:
+def test_a_list_may_mix_configurations_with_schedulers_that_are_built_and_classes_of_your_own() -> (
+    None
+):
+    class Mine:
+        def __init__(self, optimizer: Any, speed: int) -> None:
+            self.speed = speed
+
     optimizer = sgd(1.0)
     built = [StepLR(optimizer, 2), TorchStepLR(optimizer, 2), ConstantParamScheduler(1.0)]
-    result = build_param_scheduler([*built, {"type": "LinearLR"}], optimizer, RUN)
+    more = [{"type": "LinearLR"}, {"type": Mine, "speed": 3}]
+    result = build_param_scheduler([*built, *more], optimizer, RUN)
     assert result[:3] == built
-    assert type(result[3]) is LinearLR
+    assert (type(result[3]), type(result[4]), result[4].speed) == (LinearLR, Mine, 3)
 
 
 def test_a_schedule_ends_with_the_run_unless_it_says_otherwise() -> None:
@@ -105,30 +112,19 @@ def test_the_length_of_an_epoch_is_needed_to_convert() -> None:
 
 
 def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
-    wrappers = two()
-    config = [{"type": "LinearLR"}, {"type": "LinearMomentum", "by_epoch": False}]
-    defaults = {**RUN}
-    before = copy.deepcopy(config)
-    result = build_param_scheduler(config, wrappers, defaults)
-    assert isinstance(result, dict)
-    assert {name: [type(s) for s in made] for name, made in result.items()} == {
-        "a": [LinearLR, LinearMomentum],
-        "b": [LinearLR, LinearMomentum],
-    }
+    wrappers, defaults = two(), {**RUN}
+    same = [{"type": "LinearLR"}, {"type": "LinearMomentum", "by_epoch": False}]
+    different = {"b": StepLR(wrappers["b"], 2), "a": [{"type": "LinearLR"}, {"type": "PolyLR"}]}
+    before = copy.deepcopy(same)
+    result: Any = build_param_scheduler(same, wrappers, defaults)
+    kinds = {name: [(type(s), s.end) for s in made] for name, made in result.items()}
+    assert kinds == {name: [(LinearLR, 12), (LinearMomentum, 48)] for name in "ab"}
     assert [result[name][0].optimizer for name in ("a", "b")] == [wrappers["a"], wrappers["b"]]
-    assert [s.end for made in result.values() for s in made] == [12, 48, 12, 48]
-    assert (config, defaults) == (before, RUN)
-
-
-def test_several_optimizers_may_have_different_schedulers() -> None:
-    wrappers = two()
-    built = StepLR(wrappers["b"], 2)
-    config = {"b": built, "a": [{"type": "LinearLR"}, {"type": "PolyLR"}]}
-    result = build_param_scheduler(config, wrappers, RUN)
-    assert isinstance(result, dict)
+    assert (same, defaults) == (before, RUN)
+    result = build_param_scheduler(different, wrappers, defaults)
     assert list(result) == ["a", "b"]
     assert [type(s) for s in result["a"]] == [LinearLR, PolyLR]
-    assert result["b"] == [built]
+    assert result["b"] == [different["b"]]
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a", "B"]])
@@ -141,15 +137,6 @@ def test_a_scheduler_that_is_built_cannot_serve_several_optimizers() -> None:
     wrappers = two()
     with pytest.raises(ValueError, match=r"by name of the optimizer: \['a', 'b'\]"):
         build_param_scheduler([{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN)
-
-
-def test_a_class_of_your_own_needs_no_end() -> None:
-    class Mine:
-        def __init__(self, optimizer: Any, speed: int) -> None:
-            self.speed = speed
-
-    (scheduler,) = build_param_scheduler({"type": Mine, "speed": 3}, sgd(1.0), RUN)
-    assert (type(scheduler), scheduler.speed) == (Mine, 3)
 
 
 @pytest.mark.parametrize(

@@ -45,28 +45,20 @@ def test_each_member_has_its_own_update_precision_and_counts() -> None:
     assert wrappers["b"].inner_count == 0
 
 
-def test_rates_momenta_and_groups_are_reported_by_name() -> None:
-    _, _, wrappers = two()
+def test_rates_momenta_groups_and_metrics_are_reported_by_name() -> None:
+    a, b, wrappers = two(clip_grad={"max_norm": 1.0})
     assert wrappers.get_lr() == {"a.lr": [0.1], "b.lr": [0.2]}
     assert wrappers.get_momentum() == {"a.momentum": [0.9], "b.momentum": [0.9]}
-    assert [group["lr"] for groups in wrappers.param_groups.values() for group in groups] == [
-        0.1,
-        0.2,
-    ]
-
-
-def test_metrics_of_a_member_carry_its_name() -> None:
-    a, _, wrappers = two(clip_grad={"max_norm": 1.0})
+    groups = {name: groups[0]["lr"] for name, groups in wrappers.param_groups.items()}
+    assert groups == {"a": 0.1, "b": 0.2}
     with EventStorage() as storage:
         wrappers["a"].update_params(loss_of(a, batches(1)[0]))
-    assert list(storage.latest()) == ["a.grad_norm"]
-
-
-def test_an_update_that_a_scaler_skips_is_counted_by_name() -> None:
-    _, b, wrappers = two()
-    with EventStorage() as storage:
         assert not wrappers["b"].update_params(loss_of(b, batches(1)[0]) * torch.inf)
-    assert storage.latest() == {"b.skipped_updates": (1.0, 0)}
+    assert list(storage.latest()) == ["a.grad_norm", "b.skipped_updates"]
+    for model in (a, b):
+        loss_of(model, batches(1)[0]).backward()
+    wrappers.zero_grad()  # of all
+    assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
 
 
 def test_the_state_goes_by_name() -> None:
@@ -79,14 +71,6 @@ def test_the_state_goes_by_name() -> None:
     assert others["b"].skipped_updates == 1
     with pytest.raises(ValueError, match=r"\['a'\], and there are \['a', 'b'\]"):
         others.load_state_dict({"a": wrappers["a"].state_dict()})
-
-
-def test_the_gradients_of_all_are_forgotten_together() -> None:
-    a, b, wrappers = two()
-    for model in (a, b):
-        loss_of(model, batches(1)[0]).backward()
-    wrappers.zero_grad()
-    assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
 
 
 def test_wrong_members_are_refused() -> None:
