@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -56,6 +57,23 @@ def end(process: Any, limit_seconds: float = LIMIT_SECONDS) -> int:
     if alive:
         raise TimeoutError(f"the process ran for over {limit_seconds} s")
     return int(process.exitcode)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Look a hundred times a second, and fail after the limit."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {LIMIT_SECONDS} s"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, also one of others that nobody has waited for yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

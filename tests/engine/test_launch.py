@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 import hooktrain
 from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
-from processes import CONTEXT, end, start, start_program
+from processes import CONTEXT, alive, end, start, start_program, wait_until
 
 LAUNCH = sys.modules[launch.__module__]  # hooktrain.engine.launch is the function
 LIMIT_SECONDS = 60
@@ -156,21 +156,6 @@ def exit_in_order(folder: str) -> None:
     sys.exit(75)
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s until {what}"
-        time.sleep(0.02)
-
-
 @pytest.mark.usefixtures("forked")
 def test_machines_meet_at_the_address_they_are_given() -> None:
     results: list[Any] = [None, None]
@@ -257,7 +242,7 @@ def started(
     parent = start_by_torchrun(tmp_path) if by_torchrun else start(launch_two, tmp_path, heeds)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     try:
-        wait_until(lambda: all(f.exists() for f in files) or not parent.is_alive(), "ranks run")
+        wait_until(lambda: all(f.exists() for f in files) or not parent.is_alive())
         yield parent, [int(f.read_text()) for f in files]
     finally:
         parent.kill()
@@ -272,7 +257,7 @@ def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path, by_torchrun: 
     with started(tmp_path, heeds=True, by_torchrun=by_torchrun) as (parent, children):
         parent.kill()
         parent.join()
-        wait_until(lambda: not any(map(alive, children)), "the children are gone")
+        wait_until(lambda: not any(map(alive, children)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,8 @@ from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.engine.hooks.watchdog import EXIT_HUNG, Watchdog
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils.workers import start_workers
-from processes import end, start
+from processes import LIMIT_SECONDS, alive, end, start, wait_until
 from toy import LinearLoss
-
-LIMIT_SECONDS = 60
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -101,14 +91,6 @@ def test_the_function_that_a_loader_has_for_its_workers_is_called_and_kept(tmp_p
 
 def workers(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("worker")) for path in folder.glob("worker*")]
-
-
-def alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize(

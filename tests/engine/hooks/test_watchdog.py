@@ -15,16 +15,10 @@ from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.hooks.watchdog import Watchdog, describe
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils import comm
+from processes import wait_until
 from toy import Idle
 
 LIMIT_SECONDS = 30
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -148,4 +142,4 @@ def test_every_rank_names_the_one_that_hangs_and_where(tmp_path: Path) -> None:
         assert f"rank {rank} has made no progress" in message
         assert "Behind: rank 1." in message
         assert re.search(r"\n *0 +2 +\d+ +all_reduce \(distributed_c10d.py:\d+\)", message)
-        assert re.search(r"\n *1 +2 +\d+ +wait_until \(test_watchdog.py:\d+\)", message)
+        assert re.search(r"\n *1 +2 +\d+ +wait_until \(processes.py:\d+\)", message)
