@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import torch
 
 from hooktrain.checkpoint.agreement import on_all_ranks
-from hooktrain.checkpoint.files import CorruptCheckpointError
+from hooktrain.checkpoint.files import CorruptCheckpointError, verify_file
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import AnyPath, atomic_write
 
@@ -75,7 +75,7 @@ def register_scheme(
 def local_path(address: AnyPath) -> str:
     """The path of a local file for an address; fetched, if it has to be.
 
-    ``http://`` and ``https://`` are downloaded into torch.hub's folder, once.
+    ``http://`` and ``https://`` are downloaded into torch.hub's folder: once, unless it is broken.
     ``torchvision://resnet18`` are the default weights of a model of torchvision, if that is
     installed, and ``torchvision://resnet18.imagenet1k_v1`` certain ones. More can be added by
     :func:`register_scheme`. Anything else is a path, which is not looked at here.
@@ -115,8 +115,13 @@ def _download(url: str) -> str:
         folder = os.path.join(folder, hashlib.sha256(url.encode()).hexdigest()[:16])
     path = os.path.join(folder, name)
     if os.path.exists(path):
-        logger.info("Using %s, downloaded earlier from %s", path, url)
-        return path
+        try:
+            verify_file(path)
+        except CorruptCheckpointError as error:
+            logger.warning("Downloading again: %s", error)
+        else:
+            logger.info("Using %s, downloaded earlier from %s", path, url)
+            return path
     os.makedirs(folder, exist_ok=True)
     logger.info("Downloading %s to %s", url, path)
     try:

@@ -103,8 +103,8 @@ def load_model_state(
 
     Raises:
         RuntimeError: with ``strict``, if there is a difference; the model is as it was.
-        ValueError: if a value is neither tensor nor array, or names cannot be revised; the model
-            is as it was.
+        ValueError: if a value is neither tensor nor array, names cannot be revised, or nothing
+            fits; the model is as it was.
     """
     in_model = model.state_dict()
     loadable = _as_tensors(revise_names(state, revise_keys))
@@ -124,6 +124,12 @@ def load_model_state(
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     before = copy.deepcopy(in_model) if strict else None
     result = model.load_state_dict(loadable, strict=False)
+    if in_model and not strict and in_model.keys() <= set(result.missing_keys):
+        raise ValueError(
+            f"nothing in the state fits the model: it has {_first(shapes)}, and the model "
+            f"{_first({name: _shape(value) for name, value in in_model.items()})}. If a prefix "
+            "differs, load the model by load_checkpoint() with prefix= or revise_keys="
+        )
     known = {name for name, _, _ in incorrect}
     known |= _loaded_under_another_name(model, in_model, set(result.missing_keys))
     missing = [name for name in result.missing_keys if name not in known]
@@ -182,6 +188,10 @@ def _problems(
         for problem, rows in kinds
         if rows
     ]
+
+
+def _first(shapes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name!r} {shape}" for name, shape in list(shapes.items())[:3]) or "nothing"
 
 
 def _shape(value: Any) -> Any:

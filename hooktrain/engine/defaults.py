@@ -4,6 +4,7 @@ import argparse
 import inspect
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -112,7 +113,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
         raise ValueError(f"{yacs} would not be used: write train.output_dir and train.seed instead")
     train = cfg.get("train", {})
-    output_dir, rank = train.get("output_dir", ""), comm.get_rank()
+    output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
+    if output_dir:
+        train["output_dir"] = output_dir
     eval_only = getattr(args, "eval_only", False)
     reads_only = eval_only or getattr(args, "replay", None) is not None
     if output_dir and comm.is_main_process():
@@ -159,6 +162,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
         output_dir: the folder to write to; it is made if needed.
         max_iter: the length of the run, for the remaining time.
     """
+    output_dir = os.path.expanduser(output_dir)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     metrics = JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [CommonMetricPrinter(max_iter), metrics]

@@ -258,6 +258,9 @@ class ModelTrainer(TrainerBase):
         chosen = set(self.state_parts if only is None else only)
         if "optimizer" in chosen and "optimizer" not in state:
             raise ValueError(f"there is no optimizer in the state, only {sorted(state)}")
+        if "data" in chosen:  # first, since other data is refused: then nothing has changed
+            begun = state.get("iteration", -1) >= 0
+            self._batches.load_state_dict(state.get("data", {}), begun=begun)
         super().load_state_dict(state, only=only)
         if "optimizer" in chosen:
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
@@ -266,8 +269,6 @@ class ModelTrainer(TrainerBase):
             if "hooks" not in chosen:  # schedules that begin anew
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
-        if "data" in chosen:
-            self._batches.load_state_dict(state.get("data", {}), begun=self.iter >= 0)
 
 
 class SimpleTrainer(ModelTrainer):

@@ -277,6 +277,18 @@ def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(tmp_pat
     assert torch.equal(model.weight, torch.zeros(1, 2))
 
 
+def test_a_file_of_which_nothing_fits_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    wrapped = nn.ModuleDict({"backbone": model_of(3)})
+    Checkpointer(wrapped, tmp_path, trainer=Counter(5)).save("a")
+    trainer = Counter()
+    checkpointer = Checkpointer(model_of(0), tmp_path, trainer=trainer)
+    expected = r"nothing .* fits the model: it has 'backbone.weight' \(1, 2\), .*prefix="
+    for load in (checkpointer.resume_or_load, lambda _: checkpointer.load(tmp_path / "a.pth")):
+        with pytest.raises(ValueError, match=expected):
+            load("")
+    assert trainer.value == 0
+
+
 def test_an_empty_path_starts_from_scratch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert Checkpointer(model_of(0)).load("") == {}

@@ -163,6 +163,16 @@ def test_a_checkpoint_is_downloaded_once(
     assert second.endswith(f"downloaded earlier from {url}")
 
 
+def test_a_broken_download_is_fetched_again(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"{server.url}/a/model.pth"
+    Path(local_path(url)).write_text("<html>Please log in to the network</html>")
+    target = model()
+    load_checkpoint(target, url)
+    assert target.weight.item() == 3
+    assert len(server.requests) == 2
+    assert "Downloading again: " in caplog.text
+
+
 def test_a_run_starts_from_an_address_unless_it_resumes(server: Any, tmp_path: Path) -> None:
     target = model()
     checkpointer = Checkpointer(target, tmp_path / "run")

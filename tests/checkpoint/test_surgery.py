@@ -178,11 +178,15 @@ def test_a_shared_tensor_under_another_name_is_not_missing() -> None:
     model = Tied()
     assert load_model_state(model, {"embedding.weight": torch.ones(4, 3)}) == ([], [], [])
     assert torch.equal(model.head.weight, torch.ones(4, 3))
-    assert load_model_state(model, {}).missing_keys == ["embedding.weight", "head.weight"]
+    with pytest.raises(ValueError, match=r"it has nothing, and the model 'embedding.weight'"):
+        load_model_state(model, {})
 
 
 def test_a_shared_tensor_whose_other_name_has_the_wrong_shape_is_missing() -> None:
-    result = load_model_state(Tied(), {"embedding.weight": torch.ones(5, 3)})
+    model = Tied()
+    model.scale = nn.Parameter(torch.ones(1))
+    state = {"embedding.weight": torch.ones(5, 3), "scale": torch.zeros(1)}
+    result = load_model_state(model, state)
     assert result.missing_keys == ["head.weight"]
     assert result.incorrect_shapes == [("embedding.weight", (5, 3), (4, 3))]
 
@@ -191,7 +195,8 @@ def test_a_name_that_is_in_no_file_does_not_count_as_loaded() -> None:
     model = nn.Module()
     model.register_buffer("saved", torch.zeros(2))
     model.register_buffer("cache", model.saved, persistent=False)
-    assert load_model_state(model, {}).missing_keys == ["saved"]
+    model.register_buffer("other", torch.zeros(2))
+    assert load_model_state(model, {"other": torch.ones(2)}).missing_keys == ["saved"]
 
 
 def test_numpy_arrays_become_tensors() -> None:

@@ -90,6 +90,27 @@ def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:
     assert steps == [0, 1]
 
 
+def test_the_home_folder_may_be_written_with_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    cfg = config(Path("~/out"))
+    try:
+        default_setup(cfg, Namespace())
+        DefaultTrainer(cfg).train(max_iter=2)
+    finally:
+        close_logger()
+    out = tmp_path / "home" / "out"
+    assert cfg.train.output_dir == str(out)
+    assert {"model_final.pth", "metrics.json", "log.txt"} <= {path.name for path in out.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert Checkpointer(nn.Linear(1, 1), "~/x").save_dir == str(tmp_path / "home" / "x")
+    default_writers("~/new")
+    assert (tmp_path / "home" / "new").is_dir()
+
+
 def test_setup_seeds_every_generator_from_the_configuration(folder: Path) -> None:
     default_setup(config(folder, "train.seed=7"), Namespace())
     drawn = torch.rand(3)
@@ -286,6 +307,8 @@ def test_another_seed_on_a_resume_is_refused_with_both(folder: Path) -> None:
     trainer = DefaultTrainer(config(folder, "train.seed=2"))
     with pytest.raises(ValueError, match=r"seed=1.*seed=2"):
         trainer.resume_or_load(resume=True)
+    assert trainer.state_dict()["iteration"] == -1
+    assert trainer.optimizer.state_dict()["state"] == {}
 
 
 def test_settings_that_the_checkpoint_overrules_are_shown(

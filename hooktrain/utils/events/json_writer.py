@@ -73,6 +73,8 @@ class JSONWriter(EventWriter):
 
     def _append(self, text: bytes) -> int:
         """Write, all or nothing; return the size of the file."""
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+            self.close()  # somebody has deleted it: make another
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Without a buffer: one would try again later to write what a full disk has refused.

@@ -57,6 +57,7 @@ class TensorboardXWriter(EventWriter):
         images, histograms = storage.images(), storage.histograms()
         if not scalars and not images and not histograms:
             return
+        os.makedirs(self._arguments["log_dir"], exist_ok=True)  # also if somebody has deleted it
         if self._writer is None:
             self._writer = self._open()
         try:
@@ -76,11 +77,9 @@ class TensorboardXWriter(EventWriter):
     def _open(self) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self._arguments["log_dir"]
-        if os.path.isdir(folder):
-            # On a full disk this fails in one line, and the thread of a SummaryWriter in many.
-            with TemporaryFile(dir=folder) as probe:
-                probe.write(bytes(4096))
+        # On a full disk this fails in one line, and the thread of a SummaryWriter in many.
+        with TemporaryFile(dir=self._arguments["log_dir"]) as probe:
+            probe.write(bytes(4096))
         writer = SummaryWriter(**self._arguments)
         # A file that follows a close() belongs to the same run.
         self._arguments.pop("purge_step", None)

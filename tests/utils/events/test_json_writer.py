@@ -52,6 +52,17 @@ def test_a_line_has_an_iterations_new_metrics_sorted_and_lines_are_never_repeate
     )
 
 
+def test_a_file_that_somebody_has_deleted_is_made_again(path: Path) -> None:
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for storage.iter in range(2):
+            path.unlink(missing_ok=True)
+            storage.put_scalar("a", 1.0)
+            writer.write()
+    writer.close()
+    assert lines(path) == [{"a": 1.0, "iteration": 1}]
+
+
 @pytest.mark.parametrize("period", [5, 2])
 def test_each_value_without_smoothing_has_its_line_unless_there_is_one_in_each_iteration(
     path: Path, period: int

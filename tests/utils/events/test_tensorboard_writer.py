@@ -1,6 +1,7 @@
 import importlib.util
 import math
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> Non
     assert (histogram.step, value.num, value.min, value.max) == (3, 12.0, 0.0, 11.0)
     assert (value.sum, value.sum_squares) == (66.0, 506.0)
     assert sum(value.bucket) == 12.0
+
+
+def test_a_folder_that_somebody_has_deleted_is_made_again(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path / "out")
+    with EventStorage() as storage:
+        for storage.iter in range(2):
+            storage.put_scalar("loss", 1.0)
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            writer.write()
+    writer.close()
+    assert scalars(tmp_path / "out", "loss") == [(1, 1.0)]
 
 
 def test_each_value_is_written_once_and_at_once_also_a_late_one(tmp_path: Path) -> None:
