@@ -27,7 +27,7 @@ from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
-from hooktrain.utils.folder_lock import lock_folder
+from hooktrain.utils.locks import lock_folder
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registry import unwrap_model
 

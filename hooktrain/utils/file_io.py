@@ -6,7 +6,6 @@ When it is complete and on the disk, it is renamed. Meanwhile its process holds 
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -15,10 +14,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from io import FileIO
 from pathlib import Path
 from typing import IO
-from weakref import WeakSet
+
+from hooktrain.utils.locks import is_locked, locked_file
 
 logger = logging.getLogger(__name__)
 
@@ -34,44 +33,13 @@ _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno
 # Numbers of processes are not enough: other machines and containers have the same ones.
 _TOKEN = secrets.token_hex(4)
 
-_locked: WeakSet[FileIO] = WeakSet()
-
-
-def _close_locked() -> None:
-    for file in list(_locked):
-        file.close()
-
-
-# A child, such as a worker of a loader, would keep the locks of a process that was killed.
-os.register_at_fork(after_in_child=_close_locked)
-
-
-def try_lock(file: FileIO) -> bool:
-    """Lock an open file for as long as it is open and this process lives.
-
-    Children have no part in it. It holds against other openings of the file, also in this process,
-    and on all machines where the file system passes locks on.
-
-    Returns:
-        Whether the file is locked by this call, and not by somebody else.
-
-    Raises:
-        OSError: if the file system has no locks.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    _locked.add(file)
-    return True
-
 
 @contextmanager
 def replacing(path: AnyPath) -> Iterator[Path]:
     """A temporary path. What is there when the block ends well takes the place of ``path``.
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
-    is removed and ``path`` stays as it was. A folder in its place is moved aside first, to
+    is removed and ``path`` stays as it was. A folder moves one in its place aside first, to
     ``<name>.old-<process>-<token>``, and removed afterwards. If the process is killed in between,
     :func:`sweep` puts it back.
 
@@ -79,6 +47,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         path: a file or a folder, that may be there or not. Its parent must exist.
 
     Raises:
+        IsADirectoryError: for a file, if there is a folder of its name.
         OSError: if something cannot be written. When the disk or a quota is full, the message has
             the path and the free space.
     """
@@ -86,9 +55,9 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     temporary = _beside(target, f".{target.name}.tmp")
     aside = _beside(target, f"{target.name}.old")
     try:
-        with _locked_file(temporary.with_name(f"{temporary.name}.lock")):
+        with locked_file(temporary.with_name(f"{temporary.name}.lock")):
             yield temporary
-            if target.is_dir():
+            if target.is_dir() and temporary.is_dir():
                 os.rename(target, aside)
             os.replace(temporary, target)
             sync_folder(target.parent)
@@ -104,18 +73,6 @@ def replacing(path: AnyPath) -> Iterator[Path]:
 
 def _beside(target: Path, name: str) -> Path:
     return target.with_name(f"{name}-{os.getpid()}-{_TOKEN}")
-
-
-@contextmanager
-def _locked_file(path: Path) -> Iterator[None]:
-    with FileIO(path, "w") as file:
-        try:
-            with suppress(OSError):  # without locks nobody sweeps
-                try_lock(file)
-            yield
-        finally:
-            with suppress(OSError):  # what is left can be swept
-                path.unlink()
 
 
 @contextmanager
@@ -159,7 +116,7 @@ def sweep(folder: AnyPath) -> None:
             continue
         target = entry.with_name(match["name"] or match["aside"])
         try:
-            if _is_locked(target.with_name(f".{target.name}.tmp{match['owner']}.lock")):
+            if is_locked(target.with_name(f".{target.name}.tmp{match['owner']}.lock")):
                 continue
             if match["aside"] and not os.path.lexists(target):
                 os.rename(entry, target)
@@ -211,11 +168,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with FileIO(path, "r+") as file:
-            return not try_lock(file)
-    except FileNotFoundError:
-        return False

@@ -177,7 +177,7 @@ def test_setup_leaves_cudnns_benchmark_flag_alone_unless_told(folder: Path) -> N
 
 def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
     folder.mkdir()
-    hold = "import sys; from hooktrain.utils.folder_lock import lock_folder as lock; "
+    hold = "import sys; from hooktrain.utils.locks import lock_folder as lock; "
     hold += "lock(sys.argv[1]); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -3,7 +3,6 @@
 import builtins
 import errno
 import fcntl
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 
 import hooktrain
 from hooktrain.utils import file_io
-from hooktrain.utils.file_io import atomic_write, delete, replacing, sweep, try_lock
+from hooktrain.utils.file_io import atomic_write, delete, replacing, sweep
 
 
 def names(folder: Path) -> list[str]:
@@ -368,22 +366,6 @@ def test_what_may_not_be_removed_is_told_and_the_rest_is_swept(
     assert "not yours" in caplog.text
 
 
-def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
-    with FileIO(tmp_path / "lock", "w") as file:
-        assert try_lock(file)
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
-        child.start()
-        time_out = time.monotonic() + 30
-    try:
-        with FileIO(tmp_path / "lock", "r+") as file:
-            while not try_lock(file):  # until the child has begun
-                assert time.monotonic() < time_out
-    finally:
-        child.kill()
-        child.join()
-        child.close()
-
-
 def folder_of(path: Path, content: str) -> Path:
     path.mkdir()
     (path / "file").write_text(content)
@@ -397,6 +379,14 @@ def test_a_folder_takes_the_place_of_another_which_is_removed(tmp_path: Path) ->
         assert (tmp_path / "a" / "file").read_text() == "old"
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a" / "file").read_text() == "new"
+
+
+def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", "old")
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "a", b"new")
+    assert (tmp_path / "a" / "file").read_text() == "old"
+    assert names(tmp_path) == ["a"]
 
 
 def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(

@@ -1,17 +1,21 @@
 import errno
 import fcntl
+import multiprocessing
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
-from hooktrain.utils.folder_lock import lock_folder
+from hooktrain.utils.locks import lock_folder, try_lock
 
 HOLD = """
 import sys
-from hooktrain.utils.folder_lock import lock_folder
+from hooktrain.utils.locks import lock_folder
 lock_folder(sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()
@@ -45,6 +49,22 @@ def test_the_same_process_may_lock_again_and_copy_the_folder(tmp_path: Path) -> 
     command = [sys.executable, "-c", HOLD, str(tmp_path / "link")]
     other = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert "in use by another run" in other.stderr
+
+
+def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
+    with FileIO(tmp_path / "lock", "w") as file:
+        assert try_lock(file)
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        time_out = time.monotonic() + 30
+    try:
+        with FileIO(tmp_path / "lock", "r+") as file:
+            while not try_lock(file):  # until the child has begun
+                assert time.monotonic() < time_out
+    finally:
+        child.kill()
+        child.join()
+        child.close()
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
