@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 POINTER = "last_checkpoint"
 
 _NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
-# The names that a run gives: the best one is not resumed from.
-_OF_A_RUN = re.compile(r".+_([0-9]{7,}|final|best)(\.pth|\.old-.+)?")
+_OF_A_RUN = re.compile(r".+_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 # MMEngine's epoch_12.pth too is looked into; all other names may be anybody's.
 _RESUMABLE = re.compile(r".+_([0-9]+|final)(\.pth|\.old-.+)?")
 # "model_best.pth" and the like hold a good state, not the last one.
@@ -67,7 +66,7 @@ def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
     """The names of the checkpoints to try, best first; the folder is searched only if need be.
 
     First comes that of the pointer, then the others by their iteration, newest first. Those that
-    are newer than the pointer's come last, since they belong to another run in the same folder.
+    are newer than the pointer's come last, since the run has gone back behind them.
     Left out are those named ``best``, those without an iteration (plain weights), and those whose
     name does not end with a number or ``_final``: anybody may have put them there.
 
@@ -143,8 +142,12 @@ def begin_anew(save_dir: str, kept: str = "") -> None:
         kept: the name of a checkpoint that stays.
     """
     pointed = read_pointer(save_dir)
-    names = [n for n in checkpoint_names(save_dir) if n == pointed or _OF_A_RUN.fullmatch(n)]
-    if names := [name for name in names if name != kept]:
+    names = [
+        name
+        for name in checkpoint_names(save_dir)
+        if name != kept and (name == pointed or _OF_A_RUN.fullmatch(name) or _BEST.search(name))
+    ]
+    if names:
         if pointed and pointed != kept:
             names.append(POINTER)
         aside = _set_aside(save_dir, *names)
@@ -181,8 +184,8 @@ def files_to_delete(
             ``{prefix}_0000099.pth`` or ``{prefix}_0000099`` stay.
         prefix: of those that are looked at.
         max_to_keep: how many to keep, at least 1.
-        newest: the iteration just saved. Higher numbers come from another run in the same folder
-            and are neither counted nor deleted.
+        newest: the iteration just saved. Higher numbers, behind which the run has gone back, are
+            neither counted nor deleted.
         pointed: the one to resume from, which stays.
     """
     ours = sorted(
