@@ -77,8 +77,6 @@ def verify_file(path: AnyPath) -> None:
     with open(path, "rb") as file:
         try:
             problem = _find_problem(file)
-        except MemoryError:
-            raise
         except Exception as error:  # zipfile raises nine types, depending on the byte that is bad
             problem = f"not a readable zip container ({type(error).__name__}: {error})"
     if problem:

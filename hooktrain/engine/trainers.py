@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.utils import comm
 from hooktrain.utils.finite import non_finite
 from hooktrain.utils.registry import unwrap_model
 from hooktrain.utils.workers import start_workers
@@ -205,22 +203,19 @@ class ModelTrainer(TrainerBase):
         """
         self._losses.tolerate(self.iter)
 
-    def prepare_save(self, on_every_rank: bool = True) -> None:
-        """Before a save: bring the ranks together, and check the losses and the weights.
-
-        A parameter or buffer of the model's state that was finite when the run began must be so.
-
-        Raises:
-            FloatingPointError: on every rank, with the names and the iteration.
-        """
-        super().prepare_save(on_every_rank)
-        if on_every_rank and comm.get_world_size() > 1:  # otherwise state_dict() is enough
-            on_all_ranks(self._check_weights)
+    def _of_this_rank(self) -> dict[str, Any]:
+        parts = {**super()._of_this_rank(), "data": self._batches.state_dict()}
+        if getattr(self.model, "broadcast_buffers", False):  # the main process's count anyway
+            return parts
+        statistics = ("running_mean", "running_var")  # of batch norms: no training depends on them
+        buffers = unwrap_model(self.model).named_buffers()
+        return {**parts, **{n: b for n, b in buffers if not n.endswith(statistics)}}
 
     def _non_finite(self) -> set[str]:
         return non_finite(unwrap_model(self.model).state_dict())
 
-    def _check_weights(self) -> None:
+    def _check_finite(self) -> None:
+        super()._check_finite()
         if self._meant_so is not None and (broken := sorted(self._non_finite() - self._meant_so)):
             raise FloatingPointError(
                 "Weights or buffers became infinite or NaN at or before iteration="
@@ -231,12 +226,11 @@ class ModelTrainer(TrainerBase):
         """That of :class:`TrainerBase`, with the optimizer and the position in the data.
 
         Raises:
-            FloatingPointError: if a loss or a weight was not finite; see :meth:`prepare_save`.
+            FloatingPointError: if a loss was not finite, or a parameter or buffer of the model's
+                state is not that was so when the run began.
         """
-        state = super().state_dict()
-        self._check_weights()
         return {
-            **state,
+            **super().state_dict(),
             "optimizer": self.optim_wrapper.state_dict(),
             "data": self._batches.state_dict(),
         }

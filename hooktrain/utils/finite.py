@@ -10,6 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from hooktrain.utils.dtensor import local_tensor
 
+_REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_DTYPES = _REAL | {torch.complex64, torch.complex128}
+
 
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     """The names of the tensors that hold infinity or NaN, of a sharded one in this rank's shard.
@@ -22,7 +25,9 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     found = {
         name: local
         for name, tensor in tensors.items()
-        if _has_numbers(tensor) and (local := local_tensor(tensor)).numel()
+        if isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and not is_lazy(tensor)
+        if tensor.layout is torch.strided and not tensor.is_meta
+        if (local := local_tensor(tensor)).numel()
     }
     if not found:
         return set()
@@ -31,10 +36,3 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     together = torch.stack([norm.to(largest[0].device) for norm in largest])
     finite = together.isfinite().tolist()  # host-device synchronisation
     return {name for name, good in zip(found, finite, strict=True) if not good}
-
-
-def _has_numbers(tensor: Any) -> bool:
-    if not isinstance(tensor, Tensor) or is_lazy(tensor) or tensor.is_meta:
-        return False
-    is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return is_inexact and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided

@@ -1,11 +1,7 @@
 """Saves checkpoints while training."""
 
-import logging
-
 from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.train_loop import HookBase
-
-logger = logging.getLogger(__name__)
 
 
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
@@ -33,7 +29,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         late = [type(h).__name__ for h in hooks[hooks.index(self) + 1 :] if h.state_dict()]
         if late:
             text = "%s come after %s, which saves their state as it was an iteration before"
-            logger.warning(text, late, type(self).__name__)
+            self.checkpointer.logger.warning(text, late, type(self).__name__)
         if self.trainer.start_iter == 0:
             self.checkpointer.begin_anew()
 
