@@ -63,22 +63,20 @@ def test_the_numbers_of_a_step_are_those_of_seed_iteration_and_rank() -> None:
     assert all(a != b for other in others for a, b in zip(other, first, strict=True))
 
 
-class FakeDevice:
-    """Stands for `torch.cuda`: a generator that may not be in use yet."""
+class FakeDevice(list[int]):
+    """Stands for `torch.cuda`, perhaps not in use yet; a list of its seeds."""
+
+    manual_seed = list.append
 
     def __init__(self, initialized: bool) -> None:
-        self.initialized = initialized
-        self.seeds: list[int] = []
-
-    def is_initialized(self) -> bool:
-        return self.initialized
-
-    def manual_seed(self, seed: int) -> None:
-        self.seeds.append(seed)
+        self.is_initialized = lambda: initialized
 
 
-def test_a_device_is_seeded_for_a_step_once_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    for device in (FakeDevice(True), FakeDevice(False)):
-        monkeypatch.setattr(env, "_device_module", lambda module=device: module)
-        seed_step(1, 2, 3)
-        assert len(device.seeds) == device.initialized
+@pytest.mark.parametrize("used", [True, False])
+def test_a_device_is_seeded_for_a_step_once_it_is_in_use(
+    used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(used)
+    monkeypatch.setattr(env, "_device_module", lambda: device)
+    seed_step(1, 2, 3)
+    assert len(device) == used

@@ -76,19 +76,6 @@ def test_names_are_abbreviated_on_the_terminal_and_whole_in_the_file(
     assert f"] {NAME}.engine INFO: hello" in (tmp_path / "a/b/log.txt").read_text()
 
 
-def test_a_traceback_follows_its_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logger = setup_logger(tmp_path, name=NAME)
-    try:
-        raise ValueError("cause")
-    except ValueError:
-        logger.exception("failed")
-    for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
-        assert text.count("failed\nTraceback") == 1
-        assert text.endswith("ValueError: cause\n")
-
-
 def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,17 +127,22 @@ def test_other_ranks_write_to_files_of_their_own_and_not_to_the_terminal(
     assert "hello" in (tmp_path / "log.txt.rank3").read_text()
 
 
-def test_lines_go_to_what_stdout_is_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_go_to_what_stdout_is_at_the_time_and_to_loggers_above_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     logger, later = setup_logger(name=NAME), io.StringIO()
     monkeypatch.setattr(sys, "stdout", later)
     logger.info("hello")
-    assert "hello" in later.getvalue()
-
-
-def test_records_reach_the_loggers_above_only_if_asked(caplog: pytest.LogCaptureFixture) -> None:
-    setup_logger(name=NAME).info("not propagated")
     setup_logger(name=NAME, enable_propagation=True).info("propagated")
+    assert [line[-6:] for line in later.getvalue().splitlines()] == [" hello", "agated"]
     assert caplog.messages == ["propagated"]
+
+
+def test_a_small_table_has_the_keys_on_top() -> None:
+    assert create_small_table({}) == ""
+    assert create_small_table({"step": 10, "loss": 0.12345, "name": "x"}) == (
+        "|  step  |  loss  |  name  |\n|:------:|:------:|:------:|\n|   10   | 0.123  |   x    |"
+    )
 
 
 LOGS_500_LINES = """
@@ -256,10 +248,3 @@ def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the
     for text in ("one", "two"):
         exec(program, {"__name__": module, "log_first_n": log_first_n, "text": text})
     assert [(r.name, r.message) for r in caplog.records] == [(logged, "one")]
-
-
-def test_a_small_table_has_the_keys_on_top() -> None:
-    assert create_small_table({}) == ""
-    assert create_small_table({"step": 10, "loss": 0.12345, "name": "x"}) == (
-        "|  step  |  loss  |  name  |\n|:------:|:------:|:------:|\n|   10   | 0.123  |   x    |"
-    )

@@ -78,24 +78,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_locate_imports_modules_that_nobody_has_imported_yet(package: Path) -> None:
-    (package / "train.py").write_text("class Trainer:\n    x = 5\n")
-    assert locate("located_pkg.train.Trainer.x") == 5
-
-
-def test_locate_finds_a_function_and_what_is_beside_it_in_a_module_of_the_same_name(
+def test_locate_imports_modules_and_tells_a_function_from_a_module_of_the_same_name(
     package: Path,
 ) -> None:
-    (package / "train.py").write_text("def train(): return 1\ndef helper(): return 2\n")
+    (package / "train.py").write_text("def train(): return 1\nclass Helper: x = 2\n")
     (package / "__init__.py").write_text("from located_pkg.train import train\n")
-    assert locate("located_pkg.train")() == 1
-    assert locate("located_pkg.train.helper")() == 2
-    assert importable_name(locate("located_pkg.train")) == ("located_pkg", "train")
-    assert importable_name(locate("located_pkg.train.helper")) == ("located_pkg.train", "helper")
-
-
-def test_an_import_that_fails_inside_a_module_is_not_hidden(package: Path) -> None:
     (package / "broken.py").write_text("import no_such_dependency\n")
+    assert locate("located_pkg.train")() == 1
+    assert locate("located_pkg.train.Helper.x") == 2
+    assert importable_name(locate("located_pkg.train")) == ("located_pkg", "train")
+    assert importable_name(locate("located_pkg.train.Helper")) == ("located_pkg.train", "Helper")
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_dependency'"):
         locate("located_pkg.broken.Net")
 
@@ -203,26 +195,14 @@ def test_several_names_are_aliases_and_none_is_registered_if_one_is_taken() -> N
 
 def test_register_module_is_a_decorator_or_takes_the_module() -> None:
     registry = Registry("things")
-
-    @registry.register_module()
-    class Net:
-        pass
-
-    @registry.register_module(["Other", "other"])
-    class AnotherNet:
-        pass
-
-    assert registry.register_module(module=Outer) is Outer
+    assert registry.register_module()(Outer) is Outer
+    registry.register_module(["Other", "other"])(Recorder)
     assert registry.register_module("Renamed", module=Colour) is Colour
-    assert dict(registry) == {
-        "Net": Net,
-        "Other": AnotherNet,
-        "other": AnotherNet,
-        "Outer": Outer,
-        "Renamed": Colour,
-    }
-    assert registry.register_module("Net", force=True)(Outer) is Outer
-    assert registry.get("Net") is Outer
+    assert registry.register_module("Outer", force=True, module=Strict) is Strict
+    expected = {"Outer": Strict, "Other": Recorder, "other": Recorder, "Renamed": Colour}
+    assert dict(registry) == expected
+    with pytest.raises(TypeError, match=r"write @REGISTRY.register_module\(\) above"):
+        registry.register_module(Outer)
 
 
 # Registry.build

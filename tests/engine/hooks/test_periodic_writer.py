@@ -82,7 +82,7 @@ def train(folder: Path, preempted_at: int = -1) -> None:
     trainer.register_hooks(
         [
             CallbackHook(after_step=put),
-            EvalHook(5, lambda: {"accuracy": trainer.iter / 100}, eval_after_train=False),
+            EvalHook(3, lambda: {"accuracy": trainer.iter / 100}, eval_after_train=False),
             PeriodicWriter(writers, period=20),
             Preemption(checkpointer),
         ]
@@ -106,14 +106,14 @@ def test_a_preempted_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbe
     once, twice = tmp_path / "once", tmp_path / "twice"
     train(once)
     lines = load_json_metrics(once / "metrics.json")
-    assert [m["iteration"] for m in lines if "accuracy" in m] == list(range(4, 60, 5))
+    assert [m["iteration"] for m in lines if "accuracy" in m] == list(range(2, 60, 3))
     assert [m["iteration"] for m in lines if "loss" in m or "lr" in m] == [19, 39, 59]
 
     train(twice, preempted_at=iteration)
     train(twice)
     assert (twice / "metrics.json").read_text() == (once / "metrics.json").read_text()
     assert points(twice) == points(once)
-    assert len(points(once)["accuracy"]) == 12
+    assert len(points(once)["accuracy"]) == 20
 
 
 class Full(Recorder):
