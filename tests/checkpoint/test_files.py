@@ -222,7 +222,7 @@ def test_too_little_memory_is_not_taken_for_a_broken_file(tmp_path: Path) -> Non
     checkpointer.save("model_0000001", iteration=1)
     checkpointer.save("model_0000002", iteration=2, large=torch.zeros(15 << 20))
     (outcome,) = run_ranks(resume_with_little_memory, 1, tmp_path)
-    assert "allocate memory" in outcome
+    assert "allocate memory" in outcome or outcome.startswith("MemoryError")
 
 
 class RunsCode:

@@ -7,7 +7,8 @@ from hooktrain.engine.train_loop import HookBase
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     """:class:`hooktrain.checkpoint.PeriodicCheckpointer` as a hook, with the same arguments.
 
-    Register it last, so that the checkpoint holds what the other hooks did in the iteration. Of
+    Register it last, so that the checkpoint holds what the other hooks did in the iteration. The
+    state of one that comes later is saved as it was an iteration before; a warning says so. Of
     files only the main process writes. What is saved in the background is complete when ``train()``
     returns.
 
@@ -21,7 +22,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         return self.checkpointer.sharded
 
     def before_train(self) -> None:
-        """Learn where the run begins and ends."""
+        """Learn where the run begins and ends; refuse states that could not be saved."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
         self.checkpointer.check_states()
