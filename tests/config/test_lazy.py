@@ -62,14 +62,10 @@ def test_children_are_built_before_their_parents_at_any_depth_and_arrive_in_plai
 
 
 def test_what_is_already_built_passes_through() -> None:
-    model, ordered = torch.nn.Linear(1, 1), OrderedDict(a=1)
-    assert instantiate(model) is model
-    assert instantiate(ordered) is ordered
-    assert instantiate("text") == "text"
-    assert instantiate(None) is None
-    built = instantiate(LazyCall(Recorder)(model=model))
-    assert built.kwargs["model"] is model
-    assert instantiate(built) is built
+    model = torch.nn.Linear(1, 1)
+    for value in (model, OrderedDict(a=LazyCall(dict)()), "text", None):
+        assert instantiate(value) is value
+    assert instantiate(LazyCall(Recorder)(model=model)).kwargs["model"] is model
 
 
 @pytest.mark.parametrize("target", [3, None, ["torch.nn.ReLU"]])
@@ -102,7 +98,6 @@ def test_a_lazy_call_of_something_that_cannot_be_called_is_refused(target: Any) 
             "torch.optim.SDG (x)",
         ),
         ({"x": {"_target_": 3}}, TypeError, "not callable", "3 (x)"),
-        ({"x": LazyCall(dict.fromkeys)(3)}, TypeError, "not iterable", "dict.fromkeys (x)"),
     ],
 )
 def test_an_error_keeps_its_type_and_notes_the_key(

@@ -42,44 +42,18 @@ def round_trip(cfg: ConfigDict, file: Path) -> ConfigDict:
     return loaded
 
 
-def training_config() -> ConfigDict:
-    return ConfigDict(
-        model=LazyCall(Backbone)(width="${..dataloader.width}", norm=torch.nn.BatchNorm2d),
-        optimizer=LazyCall(torch.optim.AdamW)(
-            params=LazyCall("hooktrain.solver.get_default_optimizer_params")(
-                model=None, overrides={"bias": {"weight_decay": 0.0}}
-            ),
-            lr="${train.base_lr}",
-            betas=(0.9, 0.999),
-        ),
-        lr_multiplier=LazyCall(torch.optim.lr_scheduler.LambdaLR)(
-            lr_lambda=math.cos, step=[60, 80]
-        ),
-        dataloader={"width": 4, "train": LazyCall(range)(0, "${train.max_iter}")},
-        train={
-            "output_dir": "./output",
-            "max_iter": 90_000,
-            "base_lr": 1e-3,
-            "init_checkpoint": "",
-            "amp": {"enabled": False, "dtype": torch.bfloat16},
-            "checkpointer": {"period": 5000, "max_to_keep": 100},
-            "ddp": {"broadcast_buffers": False},
-            "message": "from ${.output_dir}",
-            "device": "cuda",
-        },
+def test_a_training_config_survives_saving_with_its_references(tmp_path: Path) -> None:
+    cfg = ConfigDict(
+        model=LazyCall(Backbone)(width="${..train.width}", norm=torch.nn.BatchNorm2d),
+        optimizer=LazyCall(torch.optim.AdamW)(lr="${train.lr}", betas=(0.9, 0.999)),
+        lr_multiplier=LazyCall("torch.optim.lr_scheduler.LambdaLR")(lr_lambda=math.cos),
+        train={"width": 4, "lr": 1e-3, "dtype": torch.bfloat16, "name": "lr ${.lr}"},
     )
-
-
-def test_a_training_config_survives_saving(tmp_path: Path) -> None:
-    cfg = resolve(training_config())
-    loaded = round_trip(cfg, tmp_path / "config.py")
+    loaded = round_trip(resolve(cfg), tmp_path / "config.py")
     assert loaded == cfg
     assert list(loaded) == list(cfg)
-    assert loaded.optimizer._target_ is torch.optim.AdamW
-    assert loaded.train.amp.dtype is torch.bfloat16
-    LazyConfig.apply_overrides(loaded, ["train.base_lr=0.5"])
-    assert loaded.optimizer.lr == 0.5
-    assert instantiate(loaded.dataloader.train) == range(90_000)
+    LazyConfig.apply_overrides(loaded, ["train.lr=0.5"])
+    assert (loaded.optimizer.lr, loaded.train.name) == (0.5, "lr 0.5")
     assert isinstance(instantiate(loaded.model).norm, torch.nn.BatchNorm2d)
     assert os.listdir(tmp_path) == ["config.py"]
 
@@ -154,8 +128,6 @@ def test_configs_of_any_shape_survive_saving(cfg: ConfigDict, tmp_path: Path) ->
 TEXTS = st.text().filter(lambda text: "${" not in text)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
 NAMES = st.from_regex(r"[a-z]_?[a-z]{8}", fullmatch=True)
-
-
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
@@ -192,7 +164,7 @@ def test_paths_devices_ranges_partials_and_numbers_of_numpy_survive_saving(tmp_p
         (torch.zeros(2), "tensor([0., 0.])"),
         (torch.nn.Linear(1, 1), "Linear(in_features=1"),
         (Path("x").exists, "<bound method Path.exists"),
-        (np.longdouble(1), "np.longdouble('1.0')"),
+        (np.longdouble(1), repr(np.longdouble(1))),
     ],
 )
 def test_what_cannot_be_saved_is_said_and_fails_when_it_is_made(

@@ -8,28 +8,15 @@ from typing import Any
 import torch
 from hypothesis import settings, strategies as st
 
-import hooktrain.solver.param_scheduler as ours
+import hooktrain.solver.param_scheduler
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import mmengine.optim.scheduler as theirs
-    from mmengine.optim import OptimWrapper as TheirWrapper
+    import mmengine.optim.scheduler
     from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
 
-__all__ = [
-    "SAME_EACH_TIME",
-    "THEIR_MIXINS",
-    "TheirWrapper",
-    "chains",
-    "ours",
-    "rates",
-    "run",
-    "schedulers",
-    "sgd",
-    "theirs",
-    "values",
-]
-
+ours, theirs = hooktrain.solver.param_scheduler, mmengine.optim.scheduler
+TheirWrapper = mmengine.optim.OptimWrapper
 THEIR_MIXINS = (lr_scheduler.LRSchedulerMixin, momentum_scheduler.MomentumSchedulerMixin)
 SAME_EACH_TIME = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 

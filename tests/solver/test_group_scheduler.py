@@ -185,25 +185,15 @@ def test_another_range_than_that_of_the_state_is_used_and_said(
     assert rates(optimizer) == [0.375]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"by_epoch": False}, ValueError, "by_epoch=False, and this is StepLR"),
-        ({"param_name": "momentum"}, ValueError, "param_name='momentum', and this is StepLR"),
-        ({"_global_step": None}, KeyError, "_global_step"),
-        ({"begin": None}, KeyError, "begin"),
-    ],
-)
-def test_a_foreign_state_is_refused_and_changes_nothing(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize("change", [{"by_epoch": False}, {"param_name": "momentum"}])
+def test_a_foreign_state_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
     optimizer = sgd(1.0, 2.0)
     scheduler = StepLR(optimizer, 1)
     scheduler.step()
     before = scheduler.state_dict()
-    state = {**before, "_global_step": 7, "_last_value": [5.0, 5.0], **change}
-    with pytest.raises(error, match=message):
-        scheduler.load_state_dict({key: value for key, value in state.items() if value is not None})
+    ((key, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{key}={value!r}, and this is StepLR"):
+        scheduler.load_state_dict({**before, "_global_step": 7, "_last_value": [5.0] * 2, **change})
     assert scheduler.state_dict() == before
     assert rates(optimizer) == [0.1, 0.2]
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from wrapper_toys import linear
 
-import sharding_toys as sharded
-from gloo import run_ranks
 from hooktrain.solver import (
     OptimWrapper,
     get_default_optimizer_params,
@@ -20,7 +18,6 @@ from hooktrain.solver import (
     optimizer_state_dict,
     parameter_names,
 )
-from hooktrain.utils.dtensor import full_tensors, is_sharded
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -366,44 +363,6 @@ def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state(changes: 
     group = loaded.param_groups[0]
     assert (group["foreach"], group["fused"], group["weight_decay"]) == (None, True, 0.5)
     assert [row[1] for row in changes()] == ["weight_decay"]
-
-
-# Shards
-
-
-def _full_and_sharded() -> dict[str, Any]:
-    """A state of full tensors goes into a sharded optimizer, and back."""
-    data = sharded.batches(4)
-    model = sharded.make_sharded()
-    wrapper = sharded.make_wrapper(model)
-    sharded.train(model, wrapper, data[:2])
-    state = wrapper.state_dict()
-    whole = full_tensors(state)
-    shared = [whole]
-    torch.distributed.broadcast_object_list(shared)
-    other = sharded.make_wrapper(model)
-    other.load_state_dict(shared[0])
-    again = sharded.make_wrapper(model)
-    again.load_state_dict(state)
-    pairs = [
-        (first[key], some.optimizer.state[parameter][key])
-        for some in (other, again)
-        for parameter, first in wrapper.optimizer.state.items()
-        for key in ("exp_avg", "exp_avg_sq")
-    ]
-    equal = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
-    return {"sharded": all(is_sharded(b) for _, b in pairs), "equal": equal, "whole": shared[0]}
-
-
-def test_full_tensors_load_into_a_sharded_optimizer_and_the_other_way_round() -> None:
-    results = run_ranks(_full_and_sharded, 2)
-    assert [(r["sharded"], r["equal"]) for r in results] == [(True, True)] * 2
-    model = sharded.make_model()
-    wrapper = sharded.make_wrapper(model)
-    wrapper.load_state_dict(results[0]["whole"])
-    for name, parameter in model.named_parameters():
-        saved = results[0]["whole"]["state"][name]["exp_avg"]
-        assert torch.equal(wrapper.optimizer.state[parameter]["exp_avg"], saved)
 
 
 def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() -> None:

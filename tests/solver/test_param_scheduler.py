@@ -24,18 +24,14 @@ from scheduler_toys import (
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.param_scheduler import (
     ConstantLR,
-    ConstantMomentum,
     CosineAnnealingLR,
     CosineRestartLR,
-    LinearLR,
     LinearParamScheduler,
     OneCycleLR,
     ReduceOnPlateauLR,
     StepLR,
 )
 from hooktrain.utils.registry import PARAM_SCHEDULERS
-
-W = torch.nn.Parameter(torch.zeros(1))
 
 Values = list[list[float]]
 
@@ -262,7 +258,6 @@ def test_the_last_step_has_exactly_the_final_value(
         (lambda o: StepLR("adam", 2), TypeError, "optimizer must be .*: 'adam'"),
         (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
         (lambda o: ConstantLR(o, 1.5), ValueError, r"factor must lie in \[0, 1\]: 1.5"),
-        (lambda o: LinearLR(o, 0.5, 2.0), ValueError, "end_factor must lie in .*: 2.0"),
         (
             lambda o: CosineAnnealingLR(o, 5, 0.1, begin=3, eta_min_ratio=0.2),
             ValueError,
@@ -270,14 +265,12 @@ def test_the_last_step_has_exactly_the_final_value(
         ),
         (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\], .*\(1,\)"),
         (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
-        (lambda o: OneCycleLR(o, 1.0, 9, 1.5), ValueError, "pct_start must lie in .*: 1.5"),
         (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or .*: 'cosine'"),
         (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
         (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
         (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, "factor must be less than 1"),
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
         (lambda o: LinearParamScheduler(o, "weight_decya"), KeyError, "weight_decya"),
-        (lambda o: ConstantMomentum(torch.optim.Adagrad([W])), KeyError, "momentum"),
         (
             lambda o: StepLR.build_iter_from_epoch(o, step_size=2, by_epoch=False, epoch_length=3),
             ValueError,
