@@ -30,6 +30,9 @@ def test_items_are_attributes_at_any_depth() -> None:
     cfg.setdefault("e", {})["w"] = 4
     assert cfg.setdefault("b", 9) == {"x": 1}
     assert (cfg.b.x, cfg.c[0].y, cfg.e.w) == (1, 2, 4)
+    # It is a dict for everybody.
+    assert dict(**cfg.train) == {**cfg.train} == dict(cfg.train.items()) == cfg.train
+    assert json.loads(json.dumps(cfg)) == cfg
     assert "ddp" in dir(cfg.train)
     del cfg.train.ddp
     assert "ddp" not in cfg.train
@@ -78,15 +81,6 @@ def test_a_dict_that_is_put_into_two_places_is_copied_into_each() -> None:
     assert cfg == {"a": {"x": [1]}, "b": {"x": [1, 2]}, "inner": {**cfg.inner}}
 
 
-def test_a_config_is_a_dict_for_everybody() -> None:
-    def received(**kwargs: Any) -> dict[str, Any]:
-        return kwargs
-
-    cfg = train_config()
-    assert received(**cfg.train) == {**cfg.train} == dict(cfg.train.items()) == cfg.train
-    assert json.loads(json.dumps(cfg)) == cfg
-
-
 # references
 
 
@@ -104,9 +98,7 @@ def test_a_reference_may_name_anything_and_stand_anywhere() -> None:
     assert cfg.b is cfg.a
     assert (cfg.c, cfg.d, cfg.e, cfg.f) == (1, 5, 1, "1-1-1")
     assert cfg.t == cfg.u == (1, [1, {"y": 1}], "a")
-
-
-def test_relative_references_climb_one_level_a_dot() -> None:
+    # Relative ones climb one level a dot.
     cfg = ConfigDict(x=0, a={"x": 1, "b": {"x": 2, "r": ["${..x}", "${...x}", "${....x}"]}})
     assert resolve(cfg).a.b.r == [2, 1, 0]
 

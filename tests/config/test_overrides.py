@@ -26,7 +26,6 @@ def config() -> ConfigDict:
         ("it's", "it's"),
         ("2020-01-01", "2020-01-01"),
         ("1-2", "1-2"),
-        ("007", "007"),
         ("1e-3", 0.001),
         (" 3 ", 3),
         ("7#exp", "7#exp"),
@@ -60,11 +59,6 @@ def test_the_config_itself_is_changed_in_order_and_returned() -> None:
     assert cfg.table == {0: None}
 
 
-def test_list_items_are_reached_by_their_index() -> None:
-    cfg = apply_overrides(config(), ["hooks.0.period=7", "hooks.2=x", "hooks.-2.period=8"])
-    assert cfg.hooks == [{"period": 7}, {"period": 8}, "x"]
-
-
 def test_a_reference_may_be_set() -> None:
     cfg = apply_overrides(config(), ["hooks.0.period=${train.max_iter}", "train.max_iter=9"])
     assert cfg.hooks[0].period == 9
@@ -77,16 +71,11 @@ def test_plus_adds_keys_and_the_dicts_on_the_way() -> None:
     assert (cfg.train.seed, cfg.train.name, cfg.hooks[3]) == (3, "x", "y")
 
 
-def test_tilde_deletes_a_key_or_an_item() -> None:
-    cfg = apply_overrides(config(), ["~train.amp", "~hooks.0", "~size"])
-    assert cfg == {
-        "train": {"max_iter": 1, "name": "run"},
-        "hooks": [{"period": 2}, 3],
-        "table": {0: "zero"},
-    }
-
-
-def test_arguments_of_a_lazy_call_are_overridden() -> None:
+def test_list_items_and_arguments_of_calls_are_set_and_deleted_by_their_index() -> None:
+    cfg = apply_overrides(config(), ["hooks.0.period=7", "hooks.2=x", "hooks.-2.period=8"])
+    assert cfg.hooks == [{"period": 7}, {"period": 8}, "x"]
+    apply_overrides(cfg, ["~train.amp", "~hooks.0", "~size", "~table"])
+    assert cfg == {"train": {"max_iter": 1, "name": "run"}, "hooks": [{"period": 8}, "x"]}
     cfg = ConfigDict(model=LazyCall(torch.nn.Linear)(3, out_features=2))
     apply_overrides(cfg, ["model._args_.0=5", "model._target_=torch.nn.Bilinear"])
     assert cfg.model == {"_target_": "torch.nn.Bilinear", "_args_": [5], "out_features": 2}
@@ -96,7 +85,6 @@ def test_arguments_of_a_lazy_call_are_overridden() -> None:
     ("override", "message"),
     [
         ("train.max_itr=3", "no 'train.max_itr'; did you mean 'max_iter'? (to add it, write '+tr"),
-        ("trian.max_iter=3", "no 'trian'; did you mean 'train'?"),
         ("~train.nam", "no 'train.nam'; did you mean 'name'?"),
         ("hooks.9.period=3", "no 'hooks.9'; there is '0', '1', '2'"),
         ("hooks.first=3", "no 'hooks.first'; there is '0', '1', '2'"),

@@ -1,6 +1,7 @@
 """Mixed precision, compared with autocast and a scaler by hand."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -112,25 +113,22 @@ def test_the_device_is_that_of_the_first_parameter_wherever_it_is() -> None:
     assert wrapper.device_type == "meta"
 
 
-def test_a_fixed_scale_stays_where_it_is() -> None:
-    model = linear()
-    wrapper = AmpOptimWrapper(sgd(model), "float16", loss_scale=8)
-    for factor in (1.0, torch.inf, 1.0):
-        assert wrapper.update_params(loss_of(model, batches(1)[0]) * factor) == (factor == 1.0)
-        assert wrapper.grad_scaler.get_scale() == 8.0
-    assert wrapper.skipped_updates == 1
-
-
-def test_a_scaler_has_the_arguments_of_the_dict_or_is_the_given_one() -> None:
+def test_a_scale_is_fixed_or_a_scaler_with_the_arguments_of_a_dict_or_the_given_one() -> None:
     options = {"init_scale": 4.0, "growth_interval": 1}
-    model, reference = linear(), linear()
-    wrapper = AmpOptimWrapper(sgd(model), "float16", loss_scale=options)
     scaler = torch.amp.GradScaler("cpu", **options)  # type: ignore[arg-type]
-    other = AmpOptimWrapper(sgd(reference), "float16", loss_scale=scaler)
-    assert other.grad_scaler is scaler
-    for batch in batches(3):
-        wrapper.update_params(loss_of(model, batch))
-        other.update_params(loss_of(reference, batch))
-    assert wrapper.grad_scaler.get_scale() == scaler.get_scale() == 32.0
-    assert same(model, reference)
+    scales: list[Any] = [8, options, scaler]
+    models = [linear() for _ in scales]
+    fixed, grown, given = wrappers = [
+        AmpOptimWrapper(sgd(m), "float16", loss_scale=s)
+        for m, s in zip(models, scales, strict=True)
+    ]
+    for factor in (1.0, torch.inf, 1.0, 1.0):
+        for model, wrapper in zip(models, wrappers, strict=True):
+            updated = wrapper.update_params(loss_of(model, batches(1)[0]) * factor)
+            assert updated == (factor == 1.0)
+        assert fixed.grad_scaler.get_scale() == 8.0
+    assert given.grad_scaler is scaler
+    assert grown.grad_scaler.get_scale() == scaler.get_scale() == 16.0  # 4 * 2 / 2 * 2 * 2
+    assert same(models[1], models[2])
+    assert [wrapper.skipped_updates for wrapper in wrappers] == [1, 1, 1]
     assert options == {"init_scale": 4.0, "growth_interval": 1}

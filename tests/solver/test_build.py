@@ -264,19 +264,14 @@ def test_submodules_are_found_inside_of_wrappers() -> None:
     [
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
         ({}, ValueError, "at least one wrapper"),
-        ({"a": 3}, TypeError, "expected an OptimWrapper, .*but got 3"),
         ({"optimizer": None}, TypeError, "expected an OptimWrapper, .*but got None"),
         (
-            {"type": "OptimWrapper", "optimiser": SGD},
+            {"type": "OptimWrapper", "optimiser": 1},
             ValueError,
-            "'OptimWrapper' needs 'optimizer'; did you mean 'optimiser'",
+            "'optimizer'; did you mean 'optimiser",
         ),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
-        (
-            {"constructor": "DefaultConstructor", "optimizer": SGD},
-            KeyError,
-            "mean 'DefaultOptimWrapperCons",
-        ),
+        ({"constructor": "DefaultCnstructor"}, KeyError, "mean 'DefaultOptimWrapperCons"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> None:

@@ -101,9 +101,6 @@ def test_epochs_become_iterations_if_asked_for() -> None:
     assert (scheduler.milestones, scheduler.end, scheduler.by_epoch) == ([4, 8], 12, False)
     config = {"type": "CosineAnnealingLR", "convert_to_iter_based": True, "epoch_length": 10}
     assert build_param_scheduler(config, sgd(1.0), RUN)[0].end == 120
-
-
-def test_the_length_of_an_epoch_is_needed_to_convert() -> None:
     config = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
     with pytest.raises(ValueError, match="epoch_length must be at least 1: None"):
         build_param_scheduler(config, sgd(1.0), {"max_epochs": 3})
@@ -127,13 +124,10 @@ def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
     assert result["b"] == [different["b"]]
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a", "B"]])
-def test_the_names_must_be_those_of_the_optimizers(names: list[str]) -> None:
-    with pytest.raises(KeyError, match=r"and optimizers are \['a', 'b'\]"):
-        build_param_scheduler({name: {"type": "LinearLR"} for name in names}, two(), RUN)
-
-
-def test_a_scheduler_that_is_built_cannot_serve_several_optimizers() -> None:
+def test_several_optimizers_need_schedulers_by_their_names_or_configurations() -> None:
+    for names in (["a"], ["a", "b", "c"], ["a", "B"]):
+        with pytest.raises(KeyError, match=r"and optimizers are \['a', 'b'\]"):
+            build_param_scheduler({name: {"type": "LinearLR"} for name in names}, two(), RUN)
     wrappers = two()
     with pytest.raises(ValueError, match=r"by name of the optimizer: \['a', 'b'\]"):
         build_param_scheduler([{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN)
@@ -143,10 +137,7 @@ def test_a_scheduler_that_is_built_cannot_serve_several_optimizers() -> None:
     ("config", "error", "message"),
     [
         ({"step_size": 2}, TypeError, "dict with 'type', but got {'step_size': 2}"),
-        ("StepLR", TypeError, "dict with 'type', but got 'StepLR'"),
-        (None, TypeError, "but got None"),
         ([None], TypeError, "but got None"),
-        ({"type": 3}, TypeError, "object is not callable"),
         ({"type": "LinaerLR"}, KeyError, "did you mean 'LinearLR'"),
         ({"type": "StepLR", "step_sise": 2}, TypeError, "did you mean 'step_size'"),
     ],

@@ -33,7 +33,17 @@ from hooktrain.solver.param_scheduler import (
     StepLR,
 )
 
-# What MMEngine cannot do: shares of 0
+
+class SawToothLR(GroupParamScheduler):
+    def __init__(self, optimizer: Any, period: int, **kwargs: Any) -> None:
+        self.period = period
+        super().__init__(optimizer, "lr", **kwargs)
+
+    def _share(self, k: int) -> float:
+        return 1 - (k % self.period) / self.period
+
+
+# What MMEngine cannot do
 
 
 @pytest.mark.parametrize(
@@ -45,10 +55,14 @@ from hooktrain.solver.param_scheduler import (
             lambda o: [LinearLR(o, 0.0, end=5), StepLR(o, 2, gamma=0.5)],
             [0.0, 0.25, 0.25, 0.375, 0.25, 0.25, 0.125],
         ),
+        (
+            lambda o: [SawToothLR(o, 2, end=5), StepLR(o, 3, gamma=0.5)],
+            [1.0, 0.5, 1.0, 0.25, 0.5, 0.5],
+        ),
     ],
-    ids=["a warm-up", "held", "composed"],
+    ids=["a warm-up", "held", "composed", "of your own"],
 )
-def test_a_rate_of_0_comes_back(make: Any, expected: list[float]) -> None:
+def test_shares_of_0_and_shares_of_your_own_compose(make: Any, expected: list[float]) -> None:
     optimizer = sgd(1.0)
     assert run(optimizer, make(optimizer), len(expected)) == pytest.approx(expected, rel=1e-12)
 
@@ -211,21 +225,6 @@ def test_a_run_goes_on_from_its_last_step_without_a_state() -> None:
 
 
 # Schedulers of your own
-
-
-class SawToothLR(GroupParamScheduler):
-    def __init__(self, optimizer: Any, period: int, **kwargs: Any) -> None:
-        self.period = period
-        super().__init__(optimizer, "lr", **kwargs)
-
-    def _share(self, k: int) -> float:
-        return 1 - (k % self.period) / self.period
-
-
-def test_a_share_of_your_own_composes_like_the_others() -> None:
-    optimizer = sgd(1.0)
-    made = [SawToothLR(optimizer, 2, end=5), StepLR(optimizer, 3, gamma=0.5)]
-    assert run(optimizer, made, 6) == [1.0, 0.5, 1.0, 0.25, 0.5, 0.5]
 
 
 OUR_MIXINS = (ours.LRSchedulerMixin, ours.MomentumSchedulerMixin)

@@ -172,19 +172,13 @@ def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> No
         get_default_optimizer_params(Net(), **kwargs)
 
 
-def test_frozen_parameters_are_left_out_and_may_still_be_named_in_overrides() -> None:
+def test_frozen_parameters_are_left_out_and_shared_ones_answer_to_each_of_their_names() -> None:
     found = options(half_frozen(), base_lr=1.0, overrides={"head.*": {"lr": 0.1}})
     assert list(found) == NAMES[:-2]
-
-
-def test_a_shared_parameter_comes_once_and_answers_to_each_of_its_names() -> None:
-    model = Net()
-    model.head.weight = model.backbone.stem.weight
-    (group,) = get_default_optimizer_params(model)
-    assert group["param_names"] == [name for name in NAMES if name != "head.weight"]
-    found = options(model, overrides={"head.weight": {"lr": 1.0}})
-    assert found["backbone.stem.weight"] == {"lr": 1.0}
-    assert found["backbone.pointwise.weight"] == {}
+    shared = options(Tied(), overrides={"head.weight": {"lr": 1.0}})
+    assert shared["embed.weight"] == {"lr": 1.0}
+    assert shared["norm.weight"] == {}
+    assert set(shared) == {name for name, _ in Tied().named_parameters()}
 
 
 def test_wrappers_do_not_show_in_names() -> None:
@@ -207,12 +201,8 @@ def test_wrappers_do_not_show_in_names() -> None:
 # Expanding and reducing
 
 
-def parameters(count: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.full((1,), float(k))) for k in range(count)]
-
-
 def test_expanding_gives_each_parameter_its_latest_options() -> None:
-    a, b = parameters(2)
+    a, b = nn.ParameterList([*torch.eye(2)])
     groups = [
         {"params": [a, b], "param_names": ["a", "b"], "lr": 1.0, "weight_decay": 4.0},
         {"params": a, "lr": 2.0},
@@ -226,7 +216,7 @@ def test_expanding_gives_each_parameter_its_latest_options() -> None:
 
 
 def test_reducing_joins_groups_of_equal_options_by_first_appearance() -> None:
-    a, b, c, d = parameters(4)
+    a, b, c, d = nn.ParameterList([*torch.eye(4)])
     groups = [
         {"params": [a], "param_names": ["a"], "lr": 1.0, "betas": [0.9, 0.99]},
         {"params": [b], "param_names": ["b"], "lr": 2.0},
@@ -306,21 +296,17 @@ def test_of_the_longest_custom_keys_the_alphabetically_first_counts_and_no_other
     assert found["bias"] == (0.0, 10.0)  # a dot stands before the names of the model's own
 
 
-def test_other_settings_of_a_custom_key_are_options_of_the_group() -> None:
-    keys = {"head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}}
-    last = paramwise(Net(), {"custom_keys": keys})[-1]
-    assert last["param_names"] == ["head.weight", "head.bias"]
-    assert (last["lr"], last["momentum"], last["anything"]) == (2.0, 0.5, "x")
-    assert "lr_mult" not in last
-
-
 def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() -> None:
     found = paramwise(Net(), {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}, weight_decay=1.0)
     assert [g["weight_decay"] for g in found] == [0.0, 1.0]
     assert found[1]["param_names"][:3] == ["scale", "backbone.stem.weight", "backbone.norm.weight"]
-    model = Net()
     keys = {"head": {"lr_mult": 1, "decay_mult": 1}}
-    assert len(paramwise(model, {"custom_keys": keys}, weight_decay=1.0)) == 1
+    assert len(paramwise(Net(), {"custom_keys": keys}, weight_decay=1.0)) == 1
+    keys = {"head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}}  # are options of a group
+    last = paramwise(Net(), {"custom_keys": keys})[-1]
+    assert last["param_names"] == ["head.weight", "head.bias"]
+    assert (last["lr"], last["momentum"], last["anything"]) == (2.0, 0.5, "x")
+    assert "lr_mult" not in last
 
 
 def test_groups_are_logged_and_frozen_parameters_and_keys_without_a_match_warned_of(
@@ -353,32 +339,21 @@ def test_a_learning_rate_may_be_a_tensor_or_torchs_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cfg", "message"),
+    ("rules", "message"),
     [
         ({"norm_decay_mul": 0.0}, "no rule 'norm_decay_mul'; did you mean 'norm_dec"),
         ({"dcn_offset_lr_mult": 0.1}, "no rule 'dcn_offset_lr_mult'"),
         ({"bias_lr_mult": -1.0}, "bias_lr_mult must be finite and not negative, but got -1.0"),
         ({"custom_keys": {"a": {"decay_mult": float("nan")}}}, r"keys\['a'\].decay_mult .* nan"),
         ({"custom_keys": {"a": {"lr_mul": 0.1}}}, "'lr_mul' should be 'lr_mult'"),
+        ({"custom_keys": {"a": {"decay_mult": 1}}}, "_mult multiplies weight_decay: the optimiz"),
+        ({"norm_decay_mult": 0.0}, "_mult multiplies weight_decay: the optimizer's must be"),
+        ({"bias_lr_mult": 2.0}, "_mult multiplies lr: the optimizer's must be configured"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused(cfg: Any, message: str) -> None:
+def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(rules: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ours(nn.Linear(1, 1), cfg)
-
-
-@pytest.mark.parametrize(
-    ("rule", "base"),
-    [
-        *[({rule: 0.0}, "weight_decay") for rule in DECAYS],
-        ({"custom_keys": {"a": {"decay_mult": 1}}}, "weight_decay"),
-        ({"bias_lr_mult": 2.0}, "lr"),
-    ],
-)
-def test_what_a_rule_multiplies_must_be_configured(rule: dict[str, Any], base: str) -> None:
-    cfg = {"optimizer": {"type": "Adam"}}
-    with pytest.raises(ValueError, match=f"_mult multiplies {base}: the optimizer's must be"):
-        DefaultOptimWrapperConstructor(cfg, rule)(nn.Linear(1, 1))
+        DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)(nn.Linear(1, 1))
 
 
 # The same as MMEngine, for random rules
