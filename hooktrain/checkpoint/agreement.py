@@ -1,15 +1,14 @@
 """What fails on one rank is raised on every rank."""
 
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.dtensor import is_sharded, map_leaves
 
 T = TypeVar("T")
 
@@ -53,20 +52,6 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
     """
     is_main = comm.is_main_process()
     return on_all_ranks(lambda: function() if is_main else None, group)[0]  # type: ignore[return-value]
-
-
-def names_that_differ(values: Mapping[str, Any]) -> list[str]:
-    """The names of the values that are not the same on all ranks, as far as they print. Collective.
-
-    Args:
-        values: by name; what only some ranks have is not compared, nor are sharded tensors.
-    """
-    prints = {
-        name: repr(map_leaves(lambda _, leaf: None if is_sharded(leaf) else leaf, value))
-        for name, value in values.items()
-    }
-    everywhere = comm.all_gather(prints)
-    return [n for n, own in prints.items() if any(o.get(n, own) != own for o in everywhere)]
 
 
 def all_come(seconds: float | None = None) -> bool:

@@ -11,7 +11,7 @@ import torch
 from tabulate import tabulate
 
 from hooktrain import __version__
-from hooktrain.checkpoint.agreement import names_that_differ, on_all_ranks
+from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
@@ -142,7 +142,6 @@ class TrainerBase:
         self._stop_request: str | None = None
         self.stop_reason: str | None = None
         self._late_error: Exception | None = None
-        self._compared = False
 
     def register_hooks(
         self,
@@ -407,27 +406,15 @@ class TrainerBase:
     def prepare_save(self, on_every_rank: bool = True) -> None:
         """What a hook calls before it saves, so that all ranks know of what must not be saved.
 
-        With several ranks, the first call warns of what is not the same on all of them, since a
-        checkpoint holds the main process's.
-
         Args:
             on_every_rank: whether all ranks call it; then it is a collective.
 
         Raises:
             FloatingPointError: as :meth:`state_dict` does, but on every rank.
         """
-        if not on_every_rank or comm.get_world_size() == 1:
-            return
-        self.synchronize()
-        on_all_ranks(self._check_finite)
-        if not self._compared and (names := names_that_differ(self._of_this_rank())):
-            text = "Ranks differ in %s. Of these a checkpoint holds what the main process has"
-            logger.warning(text, names)
-        self._compared = True
-
-    def _of_this_rank(self) -> dict[str, Any]:
-        """What is saved of the main process, and should be the same on all ranks."""
-        return {name: hook.state_dict() for name, hook in self._named_hooks().items()}
+        if on_every_rank and comm.get_world_size() > 1:
+            self.synchronize()
+            on_all_ranks(self._check_finite)
 
     def _check_finite(self) -> None:
         self._losses.check(self.storage, self._finished)

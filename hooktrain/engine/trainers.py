@@ -203,14 +203,6 @@ class ModelTrainer(TrainerBase):
         """
         self._losses.tolerate(self.iter)
 
-    def _of_this_rank(self) -> dict[str, Any]:
-        parts = {**super()._of_this_rank(), "data": self._batches.state_dict()}
-        if getattr(self.model, "broadcast_buffers", False):  # the main process's count anyway
-            return parts
-        statistics = ("running_mean", "running_var")  # of batch norms: no training depends on them
-        buffers = unwrap_model(self.model).named_buffers()
-        return {**parts, **{n: b for n, b in buffers if not n.endswith(statistics)}}
-
     def _non_finite(self) -> set[str]:
         return non_finite(unwrap_model(self.model).state_dict())
 

@@ -195,21 +195,21 @@ def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(tmp_path: Path
 
 class OfItsRank(HookBase):
     def state_dict(self) -> dict[str, Any]:
-        return {"rank": comm.get_rank(), "of all": torch.ones(3)}
+        return {"rank": comm.get_rank(), "average": torch.full((3,), float(comm.get_rank()))}
 
 
 class OwnPosition(list[Tensor]):
     """A loader that has a state on each rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": torch.tensor([1, comm.get_rank()])}
+        return {"position": [1, comm.get_rank()]}
 
 
 def differ_by_rank(folder: Path) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hooktrain.engine.train_loop").addHandler(handler)
+    logging.getLogger("hooktrain.engine.rank_differences").addHandler(handler)
     model = LinearLoss()
     model.register_buffer("own", torch.full((2,), float(comm.get_rank())))
     model.register_buffer("shared", torch.ones(2))

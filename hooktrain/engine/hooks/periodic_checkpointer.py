@@ -1,6 +1,7 @@
 """Saves checkpoints while training."""
 
 from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
+from hooktrain.engine.rank_differences import warn_of_differences
 from hooktrain.engine.train_loop import HookBase
 
 
@@ -24,7 +25,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     def before_train(self) -> None:
         """Learn where the run begins and ends; refuse states that could not be saved."""
         self.max_iter = self.trainer.max_iter
-        self._is_put_off = False
+        self._is_put_off = self._compared = False
         self.checkpointer.check_states()
         hooks = self.trainer._hooks
         late = [type(h).__name__ for h in hooks[hooks.index(self) + 1 :] if h.state_dict()]
@@ -43,6 +44,9 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         self._is_put_off = is_wanted and not is_late and not self.trainer.can_save
         if is_wanted and not self._is_put_off:
             self.trainer.prepare_save(self.on_every_rank)
+            if self.on_every_rank and not self._compared:
+                warn_of_differences(self.trainer)
+            self._compared = True
             self.save_at(self.trainer.iter)
 
     def after_train(self) -> None:
