@@ -12,7 +12,13 @@ from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicWriter, Preemption
+from hooktrain.engine.hooks import (
+    CallbackHook,
+    EvalHook,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+    Preemption,
+)
 from hooktrain.utils import comm
 from hooktrain.utils.events import (
     EventWriter,
@@ -67,10 +73,12 @@ def test_every_writer_is_closed_even_if_one_fails_and_the_error_comes_back() -> 
     assert second.log == ["rewind 0", "write 0", "close"]
 
 
-def train(folder: Path, preempted_at: int = -1) -> None:
+def train(folder: Path, preempted_at: int = -1, broken_at: int = -1) -> None:
     """60 iterations, or those that are left."""
 
     def put(trainer: Any) -> None:
+        if trainer.iter == broken_at:
+            raise ValueError("broken")
         trainer.storage.put_scalar("loss", math.sin(trainer.iter))
         trainer.storage.put_scalar("lr", 1 / (1 + trainer.iter), smoothing_hint=False)
         if trainer.iter == preempted_at:
@@ -84,11 +92,12 @@ def train(folder: Path, preempted_at: int = -1) -> None:
             CallbackHook(after_step=put),
             EvalHook(3, lambda: {"accuracy": trainer.iter / 100}, eval_after_train=False),
             PeriodicWriter(writers, period=20),
+            PeriodicCheckpointer(checkpointer, period=8),
             Preemption(checkpointer),
         ]
     )
     checkpointer.resume_or_load("", resume=True)
-    with suppress(SystemExit):
+    with suppress(SystemExit, ValueError):
         trainer.train(max_iter=60)
 
 
@@ -114,6 +123,18 @@ def test_a_preempted_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbe
     assert (twice / "metrics.json").read_text() == (once / "metrics.json").read_text()
     assert points(twice) == points(once)
     assert len(points(once)["accuracy"]) == 20
+
+
+@pytest.mark.parametrize("iteration", [32, 34])
+def test_what_a_run_wrote_as_it_broke_off_goes_when_it_is_resumed(
+    iteration: int, tmp_path: Path
+) -> None:
+    train(tmp_path / "once")
+    train(tmp_path / "twice", broken_at=iteration)
+    path = tmp_path / "twice" / "metrics.json"
+    assert load_json_metrics(path)[-1]["iteration"] == iteration - 1
+    train(tmp_path / "twice")
+    assert path.read_text() == (tmp_path / "once" / "metrics.json").read_text()
 
 
 class Full(Recorder):
