@@ -110,7 +110,7 @@ class Checkpointer:
         self._worker = BackgroundWorker("checkpoint")
         self._stager: Any = None
         self._group: ProcessGroup | None = None
-        self._is_prepared = False
+        self._is_swept = False
         self._resumed = ""
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
@@ -135,13 +135,23 @@ class Checkpointer:
         if name[:1] in ("", ".") or name != os.path.basename(name):
             raise ValueError(f"name must be a visible file name without a folder, got {name!r}")
 
-    def check_states(self) -> None:
-        """Raise a TypeError for what :meth:`save` would refuse, before it is hours of training.
+    def begin_run(self) -> None:
+        """What a run calls before its first step, on all ranks as :meth:`save`.
 
-        Only the checkpointables are looked at. On all ranks, as for :meth:`save`.
+        It sweeps what a killed run has left.
+
+        Raises:
+            TypeError: if the state of a checkpointable is one that :meth:`save` would refuse.
         """
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
         check_storable(_with_plain_numbers(states), shards=True)
+        if self.save_to_disk and os.path.isdir(self.save_dir):
+            self._sweep()
+
+    def _sweep(self) -> None:
+        if not self._is_swept:
+            sweep(self.save_dir)
+            self._is_swept = True
 
     def save(
         self,
@@ -213,12 +223,10 @@ class Checkpointer:
             write(state)
 
     def _prepare(self, state: State, path: str) -> None:
-        """Refuse what would not load; before the first save, sweep what a killed run has left."""
+        """Refuse what would not load; make the folder and room in it."""
         check_storable(state, shards=self.sharded)
         os.makedirs(self.save_dir, exist_ok=True)
-        if not self._is_prepared:
-            sweep(self.save_dir)
-            self._is_prepared = True
+        self._sweep()
         make_room(path, is_folder if self.sharded else os.path.isfile)
 
     def _write_in_background(self, write: Callable[[State], None], state: State) -> None:

@@ -182,14 +182,20 @@ def test_checkpointables_are_checked_when_added() -> None:
     assert list(checkpointer.checkpointables) == ["trainer", "ema"]
 
 
-def test_leftover_temporary_files_are_swept_at_the_first_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [True, False])
+def test_leftover_temporary_files_are_swept_as_a_run_begins_or_saves(
+    tmp_path: Path, saves: bool
+) -> None:
     stale = tmp_path / ".model_0000009.pth.tmp-999999999-0a1b2c3d"
     stale.write_bytes(b"half a checkpoint")
     checkpointer = Checkpointer(model_of(3), tmp_path)
     checkpointer.resume_or_load("")
     assert stale.exists()  # looking at a folder, perhaps of a living run, changes nothing in it
-    checkpointer.save("a")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"]
+    if saves:
+        checkpointer.save("a")
+    else:
+        checkpointer.begin_run()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"][: 2 * saves]
 
 
 class Plain(Counter):

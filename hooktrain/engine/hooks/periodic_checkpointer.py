@@ -26,7 +26,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         """Learn where the run begins and ends; refuse states that could not be saved."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = self._compared = False
-        self.checkpointer.check_states()
+        self.checkpointer.begin_run()
         hooks = self.trainer._hooks
         late = [type(h).__name__ for h in hooks[hooks.index(self) + 1 :] if h.state_dict()]
         if late:
