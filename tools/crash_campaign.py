@@ -42,7 +42,7 @@ from hooktrain.utils.events import load_json_metrics
 CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
 CONTEXT = multiprocessing.get_context("forkserver")
 OPTIONS = [
-    "train.max_iter=80",
+    "train.max_iter=90",
     "train.checkpointer.period=7",
     "train.checkpointer.max_to_keep=3",
     "train.eval_period=30",
@@ -56,18 +56,18 @@ TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 LIMIT_SECONDS = 120.0
 ERRORS = {"a full disk": 28, "an input/output error": 5, "a stale file handle": 116}
 
-# Faults by their name: how often each is drawn. The first three are kills.
+# Faults by their name: how often each is drawn.
 FAULTS = {
     "SIGKILL to all processes": 6,
     "SIGKILL to one rank": 3,
     "SIGKILL at a system call of a save": 6,
     "SIGKILL to the parent of the ranks": 1,
     "SIGKILL to a loader worker": 1,
-    "SIGTERM or SIGINT to one process": 1,
-    "SIGTERM or SIGINT to all processes": 1,
-    "a system call of a save fails": 1,
-    "SIGKILL, and the newest checkpoint is damaged": 1,
-    "SIGKILL, and the pointer is damaged": 0.5,
+    "SIGTERM or SIGINT to one process": 1.5,
+    "SIGTERM or SIGINT to all processes": 1.5,
+    "a system call of a save fails": 3,
+    "SIGKILL, and the newest checkpoint is damaged": 1.5,
+    "SIGKILL, and the pointer is damaged": 1,
     "a rank hangs": 0.1,
     "a loader worker hangs": 0.1,
     "all processes are suspended": 0.1,
@@ -228,12 +228,12 @@ def run(
     at_call = None
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
-        at_call = AtCall(draw.randint(1, 80), error, draw.randrange(2))
+        at_call = AtCall(draw.randint(1, 60), error, draw.randrange(2))
     process = CONTEXT.Process(target=train, args=(str(folder), variant, at_call))
     process.start()
     hit = False
     if fault and at_call is None:
-        process.join(draw.uniform(0, seconds))
+        process.join(draw.uniform(0, seconds / 2))  # most runs have only a part left to do
         hit = process.is_alive() and strike(fault, process, variant, draw)
     process.join(LIMIT_SECONDS)
     deadline = time.monotonic() + 15
@@ -321,7 +321,7 @@ class Campaign:
         struck: list[str] = []
         problem = ""
         try:
-            for _ in range(draw.randint(3, 8)):
+            for _ in range(draw.randint(4, 12)):
                 (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
                 code, hit = run(folder, variant, fault, seconds, draw)
                 if hit:

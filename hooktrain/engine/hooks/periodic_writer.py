@@ -13,12 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class PeriodicWriter(HookBase):
-    """Lets writers write every ``period`` iterations, at the last one, and at the end.
+    """Lets writers write every ``period`` iterations, at the last one, and at a good end.
 
     Register it after the hooks whose metrics it writes, and before the checkpointer: then
-    the files are complete up to each checkpoint, and a resumed run continues them seamlessly. The
-    metrics of the period in which a run is preempted are in its checkpoint; the run that goes on
-    writes them at the end of the period.
+    the files are complete up to each checkpoint, and a resumed run continues them seamlessly. A
+    run that fails or is preempted writes no part of a period: the one that goes on writes it whole.
 
     A full disk is logged and does not end the run, unless it is still full at the end.
 
@@ -61,10 +60,9 @@ class PeriodicWriter(HookBase):
                 logger.error("%s: NOT WRITTEN: %s. Training goes on and tries again", name, error)
 
     def after_train(self) -> None:
-        """Write what came last, such as the final evaluation, and close every writer."""
-        goes_on = self.trainer.stop_reason is not None and not self.trainer.succeeded
+        """Close every writer; after a good end write what came last, as the final evaluation."""
         with ExitStack() as last_first:  # calls them all, whatever they raise
             for writer in reversed(self._writers):
                 last_first.callback(writer.close)
-                if not goes_on:
+                if self.trainer.succeeded:
                     last_first.callback(writer.write)

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from io import BytesIO, FileIO
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,8 @@ class JSONWriter(EventWriter):
 
         If ``iteration`` is 0, a new run begins: a file that is there already is renamed to the
         first free ``<name>.1``, ``<name>.2``, ... Otherwise the lines from ``iteration`` on are
-        removed, what was written after the checkpoint, and incomplete lines, as a run leaves them
-        that is killed. What is missing of earlier ones is said loudly, and what was not smoothed is
-        written again.
+        removed, and those that are incomplete, as a run leaves them that is killed. What is missing
+        of earlier ones is said loudly, and what was not smoothed is written again.
         """
         if not comm.is_main_process():
             return
@@ -119,9 +118,7 @@ class JSONWriter(EventWriter):
                 "A new run begins: moved the metrics of another from %s to %s", self._path, free
             )
             return
-        # What was written after the checkpoint goes, whatever its iteration.
-        lines = _read_lines(self._path, before or size)
-        kept = [(text, line) for text, line in lines if line["iteration"] < iteration]
+        kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
         with atomic_write(self._path) as file:
             file.writelines(f"{text}\n".encode() for text, _ in kept)
         self._unwritten.rewind((name, line["iteration"]) for _, line in kept for name in line)
@@ -146,16 +143,15 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     return [
         {k: float(v) if v in _SPELLED.values() else v for k, v in line.items()}
-        for _, line in _read_lines(Path(path), None)
+        for _, line in _read_lines(Path(path))
     ]
 
 
-def _read_lines(path: Path, size: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The valid lines of the first bytes, each as the text in the file and as a dict."""
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The valid lines, each as the text in the file and as a dict."""
     broken = []
-    with open(path, "rb") as file:
-        for number, raw in enumerate(BytesIO(file.read(size)), 1):
-            text = raw.decode(errors="replace")
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
             except ValueError:
