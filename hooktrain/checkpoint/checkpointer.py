@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
+from hooktrain.checkpoint.earlier import begin_anew, make_room
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     check_storable,
@@ -22,9 +23,7 @@ from hooktrain.checkpoint.files import (
 from hooktrain.checkpoint.formats import read_on_all_ranks
 from hooktrain.checkpoint.resume import (
     POINTER,
-    begin_anew,
     checkpoint_names,
-    make_room,
     names_to_resume,
     read_pointer,
     write_pointer,
@@ -228,6 +227,7 @@ class Checkpointer:
         os.makedirs(self.save_dir, exist_ok=True)
         self._sweep()
         make_room(path, is_folder if self.sharded else os.path.isfile)
+        make_room(os.path.join(self.save_dir, POINTER))
 
     def _write_in_background(self, write: Callable[[State], None], state: State) -> None:
         """Copy a state into host memory that is kept for it; a thread writes that."""

@@ -11,8 +11,7 @@ what it finds into a subfolder ``earlier-<number>``.
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -24,11 +23,11 @@ logger = logging.getLogger(__name__)
 POINTER = "last_checkpoint"
 
 _NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
-_OF_A_RUN = re.compile(r".+_([0-9]{7,}|final)(\.pth|\.old-.+)?")
+OF_A_RUN = re.compile(r".+_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 # MMEngine's epoch_12.pth too is looked into; all other names may be anybody's.
 _RESUMABLE = re.compile(r".+_([0-9]+|final)(\.pth|\.old-.+)?")
 # "model_best.pth" and the like hold a good state, not the last one.
-_BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
+BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
@@ -36,7 +35,6 @@ def write_pointer(save_dir: str, name: str) -> None:
 
     Only its name is written, so that the folder may be moved.
     """
-    make_room(os.path.join(save_dir, POINTER))
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
@@ -79,7 +77,7 @@ def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
     limit = iteration_in_name(pointed)
     found = []
     for name in checkpoint_names(save_dir):
-        if name == pointed or _BEST.search(name) or not _RESUMABLE.fullmatch(name):
+        if name == pointed or BEST.search(name) or not _RESUMABLE.fullmatch(name):
             continue
         iteration = iteration_in_name(name)
         if iteration is None:
@@ -125,50 +123,13 @@ def _stored_iteration(path: str) -> int | None:
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
         # A run's own is to be tried last, and then counted among the broken ones.
-        return -2 if _OF_A_RUN.fullmatch(os.path.basename(path)) else None
+        return -2 if OF_A_RUN.fullmatch(os.path.basename(path)) else None
     trainer, meta = state.get("trainer"), state.get("meta")
     holder = trainer if "iteration" not in state and isinstance(trainer, dict) else state
     iteration = holder.get("iteration")
     if iteration is None and isinstance(meta, dict) and "optimizer" in state:
         iteration = meta.get("iter", 0) - 1  # MMEngine's number of finished iterations
     return iteration if isinstance(iteration, int) else None
-
-
-def begin_anew(save_dir: str, kept: str = "") -> None:
-    """Move what an earlier run has left, the pointer last, into a subfolder ``earlier-<number>``.
-
-    Args:
-        save_dir: the folder; it need not be there.
-        kept: the name of a checkpoint that stays.
-    """
-    pointed = read_pointer(save_dir)
-    names = [
-        name
-        for name in checkpoint_names(save_dir)
-        if name != kept and (name == pointed or _OF_A_RUN.fullmatch(name) or _BEST.search(name))
-    ]
-    if names:
-        if pointed and pointed != kept:
-            names.append(POINTER)
-        aside = _set_aside(save_dir, *names)
-        message = "A new run begins: moved %s of an earlier one to %s. To go on with that, stop "
-        message += "this run, move them back, and resume"
-        logger.warning(message, names, aside)
-
-
-def make_room(path: str, is_wanted: Callable[[str], bool] = os.path.isfile) -> None:
-    """Set aside, loudly, what has the name of a file or folder to be written and is none."""
-    if os.path.lexists(path) and not is_wanted(path):
-        aside = _set_aside(*os.path.split(path))
-        logger.error("Something else has the name of %s: it is moved to %s", path, aside)
-
-
-def _set_aside(save_dir: str, *names: str) -> Path:
-    aside = next(p for n in count(1) if not (p := Path(save_dir, f"earlier-{n}")).exists())
-    aside.mkdir()
-    for name in names:
-        os.rename(os.path.join(save_dir, name), aside / name)
-    return aside
 
 
 def files_to_delete(

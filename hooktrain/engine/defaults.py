@@ -19,7 +19,8 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import newest_before
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
-from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
+from hooktrain.engine.step_trainer import StepTrainer
+from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp

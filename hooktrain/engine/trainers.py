@@ -1,98 +1,25 @@
-"""Trainers with a step: models that return losses, and models that own their step."""
+"""Trainers with a step, for models that return losses."""
 
-import logging
 import operator
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial, reduce
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hooktrain.engine.batches import Batches
 from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.solver.optim_state import without_schedules
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.finite import non_finite
 from hooktrain.utils.registry import unwrap_model
-from hooktrain.utils.workers import start_workers
-
-logger = logging.getLogger(__name__)
-
-
-class Batches(Iterator[Any]):
-    """The batches of a loader. A finite loader starts again when it is exhausted.
-
-    Before it starts again, ``set_epoch`` is called where the loader's ``sampler``, its
-    ``batch_sampler`` or the sampler of that one has it.
-
-    Args:
-        loader: an iterable of batches.
-
-    Attributes:
-        epoch: how often the loader was exhausted.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self.epoch = 0
-        self._iterator: Iterator[Any] | None = None
-
-    def start(self) -> Iterator[Any]:
-        """The loader's iterator. Starts its workers if they do not run."""
-        if self._iterator is None:
-            batch_sampler = getattr(self.loader, "batch_sampler", None)
-            inner: Any = [getattr(owner, "sampler", None) for owner in (self.loader, batch_sampler)]
-            for sampler in (*inner, batch_sampler):
-                if self.epoch > 0 and hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(self.epoch)
-            self._iterator = start_workers(self.loader)
-        return self._iterator
-
-    def __next__(self) -> Any:
-        if self._iterator is not None:
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                self.epoch += 1
-                self._iterator = None
-        for batch in self.start():
-            return batch
-        raise ValueError(
-            f"the data loader is empty, or starts only once as a generator does: {self.loader!r}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the loader's own position if it has one."""
-        state: dict[str, Any] = {"epoch": self.epoch}
-        if hasattr(self.loader, "state_dict"):
-            state["loader"] = self.loader.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, begun: bool) -> None:
-        """Load what ``state_dict`` returned.
-
-        Args:
-            state_dict: the state.
-            begun: whether batches were taken before it was saved, so that a position that cannot
-                be restored is worth a warning.
-        """
-        self.epoch = int(state_dict.get("epoch", 0))
-        self._iterator = None
-        if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state_dict["loader"])
-        elif begun:
-            logger.warning(
-                "The position in the data could not be restored: it was not saved, or the loader "
-                "has no load_state_dict. The loader starts at its first batch. Loaders of "
-                "hooktrain.data.build_train_loader continue."
-            )
 
 
 class ModelTrainer(TrainerBase):
-    """What the trainers below share: a model, its data and its optimizer.
+    """What trainers with a step share: a model, its data and its optimizer.
 
     Args:
         model: the model. It is put into training mode.
@@ -369,91 +296,3 @@ class AMPTrainer(SimpleTrainer):
             scale = self.grad_scaler.get_scale()
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()
-
-
-class StepTrainer(ModelTrainer):
-    """The training of a model with ``train_step(data, optim_wrapper)``.
-
-    An iteration is one call of it with one batch. The model decides what is updated, how often and
-    by which optimizer; it returns a dict of values to log. ``accumulative_counts`` counts calls of
-    ``update_params``, and the hooks' ``after_backward`` runs in each update.
-
-    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has left the
-    update to the trainer.
-
-    The arguments are those of :class:`ModelTrainer`; ``optimizer`` may also be an
-    :class:`~hooktrain.solver.OptimWrapperDict`. The check for losses that are not finite comes
-    after the update, and always before a checkpoint.
-    """
-
-    def _wrappers(self) -> Mapping[str, OptimWrapper]:
-        return wrappers_by_name(self.optim_wrapper)
-
-    @property
-    def can_save(self) -> bool:
-        """Whether no window of accumulation is open: its gradients are not saved."""
-        return all(wrapper.should_update() for wrapper in self._wrappers().values())
-
-    def run_step(self) -> None:
-        """One batch for the model's own step."""
-        self._check_mode()
-        is_first = self.iter == self.start_iter
-        if is_first:
-            self._begin_run()
-            counts = {name: w.inner_count for name, w in self._wrappers().items()}
-            # How often the model calls update_params in an iteration: as it did so far, else once.
-            each = {name: max(1, count // max(1, self.iter)) for name, count in counts.items()}
-            self._expect_updates(each, self.max_iter - self.iter)
-        start = time.perf_counter()
-        data = next(self._batches)
-        data_time = time.perf_counter() - start
-        outputs = self._call_step(data)
-        if is_first:  # it has shown how often the model calls update_params
-            made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
-            if made != each:
-                self._expect_updates(made, self.max_iter - self.iter - 1)
-            if not any(made.values()):
-                logger.warning("train_step has not called update_params: nothing may be trained")
-        self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
-
-    def _begin_run(self) -> None:
-        """Set the wrappers up. What a step that broke off has left is forgotten."""
-        self.optim_wrapper.start_window()
-        self.optim_wrapper.zero_grad()
-        for wrapper in self._wrappers().values():
-            wrapper.after_backward = partial(self._before_update, wrapper)
-
-    def _call_step(self, data: Any) -> Mapping[str, Any]:
-        outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
-        if not isinstance(outputs, Mapping):
-            raise TypeError(f"train_step must return a dict of values to log, not {outputs!r}")
-        if "log_vars" not in outputs:
-            return outputs
-        # What MMCV's runner and its optimizer hook do after a model's train_step.
-        log_vars = dict(outputs["log_vars"])
-        if "loss" in outputs:
-            self.optim_wrapper.update_params(outputs["loss"])
-            log_vars.setdefault("loss", outputs["loss"])
-        return log_vars
-
-    def _before_update(self, wrapper: OptimWrapper) -> None:
-        self.updating = wrapper
-        self.after_backward()
-
-    def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
-        """Tell the wrappers that accumulate how many backward passes are still to come."""
-        for name, wrapper in self._wrappers().items():
-            if wrapper.accumulative_counts > 1:
-                done = wrapper.inner_count
-                wrapper.initialize_count_status(self.model, done, done + each[name] * iterations)
-
-    def after_train(self) -> None:
-        """Call the hooks; say so if the last window of accumulation made no update."""
-        for wrapper in self._wrappers().values():
-            wrapper.after_backward = None
-        super().after_train()
-        if self.succeeded and not self.can_save:
-            logger.warning(
-                "The run ended inside of a window of accumulation: its last backward passes "
-                "made no update, and are lost"
-            )

@@ -5,13 +5,12 @@ import logging
 import math
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_toys import Net, Stream, batches, make, sgd
+from trainer_toys import Net, batches, make, sgd
 
 from gloo import run_ranks
 from hooktrain.config import LazyConfig
@@ -130,52 +129,6 @@ def test_wrong_arguments_are_refused() -> None:
         make(gather_metric_period=0)
 
 
-@pytest.mark.parametrize("place", ["sampler", "batch_sampler", "batch_sampler.sampler"])
-def test_an_exhausted_loader_starts_again_with_the_next_epoch(place: str) -> None:
-    class Loader(list[Tensor]):
-        pass
-
-    epochs: list[int] = []
-    loader = Loader(batches(2))
-    sampler: Any = loader
-    for name in place.split("."):
-        setattr(sampler, name, SimpleNamespace())
-        sampler = getattr(sampler, name)
-    sampler.set_epoch = epochs.append
-    trainer = make(loader)
-    trainer.train(0, 5)
-    assert trainer.iter == 5
-    assert epochs == [1, 2]
-
-
-def test_an_empty_loader_is_an_error_not_an_endless_loop() -> None:
-    for data in ([], iter(batches(1))):
-        with pytest.raises(ValueError, match="data loader is empty, or starts only once"):
-            make(data).train(0, 2)
-
-
-def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -> None:
-    class Loader(list[Tensor]):
-        pass
-
-    old = Loader(batches(2))
-    gone = weakref.ref(old)
-    trainer = make(old)
-    del old
-    trainer.train(0, 1)
-    seen = []
-
-    def build() -> Loader:
-        gc.collect()
-        seen.append(gone() is None)
-        return Loader(batches(1))
-
-    trainer.reset_data_loader(build)
-    assert seen == [True]
-    trainer.train(max_iter=3)
-    assert trainer.iter == 3
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update() -> None:
     data = batches(3)
     data[1][0, 0] = math.nan
@@ -259,16 +212,6 @@ def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None
     assert got == pytest.approx(means, rel=1e-6)
 
 
-def test_another_loader_is_used_from_the_next_batch_on() -> None:
-    trainer = make()
-    trainer.train(0, 1)
-    seen: list[Tensor] = []
-    trainer.model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    trainer.data_loader = batches(3)[2:]
-    trainer.train(max_iter=2)
-    assert torch.equal(seen[0], batches(3)[2])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
     dtype: torch.dtype,
@@ -329,21 +272,6 @@ def test_the_learned_state_resumes_bit_for_bit_with_momentum_and_dropout() -> No
     assert torch.equal(second.model.fc.weight, whole.model.fc.weight)
     histories = [t.storage.history("total_loss").values() for t in (second, whole)]
     assert histories[0] == histories[1]
-
-
-def test_a_loader_that_cannot_be_positioned_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    saved, loaded = make(), make()
-    saved.train(0, 1)
-    loaded.load_state_dict(saved.state_dict())
-    assert "position in the data could not be restored" in caplog.text
-
-
-def test_a_loader_with_state_continues_where_it_was() -> None:
-    saved, loaded = make(Stream()), make(Stream())
-    saved.train(0, 3)
-    loaded.load_state_dict(saved.state_dict())
-    loaded.train(max_iter=5)
-    assert loaded.data_loader.position == 5  # type: ignore[attr-defined]
 
 
 def test_the_optimizer_alone_can_be_loaded() -> None:
@@ -463,22 +391,6 @@ def test_training_logs_from_where_it_starts(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO):
         make().train(0, 1)
     assert "Starting training from iteration 0" in caplog.text
-
-
-def test_the_epoch_of_a_finite_loader_resumes_with_its_order() -> None:
-    announced: list[int] = []
-
-    class Loader(list[Tensor]):
-        class sampler:  # noqa: N801
-            set_epoch = announced.append
-
-    first = make(Loader(batches(2)))
-    first.train(0, 5)
-    assert announced == [1, 2]
-    second = make(Loader(batches(2)))
-    second.load_state_dict(first.state_dict())
-    second.train(max_iter=6)
-    assert announced == [1, 2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, "float16"])

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from hooktrain.engine.batches import Batches
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.engine.trainers import Batches
 from hooktrain.model import get_bn_modules, update_bn_stats
 from hooktrain.utils.events import EventStorage
 
