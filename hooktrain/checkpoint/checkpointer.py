@@ -148,9 +148,8 @@ class Checkpointer:
             self._sweep()
 
     def _sweep(self) -> None:
-        if not self._is_swept:
-            sweep(self.save_dir)
-            self._is_swept = True
+        sweep(self.save_dir)
+        self._is_swept = True
 
     def save(
         self,
@@ -225,7 +224,8 @@ class Checkpointer:
         """Refuse what would not load; make the folder and room in it."""
         check_storable(state, shards=self.sharded)
         os.makedirs(self.save_dir, exist_ok=True)
-        self._sweep()
+        if not self._is_swept:
+            self._sweep()
         make_room(path, is_folder if self.sharded else os.path.isfile)
         make_room(os.path.join(self.save_dir, POINTER))
 

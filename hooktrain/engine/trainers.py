@@ -15,7 +15,6 @@ from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.utils.finite import non_finite
-from hooktrain.utils.registry import unwrap_model
 
 
 class ModelTrainer(TrainerBase):
@@ -112,7 +111,7 @@ class ModelTrainer(TrainerBase):
     def before_train(self) -> None:
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""
         super().before_train()
-        self._meant_so = self._non_finite()
+        self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._batches.start()
 
@@ -130,15 +129,17 @@ class ModelTrainer(TrainerBase):
         """
         self._losses.tolerate(self.iter)
 
-    def _non_finite(self) -> set[str]:
-        return non_finite(unwrap_model(self.model).state_dict())
-
     def _check_finite(self) -> None:
         super()._check_finite()
-        if self._meant_so is not None and (broken := sorted(self._non_finite() - self._meant_so)):
+        if self._meant_so is None:  # no run has begun
+            return
+        broken = non_finite(self.model.state_dict()) - self._meant_so
+        if broken:
+            iteration = self._finished - 1
             raise FloatingPointError(
-                "Weights or buffers became infinite or NaN at or before iteration="
-                f"{self._finished - 1}, and are not saved: {broken[:10]}"
+                f"Weights or buffers became infinite or NaN at or before iteration={iteration}, "
+                f"and are not saved: {sorted(broken)[:10]}\nTo see where that begins: --replay "
+                f"{iteration}, or the hook Replay({iteration})"
             )
 
     def state_dict(self) -> dict[str, Any]:
