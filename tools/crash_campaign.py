@@ -42,7 +42,8 @@ from hooktrain.utils.events import load_json_metrics
 CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
 CONTEXT = multiprocessing.get_context("forkserver")
 OPTIONS = [
-    "train.max_iter=90",
+    "train.max_iter=70",
+    "dataloader.train.total_batch_size=16",
     "train.checkpointer.period=7",
     "train.checkpointer.max_to_keep=3",
     "train.eval_period=30",
