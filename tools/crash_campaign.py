@@ -324,12 +324,15 @@ class Campaign:
         try:
             for _ in range(draw.randint(4, 12)):
                 (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
+                log = Path(f"{folder}.log")
+                before = log.stat().st_size if log.exists() else 0
                 code, hit = run(folder, variant, fault, seconds, draw)
                 if hit:
                     struck.append(fault)
                 if hit and "damaged" in fault and folder.is_dir():
                     damage(folder, fault, draw)
-                if code == 1 and fault.startswith("SIGTERM or SIGINT"):
+                trains = b"Starting training" in log.read_bytes()[before:]
+                if code == 1 and trains and fault.startswith("SIGTERM or SIGINT"):
                     raise LostRunError("a signal was answered with an error")
                 if code == 0:
                     break
