@@ -272,6 +272,7 @@ def outcome(folder: Path) -> Any:
     path = next(path for path in folder.glob("model_final*"))
     state = read_checkpoint(str(path))
     trainer = {k: v for k, v in state["trainer"].items() if k not in ("meta", "storage")}
+    trainer["hooks"].pop("BestCheckpointer")  # it forgets a best model that a full disk refused
     rows = load_json_metrics(folder / "metrics.json")
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
     return {"model": state["model"], "trainer": trainer, "rows": rows}
@@ -319,13 +320,14 @@ class Campaign:
         variant = draw.choice(VARIANTS)
         expected, seconds = self.undisturbed(variant)
         folder = self.folder / f"try-{number}"
+        log = Path(f"{folder}.log")
+        log.touch()
         struck: list[str] = []
         problem = ""
         try:
             for _ in range(draw.randint(4, 12)):
                 (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
-                log = Path(f"{folder}.log")
-                before = log.stat().st_size if log.exists() else 0
+                before = log.stat().st_size
                 code, hit = run(folder, variant, fault, seconds, draw)
                 if hit:
                     struck.append(fault)
@@ -353,7 +355,7 @@ class Campaign:
             print(f"try {number}: {self.struck.total()} faults, {failures} failures", flush=True)
         if not problem:
             shutil.rmtree(folder)
-            os.remove(f"{folder}.log")
+            log.unlink()
 
     def go(self, jobs: int) -> None:
         """Try until there were enough faults."""
