@@ -333,7 +333,7 @@ class Campaign:
                     struck.append(fault)
                 if hit and "damaged" in fault and folder.is_dir():
                     damage(folder, fault, draw)
-                trains = b"Starting training" in log.read_bytes()[before:]
+                trains = b"Saving checkpoint" in log.read_bytes()[before:]  # not still starting
                 if code == 1 and trains and fault.startswith("SIGTERM or SIGINT"):
                     raise LostRunError("a signal was answered with an error")
                 if code == 0:
