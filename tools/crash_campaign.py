@@ -230,12 +230,17 @@ def run(
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
         at_call = AtCall(draw.randint(1, 60), error, draw.randrange(2))
+    log = Path(f"{folder}.log")
+    before = log.stat().st_size if log.exists() else 0
     process = CONTEXT.Process(target=train, args=(str(folder), variant, at_call))
     process.start()
-    hit = False
+    hit = begun = False
     if fault and at_call is None:
         process.join(draw.uniform(0, seconds / 2))  # most runs have only a part left to do
-        hit = process.is_alive() and strike(fault, process, variant, draw)
+        # A run that still starts has neither a watchdog nor something to save.
+        begun = log.exists() and b"Saving checkpoint" in log.read_bytes()[before:]
+        may_strike = begun or not fault.endswith("hangs")
+        hit = may_strike and process.is_alive() and strike(fault, process, variant, draw)
     process.join(LIMIT_SECONDS)
     deadline = time.monotonic() + 15
     while (left := parents(process.pid)) and time.monotonic() < deadline:
@@ -243,6 +248,8 @@ def run(
     send(signal.SIGKILL, list(left))
     if left:
         raise LostRunError(f"{len(left)} processes do not end")
+    if hit and begun and process.exitcode == 1 and fault.startswith("SIGTERM or SIGINT"):
+        raise LostRunError("a signal was answered with an error")
     return process.exitcode, hit or (at_call is not None and process.exitcode != 0)
 
 
@@ -327,15 +334,11 @@ class Campaign:
         try:
             for _ in range(draw.randint(4, 12)):
                 (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
-                before = log.stat().st_size
                 code, hit = run(folder, variant, fault, seconds, draw)
                 if hit:
                     struck.append(fault)
                 if hit and "damaged" in fault and folder.is_dir():
                     damage(folder, fault, draw)
-                trains = b"Saving checkpoint" in log.read_bytes()[before:]  # not still starting
-                if code == 1 and trains and fault.startswith("SIGTERM or SIGINT"):
-                    raise LostRunError("a signal was answered with an error")
                 if code == 0:
                     break
             code, _ = run(folder, variant)
