@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,19 @@ def results(revision: str, folder: Path) -> dict[str, Any]:
         subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
 
 
-def differences(a: Any, b: Any, path: str) -> list[str]:
-    """Where two nested states differ."""
+def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two nested states differ: the path and both values."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [line for key in a for line in differences(a[key], b[key], f"{path}.{key}")]
-    if isinstance(a, torch.Tensor):
-        return [] if torch.equal(a, b) else [f"{path}: {a} is not {b}"]
-    return [] if repr(a) == repr(b) else [f"{path}: {a!r:.200} is not {b!r:.200}"]
+        for key in a:
+            yield from differences(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from differences(x, y, f"{path}[{i}]")
+    elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if not torch.equal(a, b):
+            yield path, a, b
+    elif repr(a) != repr(b):
+        yield path, a, b
 
 
 def main() -> None:
@@ -93,7 +100,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         first, second = (results(revision, Path(folder)) for revision in args.names)
-    found = differences(first, second, "")
+    found = [f"{path}: {a!r:.200} is not {b!r:.200}" for path, a, b in differences(first, second)]
     print("\n".join(found) or f"equal, bit for bit: {', '.join(RUNS)}")
     sys.exit(bool(found))
 

@@ -29,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import compare_revisions
 import torch
 import train_net
 from tabulate import tabulate
@@ -285,18 +286,9 @@ def outcome(folder: Path) -> Any:
     return {"model": state["model"], "trainer": trainer, "rows": rows}
 
 
-def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+def differences(ours: Any, theirs: Any) -> list[str]:
     """The names of the parts that are not equal."""
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return [] if torch.equal(ours, theirs) else [path]
-    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        return [d for key in ours for d in differences(ours[key], theirs[key], f"{path}.{key}")]
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        return [d for i, (a, b) in pairs for d in differences(a, b, f"{path}[{i}]")]
-    if isinstance(ours, list) and isinstance(theirs, list):
-        return [f"{path} has {len(ours)} entries in place of {len(theirs)}"]
-    return [] if ours == theirs else [path]
+    return [path for path, _, _ in compare_revisions.differences(ours, theirs)]
 
 
 class Campaign:
