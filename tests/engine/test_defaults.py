@@ -127,6 +127,20 @@ def test_a_seed_that_is_not_given_is_drawn_and_saved(folder: Path, seed: str) ->
     assert saved.dataloader.train.seed == cfg.dataloader.train.seed == cfg.train.seed
 
 
+def stop_at(count: int, trainer: Any) -> None:
+    if trainer.iter + 1 == count:
+        trainer.request_stop("to go on later")
+
+
+def resume_up_to(count: int, cfg: Any) -> DefaultTrainer:
+    """Go on with the run in the output folder until so many iterations are done."""
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    trainer.register_hooks([hooks.CallbackHook(after_step=partial(stop_at, count))])
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     folder: Path, restarted: bool, monkeypatch: pytest.MonkeyPatch
@@ -135,12 +149,7 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
         np.random.seed(stop)  # each process draws another seed
         cfg = config(output, f"train.seed={seed}")
         default_setup(cfg, Namespace(**args))
-        trainer = DefaultTrainer(cfg)
-        trainer.resume_or_load(resume=True)
-        at = partial(stop_at, stop)
-        trainer.register_hooks([hooks.CallbackHook(after_step=at)])
-        trainer.train()
-        return trainer
+        return resume_up_to(stop, cfg)
 
     drawn = run(folder, None, 2).cfg.train.seed
     if restarted:
@@ -406,11 +415,6 @@ def test_a_configuration_with_two_ways_to_say_one_thing_is_refused(folder: Path)
         DefaultTrainer(cfg)
 
 
-def stop_at(count: int, trainer: Any) -> None:
-    if trainer.iter + 1 == count:
-        trainer.request_stop("to go on later")
-
-
 def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     def weights(trainer: DefaultTrainer) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
@@ -425,11 +429,7 @@ def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
         for stop in (*stops, 6):
             cfg = gan(output, *more)
             default_setup(cfg, args)
-            trainer = DefaultTrainer(cfg)
-            trainer.resume_or_load(resume=True)
-            at = partial(stop_at, stop)
-            trainer.register_hooks([hooks.CallbackHook(after_step=at)])
-            trainer.train()
+            trainer = resume_up_to(stop, cfg)
         return trainer
 
     whole = run(tmp_path / "whole")
