@@ -2,6 +2,7 @@ import importlib.util
 import math
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
     writer = TensorboardXWriter(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with EventStorage() as storage:
@@ -135,6 +137,8 @@ def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [file]
         writer.write()
     writer.close()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()  # its exception belongs to this test, not to the next
     assert scalars(tmp_path, "loss") == [(0, 1.0), (3, 2.0)]
 
 
