@@ -25,6 +25,7 @@ FLOORS = {
     "hooktrain.strategy": 3,
     "hooktrain.engine": 4,
     "hooktrain.demos": 5,
+    "hooktrain.compat": 5,
 }
 
 

@@ -1,0 +1,41 @@
+"""What training scripts import from detectron2, fvcore.common and iopath, in one place.
+
+``tools/from_detectron2.sed`` makes ``from detectron2.engine.defaults import DefaultTrainer`` into
+``from hooktrain.compat.detectron2 import DefaultTrainer``. Names of detection come from detectron2
+itself, where it is installed.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from hooktrain.checkpoint import *
+from hooktrain.config import *
+from hooktrain.data import *
+from hooktrain.engine import *
+from hooktrain.engine.hooks import *  # its PeriodicCheckpointer also serves loops without hooks
+from hooktrain.evaluation import *
+from hooktrain.model import get_bn_modules as get_bn_modules, update_bn_stats as update_bn_stats
+from hooktrain.solver import *
+from hooktrain.utils import comm as comm
+from hooktrain.utils.collect_env import collect_env_info as collect_env_info
+from hooktrain.utils.comm import *
+from hooktrain.utils.env import seed_all_rng as seed_all_rng
+from hooktrain.utils.events import *
+from hooktrain.utils.logger import *
+from hooktrain.utils.registry import Registry as Registry, locate as locate
+from hooktrain.utils.timer import Timer as Timer
+
+_OF_DETECTION = ("config", "data", "data.build", "evaluation", "checkpoint", "solver", "utils.env")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    for module in _OF_DETECTION if find_spec("detectron2") else ():
+        if hasattr(found := import_module(f"detectron2.{module}"), name):
+            return getattr(found, name)
+    raise ImportError(
+        f"hooktrain has no {name!r}. What belongs to detection, and yacs's configurations, are "
+        "detectron2's own: install it beside, or take a copy along (docs/migrating.md)"
+    )

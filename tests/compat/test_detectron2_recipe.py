@@ -1,0 +1,80 @@
+"""tools/from_detectron2.sed, and the one module that it makes scripts import from."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hooktrain.compat import detectron2
+
+RECIPE = Path(__file__).parents[2] / "tools" / "from_detectron2.sed"
+HERE = "from hooktrain.compat.detectron2 import"
+IMPORTS = {
+    "from detectron2.engine import (": f"{HERE} (",
+    "    from detectron2.engine.defaults import DefaultTrainer": f"    {HERE} DefaultTrainer",
+    "from detectron2.engine.train_loop import HookBase": f"{HERE} HookBase",
+    "from detectron2.utils import comm": f"{HERE} comm",
+    "import detectron2.utils.comm as comm": "import hooktrain.utils.comm as comm",
+    "rank = detectron2.utils.comm.get_rank()": "rank = hooktrain.utils.comm.get_rank()",
+    "from detectron2.data.samplers.distributed_sampler import TrainingSampler": (
+        f"{HERE} TrainingSampler"
+    ),
+    "from fvcore.nn.precise_bn import get_bn_modules": f"{HERE} get_bn_modules",
+    'logging.getLogger("detectron2.trainer")': 'logging.getLogger("hooktrain.trainer")',
+    **dict.fromkeys(
+        [
+            "from detectron2.modeling import build_model",
+            "from detectron2.data.datasets import register_coco_instances",
+            "from detectron2.utils.visualizer import Visualizer",
+            "from fvcore.common.config import CfgNode",
+        ]
+    ),
+}
+
+
+def test_the_recipe_changes_the_imports_of_training_and_leaves_those_of_detection() -> None:
+    done = subprocess.run(
+        ["sed", "-E", "-f", RECIPE],
+        input="\n".join(IMPORTS),
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [after or before for before, after in IMPORTS.items()]
+
+
+# By the module of detectron2, fvcore or iopath that scripts import them from.
+NAMES = """
+detectron2.checkpoint: PeriodicCheckpointer
+detectron2.config: LazyCall LazyConfig instantiate
+detectron2.data: DatasetFromList MapDataset ToIterableDataset
+detectron2.data.samplers: TrainingSampler RepeatFactorTrainingSampler InferenceSampler
+detectron2.engine: HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer create_ddp_model
+detectron2.engine: default_argument_parser default_setup default_writers hooks launch
+detectron2.engine.hooks: EvalHook LRScheduler PeriodicWriter BestCheckpointer IterationTimer
+detectron2.evaluation: DatasetEvaluator DatasetEvaluators inference_on_dataset print_csv_format
+detectron2.solver: LRMultiplier WarmupParamScheduler get_default_optimizer_params
+detectron2.utils: comm
+detectron2.utils.collect_env: collect_env_info
+detectron2.utils.comm: all_gather gather get_rank get_world_size is_main_process reduce_dict
+detectron2.utils.env: seed_all_rng
+detectron2.utils.events: EventStorage EventWriter CommonMetricPrinter JSONWriter get_event_storage
+detectron2.utils.logger: setup_logger create_small_table log_every_n_seconds log_first_n
+fvcore.common.checkpoint: Checkpointer
+fvcore.common.history_buffer: HistoryBuffer
+fvcore.common.param_scheduler: CosineParamScheduler MultiStepParamScheduler
+fvcore.common.registry: Registry
+fvcore.common.timer: Timer
+fvcore.nn.precise_bn: get_bn_modules update_bn_stats
+"""
+
+
+@pytest.mark.parametrize("line", NAMES.split("\n")[1:-1])
+def test_what_scripts_import_is_in_the_flat_module(line: str) -> None:
+    for name in line.split(": ")[1].split():
+        assert hasattr(detectron2, name)
+
+
+def test_a_name_of_detection_says_where_it_is() -> None:
+    with pytest.raises(ImportError, match=r"no 'MetadataCatalog'.*install it beside"):
+        from hooktrain.compat.detectron2 import MetadataCatalog  # noqa: F401
