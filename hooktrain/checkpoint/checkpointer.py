@@ -7,7 +7,6 @@ from functools import partial
 from glob import glob
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,8 +15,8 @@ from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.earlier import begin_anew, make_room
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
-    check_storable,
     is_folder,
+    storable,
     write_file,
 )
 from hooktrain.checkpoint.formats import read_on_all_ranks
@@ -32,7 +31,7 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.checkpoint.surgery import choose_parts, load_model_state
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.dtensor import full_tensors, map_leaves
+from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.file_io import AnyPath, is_disk_full, sweep
 from hooktrain.utils.registry import unwrap_model
 
@@ -143,7 +142,7 @@ class Checkpointer:
             TypeError: if the state of a checkpointable is one that :meth:`save` would refuse.
         """
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
-        check_storable(_with_plain_numbers(states), shards=True)
+        storable(states, shards=True)
         if self.save_to_disk and os.path.isdir(self.save_dir):
             self._sweep()
 
@@ -190,22 +189,22 @@ class Checkpointer:
         if not self.save_dir:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
-        self.wait()  # first, since what failed may change a state
+        self._worker.wait()  # first, since what failed may change a state
         if state is None:
             items = {"model": self.model, **self.checkpointables}
             state = {key: item.state_dict() for key, item in items.items()}
-        state = _with_plain_numbers(state | extra)
+        state = storable(state | extra, shards=True)
         if not self.sharded:
             name += ".pth"
         path = os.path.abspath(os.path.join(self.save_dir, name))
         if self.sharded:
-            on_main_process(partial(self._prepare, state, path))
+            on_main_process(partial(self._prepare, path))
         else:
             if dist.is_initialized():  # without a process group nothing is sharded
                 state = full_tensors(state)
             if not self.save_to_disk:
                 return
-            self._prepare(state, path)
+            self._prepare(path)
         self.logger.info("Saving checkpoint to %s", path)
 
         def finish() -> None:
@@ -220,9 +219,8 @@ class Checkpointer:
         else:
             write(state)
 
-    def _prepare(self, state: State, path: str) -> None:
-        """Refuse what would not load; make the folder and room in it."""
-        check_storable(state, shards=self.sharded)
+    def _prepare(self, path: str) -> None:
+        """Make the folder, and room in it."""
         os.makedirs(self.save_dir, exist_ok=True)
         if not self._is_swept:
             self._sweep()
@@ -429,8 +427,3 @@ class Checkpointer:
         if basename not in checkpoint_names(self.save_dir):
             raise FileNotFoundError(f"no {basename!r} in {self.save_dir!r} to resume from")
         write_pointer(self.save_dir, basename)
-
-
-def _with_plain_numbers(state: State) -> State:
-    plain: State = map_leaves(lambda _, x: x.item() if isinstance(x, np.generic) else x, state)
-    return plain

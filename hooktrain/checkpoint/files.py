@@ -5,6 +5,7 @@ as another number; :func:`verify_file` compares them all. Everything is loaded w
 ``weights_only=True``.
 """
 
+import copy
 import os
 import re
 import zipfile
@@ -12,6 +13,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch.utils.serialization import config
 
@@ -44,12 +46,11 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
         TypeError: if something in the state could not be loaded back. Nothing is written.
         OSError: if the disk is full or fails. The old file is as it was.
     """
-    check_storable(state)
-    write_file(state, path)
+    write_file(storable(state), path)
 
 
 def write_file(state: dict[str, Any], path: AnyPath) -> None:
-    """Write a state that :func:`check_storable` has accepted; see :func:`save_file`."""
+    """Write what :func:`storable` has returned; see :func:`save_file`."""
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
     with crc, replacing(path) as temporary, open(temporary, "wb") as file:
         try:
@@ -114,28 +115,39 @@ def is_folder(path: AnyPath) -> bool:
     return path.name[:1] != "." and any((path / f).is_file() for f in (MANIFEST, METADATA))
 
 
-def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
-    """Refuse what ``torch.load(weights_only=True)`` would refuse to load.
+def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
+    """Copy the containers of a state; refuse what ``torch.load(weights_only=True)`` would refuse.
 
     Args:
-        value: the state, or a part of it.
+        value: the state, or a part of it. It is not changed.
         name: the dotted key of the part, for the message.
         shards: whether sharded tensors may be among the values.
+
+    Returns:
+        The copy, with the same tensors, and with numbers of numpy as Python's.
 
     Raises:
         TypeError: naming the dotted key and the type of the first offender.
     """
+    if shards and is_sharded(value):
+        return value
     kind = type(value)
+    # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
+    for attribute, item in getattr(value, "__dict__", {}).items():
+        storable(item, f"{name}.{attribute}".lstrip("."))
     if kind in (dict, OrderedDict, Counter):
+        copied = copy.copy(value)  # with its attributes
+        copied.clear()
         for key, item in value.items():
-            check_storable(key, f"{name}.{key} (the key itself)".lstrip("."))
-            check_storable(item, f"{name}.{key}".lstrip("."), shards=shards)
-    elif kind in (list, tuple, set):
-        for index, item in enumerate(value):
-            check_storable(item, f"{name}.{index}".lstrip("."), shards=shards)
-    elif shards and is_sharded(value):
-        return
-    elif not (
+            path = f"{name}.{key}".lstrip(".")
+            copied[storable(key, f"{path} (the key itself)")] = storable(item, path, shards=shards)
+        return copied
+    if kind in (list, tuple, set):
+        items = enumerate(value)
+        return kind([storable(x, f"{name}.{i}".lstrip("."), shards=shards) for i, x in items])
+    if isinstance(value, np.number | np.bool_):
+        return value.item()
+    if not (
         kind in _TORCH_TYPES
         or (kind in (torch.Tensor, torch.nn.Parameter) and not value.is_meta)
         # The restricted unpickler does not know how empty bytes are pickled.
@@ -146,9 +158,7 @@ def check_storable(value: Any, name: str = "", *, shards: bool = False) -> None:
             "a checkpoint holds tensors with data and plain Python types only. Convert it in its "
             "state_dict(), for example with float(), list() or torch.from_numpy()"
         )
-    # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
-    for attribute, item in getattr(value, "__dict__", {}).items():
-        check_storable(item, f"{name}.{attribute}".lstrip("."))
+    return value
 
 
 def _find_problem(file: IO[bytes]) -> str:

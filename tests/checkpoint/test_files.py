@@ -21,9 +21,9 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
-    check_storable,
     load_file,
     save_file,
+    storable,
     verify_file,
 )
 
@@ -66,7 +66,7 @@ class IntSubclass(int):
 
 
 REFUSED = {
-    "a numpy scalar": np.float64(1),
+    "a numpy string": np.str_("a"),
     "a numpy array": np.ones(2),
     "numpy's generator state": np.random.RandomState(0).get_state(),
     "a defaultdict": defaultdict(int),
@@ -108,16 +108,16 @@ def test_what_is_refused_could_indeed_not_be_loaded(value: Any) -> None:
 
 
 def test_keys_and_attributes_are_checked_too() -> None:
-    with pytest.raises(TypeError, match=r"numpy\.int64"):
-        check_storable({"epochs": {np.int64(3): 1}})
+    with pytest.raises(TypeError, match=r"epochs.*the key itself"):
+        storable({"epochs": {object(): 1}})
     state = OrderedDict(w=torch.ones(1))
-    state._metadata = {"": {"version": np.int64(1)}}  # type: ignore[attr-defined]
+    state._metadata = {"": {"version": object()}}  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"model\._metadata\.\.version"):
-        check_storable({"model": state})
+        storable({"model": state})
     tensor = torch.ones(1)
     tensor.note = object()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"w\.note"):
-        check_storable({"w": tensor})
+        storable({"w": tensor})
 
 
 @pytest.mark.parametrize(
