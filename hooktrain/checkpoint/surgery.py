@@ -6,6 +6,7 @@ import logging
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +89,7 @@ def load_model_state(
     strict: bool = False,
     revise_keys: Sequence[tuple[str, str]] = (),
 ) -> IncompatibleKeys:
-    """Load what fits by name and shape, and warn with one table per kind of difference.
+    """Load what fits by name and shape, and warn with a table of what does not.
 
     A prefix ``module.`` on every name is taken off (a file of a wrapped model). Parameters that are
     still uninitialised (lazy modules) take the shape of the file. A missing name whose tensor was
@@ -111,11 +112,11 @@ def load_model_state(
     in_wrapper = all(name.startswith("module.") for name in loadable)
     if loadable and in_wrapper and not any(name.startswith("module.") for name in in_model):
         loadable = take_prefix(loadable, "module")
-    shapes = {name: tuple(v.shape) for name, v in loadable.items() if torch.is_tensor(v)}
+    saved, ours = ({k: _shape(v) for k, v in some.items()} for some in (loadable, in_model))
     incorrect = [
-        (name, shapes[name], shape)
-        for name, value in in_model.items()
-        if name in shapes and (shape := _shape(value)) not in ("-", shapes[name])
+        (name, saved[name], shape)
+        for name, shape in ours.items()
+        if "-" not in (shape, saved.get(name, "-")) and shape != saved[name]
     ]
     for name, _, _ in incorrect:
         del loadable[name]
@@ -124,22 +125,31 @@ def load_model_state(
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     before = copy.deepcopy(in_model) if strict else None
     result = model.load_state_dict(loadable, strict=False)
-    if in_model and not strict and in_model.keys() <= set(result.missing_keys):
+    lacking = set(result.missing_keys)
+    if in_model and not strict and in_model.keys() <= lacking:
+        first = (dict(islice(shapes.items(), 3)) for shapes in (saved, ours))
         raise ValueError(
-            f"nothing in the state fits the model: it has {_first(shapes)}, and the model "
-            f"{_first({name: _shape(value) for name, value in in_model.items()})}. If a prefix "
-            "differs, load the model by load_checkpoint() with prefix= or revise_keys="
+            "nothing in the state fits the model: it has {}, and the model {}. If a prefix differs,"
+            " load by load_checkpoint() with prefix= or revise_keys=".format(*first)
         )
-    known = {name for name, _, _ in incorrect}
-    known |= _loaded_under_another_name(model, in_model, set(result.missing_keys))
+    # A tensor of several names is loaded by one of them. Buffers may have some that no file has.
+    tensors: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
+    tensors += model.named_buffers(remove_duplicate=False)
+    loaded = {id(tensor) for name, tensor in tensors if name in ours.keys() - lacking}
+    known = {name for name, tensor in tensors if id(tensor) in loaded}
+    known |= {name for name, _, _ in incorrect}
     missing = [name for name in result.missing_keys if name not in known]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
-    problems = _problems(found, shapes, in_model)
-    if before is not None and problems:
-        model.load_state_dict(before, strict=False)
-        raise RuntimeError("nothing was loaded, with strict=True:\n" + "\n".join(problems))
-    for problem in problems:
-        logger.warning("%s", problem)
+    rows = [(name, "reshaped", *shapes) for name, *shapes in incorrect]
+    rows += [(name, "missing", "-", ours.get(name, "-")) for name in missing]
+    rows += [(name, "unexpected", saved.get(name, "-"), "-") for name in found.unexpected_keys]
+    if rows:
+        headers = ["name", "difference", "shape in file", "shape in model"]
+        table = tabulate([map(str, row) for row in rows], headers, disable_numparse=True)
+        if before is not None:
+            model.load_state_dict(before, strict=False)
+            raise RuntimeError(f"nothing was loaded, with strict=True:\n{table}")
+        logger.warning("Not loaded, since the file and the model differ in it:\n%s", table)
     return found
 
 
@@ -150,48 +160,9 @@ def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
         # Modules may keep what they like under this name (Module.get_extra_state).
         elif not torch.is_tensor(value) and not name.endswith("_extra_state"):
             raise ValueError(
-                f"{name!r} of type {type(value).__name__} must be a tensor or a numpy array"
+                f"{name!r} of type {type(value).__name__} must be a tensor or an array"
             )
     return state
-
-
-def _loaded_under_another_name(
-    model: nn.Module, in_model: Mapping[str, Any], not_loaded: set[str]
-) -> set[str]:
-    """All names of the tensors of which at least one name was loaded."""
-    names_of: dict[int, set[str]] = defaultdict(set)
-    tensors = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in tensors:
-        if name in in_model:  # buffers that are not persistent are in no file
-            names_of[id(tensor)].add(name)
-    return {name for names in names_of.values() if names - not_loaded for name in names}
-
-
-def _problems(
-    found: IncompatibleKeys, shapes: Mapping[str, Shape], in_model: Mapping[str, Any]
-) -> list[str]:
-    """One table for each kind of difference that there is."""
-    missing = [(name, "-", _shape(in_model.get(name))) for name in found.missing_keys]
-    unexpected = [(name, shapes.get(name, "-"), "-") for name in found.unexpected_keys]
-    kinds: list[tuple[str, Sequence[tuple[str, Any, Any]]]] = [
-        ("have another shape in the model and were not loaded", found.incorrect_shapes),
-        ("of the model are not in the checkpoint and keep their values", missing),
-        ("of the checkpoint are not in the model and were not used", unexpected),
-    ]
-    headers = ["name", "shape in file", "shape in model"]
-    return [
-        f"{len(rows)} parameters or buffers {problem}:\n"
-        + tabulate([[*map(str, row)] for row in rows], headers, disable_numparse=True)
-        for problem, rows in kinds
-        if rows
-    ]
-
-
-def _first(shapes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name!r} {shape}" for name, shape in list(shapes.items())[:3]) or "nothing"
 
 
 def _shape(value: Any) -> Any:
@@ -259,8 +230,7 @@ def _renamed(
     renamed: OrderedDict[str, Any] = OrderedDict()
     before: dict[str, str] = {}
     for name, value in state.items():
-        new = rename(name)
-        if new is None:
+        if (new := rename(name)) is None:
             continue
         if new in renamed:
             raise ValueError(f"{before[new]!r} and {name!r} would both be named {new!r}")

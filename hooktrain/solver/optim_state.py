@@ -14,7 +14,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hooktrain.solver.param_groups import bare_name, settings_of, walk_parameters
+from hooktrain.solver.param_groups import WRAPPER_PARTS, settings_of, walk_parameters
 from hooktrain.utils.dtensor import shard_like
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ Pairs = set[tuple[int, int]]  # of a group here, and the saved group that it goe
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay as built.
 _KERNELS = ("foreach", "fused", "capturable")
+_WAY_OUT = "resume without the optimizer (train.resume_parts)"
 
 
 def parameter_names(model: nn.Module) -> Names:
@@ -123,7 +124,7 @@ def _names(groups: ParamGroups, known: Names | None = None) -> list[str] | None:
         names += [known.get(p, name) for p, name in zip(group["params"], own, strict=True)]
     if not all(isinstance(name, str) for name in names):
         return None
-    bare = [bare_name(name) for name in names]
+    bare = [".".join(p for p in name.split(".") if p not in WRAPPER_PARTS) for name in names]
     return bare if len(set(bare)) == len(bare) else None
 
 
@@ -134,16 +135,12 @@ def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tup
         sizes, saved_sizes = ([len(g["params"]) for g in some] for some in (groups, saved))
         if sizes != saved_sizes:
             side = "this optimizer has" if names is None else "the saved state has"
-            raise ValueError(
-                f"{side} no names (param_names), and the saved parameter groups have the sizes "
-                f"{saved_sizes}, not {sizes}: resume without the optimizer (train.resume_parts)"
-            )
+            counts = f"groups of the sizes {saved_sizes}, not {sizes}"
+            raise ValueError(f"{side} no names, and the saved one {counts}: {_WAY_OUT}")
         names = saved_names = names or saved_names or [f"#{i}" for i in range(sum(sizes))]
     if names and not set(names) & set(saved_names):
-        raise ValueError(
-            f"the state of {saved_names[:3]}, ... has none of the optimizer's parameters, "
-            f"{names[:3]}, ...: resume without the optimizer (train.resume_parts)"
-        )
+        problem = f"the state of {saved_names[:3]}, ... has none of {names[:3]}, ..."
+        raise ValueError(f"{problem}: {_WAY_OUT}")
     here, there = (
         [(g, item) for g, group in enumerate(some) for item in group["params"]]
         for some in (groups, saved)
@@ -172,11 +169,7 @@ def _match(
         if item:
             state[position] = {key: _placed(value, parameter) for key, value in item.items()}
     headers = ["parameter", "change", "in the checkpoint", "here"]
-    _warn(
-        "The optimizer's parameters are not those of the checkpoint (matched by name)",
-        headers,
-        rows,
-    )
+    _warn("The optimizer's parameters are not as in the checkpoint", headers, rows)
     return state
 
 

@@ -8,7 +8,7 @@ such as ``lr`` and ``weight_decay``. Groups made here also have ``param_names``,
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import compress
@@ -31,17 +31,12 @@ _NORMS: tuple[type[nn.Module], ...] = (
 )
 # Parts of a name that come from a wrapper, not from the model: torch.compile, activation
 # checkpointing and FSDP 1. "module" is one only inside data parallel wrappers.
-_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 # The rules of the weight decay. The first that applies to a parameter counts.
 _DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
 _MULTIPLIERS = ("bias_lr_mult", *_DECAYS)
-
-
-def bare_name(name: str) -> str:
-    """A parameter's full name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def walk_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Parameter]]:
@@ -50,18 +45,20 @@ def walk_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Par
     Args:
         model: may be wrapped. The names are those inside DDP, ``torch.compile`` and the like.
     """
-    model = unwrap_model(model)
     found: dict[nn.Parameter, tuple[list[str], nn.Module, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        *path, leaf = name.split(".")
-        module, clean = model, []
-        for part in path:
-            wrapped = part in _WRAPPER_PARTS or isinstance(module, _DATA_PARALLEL)
-            clean += [] if wrapped else [part]
-            module = getattr(module, part)
-        entry = found.setdefault(parameter, ([], module, parameter))
-        entry[0].append(".".join([*clean, leaf]))
+    for name, module, parameter in _walk(unwrap_model(model), ""):
+        found.setdefault(parameter, ([], module, parameter))[0].append(name)
     return list(found.values())
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, module, parameter
+    for name, child in module._modules.items():  # named_children() has each child once
+        is_added = name in WRAPPER_PARTS or isinstance(module, _DATA_PARALLEL)
+        if child is not None:
+            yield from _walk(child, prefix if is_added else f"{prefix}{name}.")
 
 
 def _group_trainable(

@@ -288,7 +288,7 @@ def test_a_file_of_which_nothing_fits_is_refused_before_anything_is_loaded(tmp_p
     Checkpointer(wrapped, tmp_path, trainer=Counter(5)).save("a")
     trainer = Counter()
     checkpointer = Checkpointer(model_of(0), tmp_path, trainer=trainer)
-    expected = r"nothing .* fits the model: it has 'backbone.weight' \(1, 2\), .*prefix="
+    expected = r"nothing .* fits the model: it has {'backbone.weight': \(1, 2\), .*prefix="
     for load in (checkpointer.resume_or_load, lambda _: checkpointer.load(tmp_path / "a.pth")):
         with pytest.raises(ValueError, match=expected):
             load("")

@@ -28,7 +28,7 @@ def test_an_equal_model_loads_in_silence(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.records == []
 
 
-def test_each_kind_of_difference_is_told_in_one_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_differs_is_told_in_a_table(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(OrderedDict(a=nn.Linear(3, 2), b=nn.Linear(2, 5), c=nn.Linear(5, 1)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = {
@@ -44,27 +44,20 @@ def test_each_kind_of_difference_is_told_in_one_table(caplog: pytest.LogCaptureF
     assert result.incorrect_shapes == [("b.weight", (7, 2), (5, 2)), ("b.bias", (7,), (5,))]
     assert result.missing_keys == ["c.weight", "c.bias"]
     assert result.unexpected_keys == ["head.weight", "head.bias"]
-    shapes, missing, unexpected = (record.getMessage() for record in caplog.records)
-    assert [line.split() for line in shapes.splitlines()[3:]] == [
-        ["b.weight", "(7,", "2)", "(5,", "2)"],
-        ["b.bias", "(7,)", "(5,)"],
+    (record,) = caplog.records
+    assert [line.split() for line in record.getMessage().splitlines()[3:]] == [
+        ["b.weight", "reshaped", "(7,", "2)", "(5,", "2)"],
+        ["b.bias", "reshaped", "(7,)", "(5,)"],
+        ["c.weight", "missing", "-", "(1,", "5)"],
+        ["c.bias", "missing", "-", "(1,)"],
+        ["head.weight", "unexpected", "(4,", "4)", "-"],
+        ["head.bias", "unexpected", "(4,)", "-"],
     ]
-    assert "c.weight" in missing
-    assert "(1, 5)" in missing
-    assert "c.bias" in missing
-    assert "head.weight" in unexpected
-    assert "(4, 4)" in unexpected
     after = model.state_dict()
     assert torch.equal(after["a.weight"], torch.ones(2, 3))
     for name in ("b.weight", "b.bias", "c.weight", "c.bias"):
         assert torch.equal(after[name], before[name])
     assert len(state) == 6  # the caller's dict is as it was
-
-
-def test_the_prefix_of_a_wrapped_model_is_taken_off() -> None:
-    source, target = (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
-    assert load_model_state(target, nn.DataParallel(source).state_dict()) == ([], [], [])
-    assert torch.equal(target[1].weight, source[1].weight)
 
 
 class Versioned(nn.Linear):
@@ -114,9 +107,9 @@ def test_a_module_whose_name_begins_like_that_of_a_wrapper_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"a.bias": None}, "of the model are not in the checkpoint"),
-        ({"c.bias": torch.ones(1)}, "of the checkpoint are not in the model"),
-        ({"a.bias": torch.ones(7)}, "have another shape in the model"),
+        ({"a.bias": None}, "a.bias *missing"),
+        ({"c.bias": torch.ones(1)}, "c.bias *unexpected"),
+        ({"a.bias": torch.ones(7)}, "a.bias *reshaped"),
     ],
     ids=["missing", "unexpected", "shape"],
 )
@@ -129,7 +122,7 @@ def test_a_strict_load_changes_all_or_nothing(
     pointers = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
     good = {name: torch.full_like(value, 5) for name, value in before.items()}
     bad = {name: value for name, value in {**good, **change}.items() if value is not None}
-    with pytest.raises(RuntimeError, match=rf"(?s)strict=True.*{message}.*bias"):
+    with pytest.raises(RuntimeError, match=rf"(?s)strict=True.*{message}"):
         load_model_state(model, bad, strict=True)
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -178,7 +171,7 @@ def test_a_shared_tensor_under_another_name_is_not_missing() -> None:
     model = Tied()
     assert load_model_state(model, {"embedding.weight": torch.ones(4, 3)}) == ([], [], [])
     assert torch.equal(model.head.weight, torch.ones(4, 3))
-    with pytest.raises(ValueError, match=r"it has nothing, and the model 'embedding.weight'"):
+    with pytest.raises(ValueError, match=r"it has {}, and the model {'embedding.weight'"):
         load_model_state(model, {})
 
 
@@ -216,23 +209,6 @@ def test_another_value_is_refused_by_name_and_nothing_is_loaded(value: Any) -> N
     with pytest.raises(ValueError, match=f"'weight' of type {type(value).__name__}"):
         load_model_state(model, {"bias": torch.ones(1), "weight": value})
     assert torch.equal(model.bias, before)
-
-
-def test_what_a_module_keeps_beside_its_tensors_is_loaded() -> None:
-    class Counting(nn.Linear):
-        seen = 0
-
-        def get_extra_state(self) -> dict[str, int]:
-            return {"seen": self.seen}
-
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            self.seen = state["seen"]
-
-    source, target = Counting(2, 1), Counting(2, 1)
-    source.seen = 5
-    assert load_model_state(target, source.state_dict()) == ([], [], [])
-    assert target.seen == 5
-    assert load_model_state(target, nn.Linear(2, 1).state_dict()).missing_keys == ["_extra_state"]
 
 
 def make() -> nn.Sequential:
@@ -333,21 +309,22 @@ def test_the_model_is_found_in_files_of_all_kinds(content: Any, tmp_path: Path) 
     assert torch.equal(other.weight, source.weight)
 
 
-def test_what_a_module_keeps_beside_its_tensors_may_stand_in_a_bare_state(tmp_path: Path) -> None:
-    class Counting(nn.Linear):
-        seen = 5
+class Counting(nn.Linear):
+    seen = 0
 
-        def get_extra_state(self) -> dict[str, int]:
-            return {"seen": self.seen}
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
 
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            self.seen = state["seen"]
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
 
-    path = save(tmp_path / "a.pth", Counting(2, 1).state_dict())
-    target = Counting(2, 1)
-    target.seen = 0
-    load_checkpoint(target, path, strict=True)
+
+def test_what_a_module_keeps_beside_its_tensors_is_loaded(tmp_path: Path) -> None:
+    source, target = Counting(2, 1), Counting(2, 1)
+    source.seen = 5
+    load_checkpoint(target, save(tmp_path / "a.pth", source.state_dict()), strict=True)
     assert target.seen == 5
+    assert load_model_state(target, nn.Linear(2, 1).state_dict()).missing_keys == ["_extra_state"]
 
 
 @pytest.mark.parametrize("content", [[1], {"optimizer": {}}, {"model": 3}, {}])
@@ -355,21 +332,6 @@ def test_a_file_without_a_model_is_refused(content: Any, tmp_path: Path) -> None
     path = save(tmp_path / "a.pth", content)
     with pytest.raises(CorruptCheckpointError, match=r"a\.pth is no checkpoint"):
         load_checkpoint(nn.Linear(1, 1), path)
-
-
-def test_differences_are_told_and_refused_if_strict(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = save(tmp_path / "a.pth", {"weight": torch.ones(2, 3), "gone": torch.ones(1)})
-    model = nn.Linear(3, 2)
-    before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"(?s)bias.*gone"):
-        load_checkpoint(model, path, strict=True)
-    assert torch.equal(model.weight, before)
-    with caplog.at_level(logging.WARNING):
-        load_checkpoint(model, path)
-    assert torch.equal(model.weight, torch.ones(2, 3))
-    assert [r.getMessage().splitlines()[-1].split()[0] for r in caplog.records] == ["bias", "gone"]
 
 
 def test_a_part_is_loaded_by_its_prefix_after_names_were_revised(tmp_path: Path) -> None:
@@ -382,6 +344,8 @@ def test_a_part_is_loaded_by_its_prefix_after_names_were_revised(tmp_path: Path)
         result = load_checkpoint(backbone, path, strict=True, revise_keys=revise, prefix=prefix)
         assert torch.equal(backbone.weight, source.weight)
         assert list(result["model"]) == list(state)
+    with pytest.raises(RuntimeError, match=r"weight *missing"):
+        load_checkpoint(backbone, path, strict=True)
     with pytest.raises(ValueError, match=r"'neck\.'"):
         load_checkpoint(backbone, path, prefix="neck")
 
