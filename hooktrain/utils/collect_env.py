@@ -12,6 +12,7 @@ import torch
 from tabulate import tabulate
 
 from hooktrain import __version__
+from hooktrain.utils.env import device_module
 
 # The variables that torchrun and users set to change what is imported here.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -48,9 +49,8 @@ def _read(item: Callable[[], object]) -> str:
 
 def _devices() -> str:
     """The names of the devices of the current kind, each with how many there are."""
-    if not torch.accelerator.is_available():
+    if (module := device_module()) is None:
         return "none: torch.accelerator.is_available() == False"
-    module = torch.get_device_module()
     # Not every kind of device has names (mps).
     name_of = getattr(module, "get_device_name", lambda _: module.__name__)
     names = Counter(map(name_of, range(torch.accelerator.device_count())))

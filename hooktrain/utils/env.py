@@ -60,13 +60,14 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     mixed &= 0x7FFFFFFFFFFFFFFF
     mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
     seed_on_host(mixed)
-    module = _device_module()
+    module = device_module()
     # Some kinds of device (mps) have no state of being uninitialised.
     if module is not None and getattr(module, "is_initialized", lambda: True)():
         module.manual_seed(mixed)
 
 
 @cache
-def _device_module() -> Any:
+def device_module() -> Any:
+    """The module of the current accelerator, such as ``torch.cuda``; None if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device and torch.get_device_module(device)

@@ -77,6 +77,6 @@ def test_a_device_is_seeded_for_a_step_once_it_is_in_use(
     used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice(used)
-    monkeypatch.setattr(env, "_device_module", lambda: device)
+    monkeypatch.setattr(env, "device_module", lambda: device)
     seed_step(1, 2, 3)
     assert len(device) == used

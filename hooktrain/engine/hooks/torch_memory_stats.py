@@ -2,9 +2,8 @@
 
 import logging
 
-import torch
-
 from hooktrain.engine.train_loop import HookBase
+from hooktrain.utils.env import device_module
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +31,10 @@ class TorchMemoryStats(HookBase):
 
     def after_step(self) -> None:
         """Log where a period ends, and at the last iteration."""
-        wanted = self.is_due(self._period) and self._runs < self._max_runs
-        if not wanted or not torch.accelerator.is_available():
+        device = device_module()
+        if device is None or not self.is_due(self._period) or self._runs == self._max_runs:
             return
         self._runs += 1
-        device = torch.get_device_module(torch.accelerator.current_accelerator())
         logger.info(
             " iter: %d  max_reserved_mem: %.0fMB  reserved_mem: %.0fMB"
             "  max_allocated_mem: %.0fMB  allocated_mem: %.0fMB",

@@ -1,6 +1,7 @@
 """The values of one metric: the recent ones, and the mean of all."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -23,10 +24,14 @@ class HistoryBuffer:
 
     Attributes:
         count: how many values were ever added.
+        smoothing_hint: whether writers should show the median of the last iterations.
+        pending: values that a storage has not added yet, some of them tensors on a device.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
         self._entries: deque[tuple[float, int]] = deque(maxlen=max_length)
+        self.smoothing_hint = True
+        self.pending: list[tuple[Any, int]] = []
         self.count = self._non_finite_count = 0
         self._finite_sum = 0.0
 
@@ -58,10 +63,6 @@ class HistoryBuffer:
             IndexError: if there is none.
         """
         return self._entries[-1][0]
-
-    def latest_entry(self) -> tuple[float, int]:
-        """The pair (value, iteration) that was added last."""
-        return self._entries[-1]
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values, or of all if fewer; NaN if one is."""
@@ -99,12 +100,8 @@ class HistoryBuffer:
         """
         last = self._entries[-1][1] if self._entries else 0
         first = last - window_size
-        values = []
-        for value, iteration in reversed(self._entries):
-            if not first < iteration <= last:
-                break
-            values.append(value)
-        return values
+        entries = takewhile(lambda pair: first < pair[1] <= last, reversed(self._entries))
+        return [value for value, _ in entries]
 
     def recent_median(self, window_size: int) -> float:
         """The median of :meth:`recent`; NaN if one of the values is."""
@@ -124,6 +121,7 @@ class HistoryBuffer:
         return {
             "values": torch.tensor([value for value, _ in entries], dtype=torch.float64),
             "iterations": torch.tensor([i for _, i in entries], dtype=torch.int64),
+            "smoothing_hint": self.smoothing_hint,
             "count": self.count,
             "non_finite_count": self._non_finite_count,
             "finite_sum": self._finite_sum,
@@ -132,8 +130,10 @@ class HistoryBuffer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace everything by what :meth:`state_dict` returned."""
         values, iterations = state_dict["values"].tolist(), state_dict["iterations"].tolist()
+        self.pending.clear()
         self._entries.clear()
         self._entries.extend(zip(values, iterations, strict=True))
+        self.smoothing_hint = state_dict["smoothing_hint"]
         self.count = state_dict["count"]
         self._non_finite_count = state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
@@ -141,8 +141,5 @@ class HistoryBuffer:
 
 def _median(values: list[float]) -> float:
     # The sum of values with a NaN is one; that of infinities may be, so look again.
-    if math.isnan(sum(values)) and any(map(math.isnan, values)):
-        return math.nan
-    values.sort()
-    middle = len(values) // 2
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+    has_nan = math.isnan(sum(values)) and any(map(math.isnan, values))
+    return math.nan if has_nan else statistics.median(values)

@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
-
 from hooktrain.utils import comm
+from hooktrain.utils.env import device_module
 from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
 from hooktrain.utils.events.writer import EventWriter
@@ -76,8 +75,7 @@ class CommonMetricPrinter(EventWriter):
         if (history := histories.get("time")) is not None:
             text += f"time: {history.global_avg():.4f}  last_time: {history.latest():.4f}  "
         if (history := histories.get("data_time")) is not None:
-            values = history.recent(self._window_size)
-            mean = sum(values) / len(values)
+            mean = history.avg(self._window_size)
             text += f"data_time: {mean:.4f}  last_data_time: {history.latest():.4f}  "
         return text
 
@@ -99,9 +97,5 @@ class CommonMetricPrinter(EventWriter):
 
 def _peak_memory() -> str:
     """The most memory that tensors have taken on the current accelerator, if it tells."""
-    if not torch.accelerator.is_available():
-        return ""
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    if not hasattr(module, "max_memory_allocated"):
-        return ""
-    return f"max_mem: {module.max_memory_allocated() / 2**20:.0f}M"
+    peak = getattr(device_module(), "max_memory_allocated", None)
+    return f"max_mem: {peak() / 2**20:.0f}M" if peak else ""

@@ -73,11 +73,7 @@ class EventStorage:
         self.iter = int(start_iter)
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._smoothing_hints: dict[str, bool] = {}
-        # (value, iteration) of each metric, in the order in which they were put. A tensor that lies
-        # on a device stays there.
-        self._pending: dict[str, list[tuple[Any, int]]] = {}
-        self._tensors_pending = False
+        self._has_tensors = False  # whether a value has come from a device
         self._images: deque[tuple[str, Tensor, int]] = deque(maxlen=64)
         self._histograms: deque[dict[str, Any]] = deque(maxlen=64)
         self._warned = False
@@ -107,13 +103,19 @@ class EventStorage:
         name = self._prefix + name
         if type(value) is not float:
             value = _read_scalar(name, value)
-            self._tensors_pending |= type(value) is not float
-        if self._smoothing_hints.get(name) is not smoothing_hint:
-            self._settle_smoothing_hint(name, smoothing_hint)
+            self._has_tensors |= type(value) is not float
+        history = self._histories.get(name)
+        if history is None:
+            history = self._histories[name] = HistoryBuffer()
+            history.smoothing_hint = bool(smoothing_hint)
+        elif history.smoothing_hint != smoothing_hint:
+            raise ValueError(
+                f"metric {name!r} was put with smoothing_hint={history.smoothing_hint} before, so "
+                f"it cannot be put with smoothing_hint={smoothing_hint!r}"
+            )
         # Numbers wait as well: adding them to the history all at once takes less time.
-        pending = self._pending[name]
-        pending.append((value, self.iter if cur_iter is None else cur_iter))
-        if len(pending) >= _MAX_PENDING:
+        history.pending.append((value, self.iter if cur_iter is None else cur_iter))
+        if len(history.pending) >= _MAX_PENDING:
             self._fetch_pending()
 
     def put_scalars(
@@ -179,14 +181,12 @@ class EventStorage:
 
     def latest(self) -> dict[str, tuple[float, int]]:
         """The last value of each metric and its iteration, by name."""
-        return {name: history.latest_entry() for name, history in self.histories().items()}
+        return {name: history.tail(1)[0] for name, history in self.histories().items()}
 
     def latest_iter(self, name: str) -> int | None:
         """The iteration of a metric's last value, or None; in constant time, without a transfer."""
-        if pending := self._pending.get(name):
-            return pending[-1][1]
         history = self._histories.get(name)
-        return history.latest_entry()[1] if history else None
+        return (history.pending or history.tail(1))[-1][1] if history is not None else None
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """What writers show: as :meth:`latest`, but smoothed where the metric's hint says so.
@@ -195,8 +195,8 @@ class EventStorage:
         """
         latest = self.latest()
         for name, (_, iteration) in latest.items():
-            if self._smoothing_hints[name]:
-                latest[name] = (self._histories[name].recent_median(window_size), iteration)
+            if (history := self._histories[name]).smoothing_hint:
+                latest[name] = (history.recent_median(window_size), iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -210,7 +210,7 @@ class EventStorage:
 
     def smoothing_hints(self) -> dict[str, bool]:
         """The hint that each metric was put with, by name."""
-        return dict(self._smoothing_hints)
+        return {name: history.smoothing_hint for name, history in self._histories.items()}
 
     def images(self) -> list[tuple[str, Tensor, int]]:
         """The queued images as (name, tensor on the host, iteration), the oldest first."""
@@ -264,47 +264,32 @@ class EventStorage:
         """
         return {
             "iteration": self.iter,
-            "metrics": {
-                name: {**history.state_dict(), "smoothing_hint": self._smoothing_hints[name]}
-                for name, history in self.histories().items()
-            },
+            "metrics": {name: history.state_dict() for name, history in self.histories().items()},
             "written": dict(self.written),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the iteration and all metrics by what :meth:`state_dict` gave."""
-        metrics = state_dict["metrics"]
-        histories = {name: HistoryBuffer() for name in metrics}
+        histories = {name: HistoryBuffer() for name in state_dict["metrics"]}
         for name, history in histories.items():
-            history.load_state_dict(metrics[name])
+            history.load_state_dict(state_dict["metrics"][name])
         self.iter = state_dict["iteration"]
         self._histories = histories
-        self._smoothing_hints = {name: metrics[name]["smoothing_hint"] for name in metrics}
-        self._pending = {name: [] for name in metrics}
-        self._tensors_pending = False
         self.written = dict(state_dict.get("written", {}))
 
-    def _settle_smoothing_hint(self, name: str, hint: bool) -> None:
-        """Make room for a new metric, or refuse another hint than the first."""
-        known = self._smoothing_hints.setdefault(name, bool(hint))
-        if known != bool(hint):
-            raise ValueError(
-                f"metric {name!r} was put with smoothing_hint={known} before, so it cannot be put "
-                f"with smoothing_hint={hint!r}"
-            )
-        if name not in self._histories:
-            self._histories[name] = HistoryBuffer()
-            self._pending[name] = []
-
     def _fetch_pending(self) -> None:
-        """Move what is waiting into the histories."""
-        if self._tensors_pending:
-            _fetch_tensors(list(self._pending.values()))
-            self._tensors_pending = False
-        for name, pending in self._pending.items():
-            if pending:
-                self._histories[name].extend(pending)
-                pending.clear()
+        """Move what is waiting into the histories, tensors in one transfer."""
+        histories = self._histories.values()
+        pending = [v for h in histories if self._has_tensors for v, _ in h.pending]
+        if tensors := [value for value in pending if type(value) is not float]:
+            together = torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
+            values = iter(together.tolist())  # host-device synchronisation
+            for h in histories:
+                h.pending = [(v if type(v) is float else next(values), i) for v, i in h.pending]
+        for history in histories:
+            if history.pending:
+                history.extend(history.pending)
+                history.pending.clear()
 
 
 def _read_scalar(name: str, value: Scalar) -> float | Tensor:
@@ -315,32 +300,9 @@ def _read_scalar(name: str, value: Scalar) -> float | Tensor:
         value = torch.from_numpy(value)
     if not isinstance(value, Tensor) or value.is_complex() or value.numel() != 1:
         raise TypeError(f"metric {name!r} must be a number or a tensor with one, but got {value!r}")
-    if _is_on_host(value):
+    if value.is_cpu:
         return float(value.item())
     # Double holds all that the other types do; MPS does not have it. The copy is queued on the
     # device, so the host does not wait, and what is written into the original later has no effect.
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
     return value.detach().reshape(()).to(dtype, copy=True)
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _fetch_tensors(queues: list[list[tuple[Any, int]]]) -> None:
-    """Replace the tensors in the queues by their values, in one transfer."""
-    places = [
-        (queue, index)
-        for queue in queues
-        for index, (value, _) in enumerate(queue)
-        if type(value) is not float
-    ]
-    tensors = [queue[index][0] for queue, index in places]
-    for (queue, index), value in zip(places, _read_at_once(tensors), strict=True):
-        queue[index] = (value, queue[index][1])
-
-
-def _read_at_once(tensors: list[Tensor]) -> list[float]:
-    together = torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
-    values: list[float] = together.tolist()  # host-device synchronisation
-    return values

@@ -53,12 +53,12 @@ class UnwrittenScalars:
         Of a metric that is smoothed, one value. Of others all, unless one of the next iteration
         follows: of those that are put at each iteration, such as a learning rate, the last.
         """
-        hints, histories = storage.smoothing_hints(), storage.histories()
+        histories = storage.histories()
         self._found = {history: history.count for history in histories.values()}
         found = []
         for name, history in histories.items():
             entries = history.tail(history.count - self._counts.get(history, 0))
-            if entries and hints[name]:
+            if entries and history.smoothing_hint:
                 entries = [(history.recent_median(self._window_size), entries[-1][1])]
             for (value, iteration), (_, following) in pairwise([*entries, (0.0, -1)]):
                 if following != iteration + 1 and (name, iteration) not in self._written:

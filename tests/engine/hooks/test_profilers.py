@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hooktrain.engine.hooks import AutogradProfiler, CallbackHook, TorchMemoryStats, TorchProfiler
+from hooktrain.engine.hooks import (
+    AutogradProfiler,
+    CallbackHook,
+    TorchMemoryStats,
+    TorchProfiler,
+    torch_memory_stats,
+)
 from toy import linear_trainer
 
 
@@ -74,9 +80,7 @@ def test_memory_is_logged_exactly_max_runs_times(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch_memory_stats, "device_module", lambda: device)
     with caplog.at_level("INFO"):
         linear_trainer(TorchMemoryStats(period=2, max_runs=3)).train(0, 20)
     assert caplog.text.count("max_reserved_mem: 3MB") == 3
@@ -86,7 +90,7 @@ def test_memory_is_logged_exactly_max_runs_times(
 def test_memory_stats_do_nothing_without_an_accelerator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch_memory_stats, "device_module", lambda: None)
     with caplog.at_level("INFO"):
         linear_trainer(TorchMemoryStats(period=1)).train(0, 2)
     assert "max_reserved_mem" not in caplog.text

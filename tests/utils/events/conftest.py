@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hooktrain.utils.events import storage
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -17,12 +15,12 @@ def path(tmp_path: Path) -> Path:
 def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes every tensor count as one on a device; collects the sizes of the transfers."""
     sizes: list[int] = []
-    fetch = storage._read_at_once
+    to_list = Tensor.tolist
 
-    def counted(tensors: list[Tensor]) -> list[float]:
-        sizes.append(len(tensors))
-        return fetch(tensors)
+    def counted(together: Tensor) -> list[float]:
+        sizes.append(len(together))
+        return to_list(together)
 
-    monkeypatch.setattr(storage, "_is_on_host", lambda tensor: False)
-    monkeypatch.setattr(storage, "_read_at_once", counted)
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    monkeypatch.setattr(Tensor, "tolist", counted)
     return sizes

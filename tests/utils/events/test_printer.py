@@ -2,10 +2,9 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hooktrain.utils import comm
-from hooktrain.utils.events import CommonMetricPrinter, EventStorage, EventWriter
+from hooktrain.utils.events import CommonMetricPrinter, EventStorage, EventWriter, printer
 
 
 @pytest.fixture
@@ -94,11 +93,8 @@ def test_nothing_is_logged_after_the_last_iteration_and_by_other_ranks(
 def test_the_memory_of_the_accelerator_is_shown(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    device = torch.device("cuda")
     module = SimpleNamespace(max_memory_allocated=lambda: 3 * 2**20)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
-    monkeypatch.setattr(torch, "get_device_module", {device: module}.__getitem__)
+    monkeypatch.setattr(printer, "device_module", lambda: module)
     with EventStorage():
         CommonMetricPrinter().write()
         assert log.messages[0].endswith(" lr: N/A  max_mem: 3M")
