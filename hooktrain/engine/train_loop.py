@@ -252,18 +252,14 @@ class TrainerBase:
         logger.info("Starting training from iteration %d", start)
         if start != self._finished:
             self.storage = EventStorage(start)
-            self._losses.reset(start)
-        self.iter = self.start_iter = self._finished = start
+        self.iter = self.start_iter = start
         self.max_iter = max_iter
-        self.succeeded = False
-        self._stop_request = self.stop_reason = self._late_error = None
-        self._losses.begin(start)
         with self.storage:
             try:
-                self._agree()
                 self.before_train()
                 self._run_iterations()
             except BaseException as error:
+                self.succeeded = False
                 if isinstance(error, Exception):
                     logger.exception("Exception during training:")
                 try:
@@ -277,6 +273,9 @@ class TrainerBase:
 
     def _agree(self) -> None:
         """Take the main process's seed and period; find the hooks that not all ranks have."""
+        for hook in self._hooks:  # also what was put into the list without register_hooks
+            if hook.trainer is None:
+                hook.trainer = weakref.proxy(self)
         self._find_acting()
         named = self._named_hooks()
         names = set(named)
@@ -297,8 +296,6 @@ class TrainerBase:
             )
 
     def _run_iterations(self) -> None:
-        assert self.seed is not None
-        rank = comm.get_rank()
         self.synchronize()  # a stop that was asked for before the first step
         self._broke_off = True  # until the end is reached
         for iteration in range(self.start_iter, self.max_iter):
@@ -307,24 +304,33 @@ class TrainerBase:
                 self.synchronize()  # the period that the stop cuts short
                 break
             self.iter = iteration
-            seed_step(self.seed, iteration, rank)
             self.before_step()
             self.run_step()
-            self._finished = iteration + 1
             self.after_step()
         self._broke_off = False
-        self.iter = self.max_iter
 
     def before_train(self) -> None:
-        """Call the hooks."""
+        """Begin a run at ``start_iter``, also for a loop of one's own, and call the hooks."""
+        start = self.start_iter
+        self.succeeded = False
+        self._stop_request = self.stop_reason = self._late_error = None
+        if start != self._finished:
+            self._losses.reset(start)
+        self._finished = start
+        self._losses.begin(start)
+        self._agree()
+        self._rank = comm.get_rank()
         self.storage.iter = self.iter
         self._begun = []
         for hook in list(self._hooks):  # one of them may register others
             hook.before_train()
             self._begun.append(hook)
+        self.succeeded = start >= self.max_iter  # then nothing is left to do
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, whatever happens; the first error wins."""
+        if self.succeeded:
+            self.iter = self.max_iter
         self.storage.iter = self.iter
         first: BaseException | None = None
         begun, self._begun = self._begun or [], None
@@ -345,7 +351,9 @@ class TrainerBase:
             raise first
 
     def before_step(self) -> None:
-        """Call the hooks. The metrics of this iteration are stamped with its number."""
+        """Seed and stamp this iteration, then call the hooks."""
+        assert self.seed is not None
+        seed_step(self.seed, self.iter, self._rank)
         self.storage.iter = self.iter
         for hook in self._acting["before_step"]:
             hook.before_step()
@@ -361,7 +369,7 @@ class TrainerBase:
 
     def after_step(self) -> None:
         """Bring the ranks together where the period ends, then call the hooks."""
-        done = self.iter + 1
+        done = self._finished = self.iter + 1
         if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
         for hook in self._acting["after_step"]:
@@ -369,6 +377,7 @@ class TrainerBase:
         if (error := self._late_error) is not None:
             self._late_error, self._broke_off = None, False
             raise error
+        self.succeeded = done == self.max_iter
 
     def raise_later(self, error: Exception) -> None:
         """Let an error end the run when the other hooks have seen this iteration, or the end.
