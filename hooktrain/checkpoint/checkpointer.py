@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from glob import glob
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +33,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.file_io import AnyPath, is_disk_full, sweep
-from hooktrain.utils.registry import unwrap_model
+from hooktrain.utils.registry import refuse_overrides, unwrap_model
 
 # Ranks that have failed are ended by their launcher after 10 s.
 _GIVE_UP_SECONDS = 5.0
@@ -83,6 +83,15 @@ class Checkpointer:
     Raises:
         ValueError: if ``save_to_disk`` is given for ``sharded``, where all ranks write.
     """
+
+    # What fvcore's calls and its subclasses override.
+    _not_called: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("_load_file", "_load_model", "_convert_ndarray_to_tensor", "_log_incompatible_keys"),
+        "derive from hooktrain.compat.detectron2.Checkpointer, which calls it",
+    )
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, cls._not_called)
 
     def __init__(
         self,
@@ -275,14 +284,14 @@ class Checkpointer:
         if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
             self.logger.error("The checkpoint that is being saved is given up")
 
-    def load(self, path: AnyPath, checkpointables: Iterable[str] | None = None) -> State:
+    def load(self, path: AnyPath | None, checkpointables: Iterable[str] | None = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
         Nothing is changed unless the file is intact and everything that was asked for is in it.
 
         Args:
             path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""
-                loads nothing.
+                and None load nothing.
             checkpointables: names of those to load beside the model; by default all. A dotted name
                 such as ``"trainer.optimizer"`` selects a component of a checkpointable whose
                 ``load_state_dict`` takes ``only={"optimizer"}``.
@@ -295,7 +304,7 @@ class Checkpointer:
             CorruptCheckpointError: if it is broken or unsafe.
             ValueError: if a name in ``checkpointables`` is unknown, or not in the file.
         """
-        path = local_path(path)
+        path = local_path(path or "")
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
@@ -350,7 +359,11 @@ class Checkpointer:
         return None
 
     def resume_or_load(
-        self, path: AnyPath, *, resume: bool = True, checkpointables: Iterable[str] | None = None
+        self,
+        path: AnyPath | None,
+        *,
+        resume: bool = True,
+        checkpointables: Iterable[str] | None = None,
     ) -> State:
         """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``. Collective.
 
@@ -381,13 +394,16 @@ class Checkpointer:
         """Load the model and what is chosen beside it; return the other entries."""
         chosen = choose_parts(path, state, self.checkpointables, names)
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
-        load_model_state(self.model, state["model"])
+        self._load_into_model(state)
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
         left = {key: item for key, item in state.items() if key not in {"model", *chosen}}
         if unused := [key for key in left if key != "iteration"]:
             self.logger.info("Entries of %s that were not loaded: %s", path, ", ".join(unused))
         return left
+
+    def _load_into_model(self, state: State) -> None:
+        load_model_state(self.model, state["model"])
 
     def begin_anew(self) -> None:
         """Move the checkpoints of an earlier run into a subfolder ``earlier-<number>``.

@@ -44,8 +44,8 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
         from hooktrain.checkpoint.folders import read_folder
 
         verify_checkpoint(path)
-        return _with_model(read_folder(path, map_location=map_location), path)
-    return _with_model(load_file(path, map_location), path)
+        return with_model(read_folder(path, map_location=map_location), path)
+    return with_model(load_file(path, map_location), path)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -62,13 +62,14 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     if on_main_process(lambda: is_folder(path)):
         from hooktrain.checkpoint.folders import load_folder
 
-        return _with_model(load_folder(path, model), path)
+        return with_model(load_folder(path, model), path)
     states: list[State] = []
     on_all_ranks(lambda: states.append(read_checkpoint(path)))
     return states[0]
 
 
-def _with_model(state: Any, path: str) -> State:
+def with_model(state: Any, path: str) -> State:
+    """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path} is no checkpoint: it holds a {type(state).__name__}")
     if isinstance(state.get("model"), dict):

@@ -72,7 +72,7 @@ def register_scheme(
     return loader
 
 
-def local_path(address: AnyPath) -> str:
+def local_path(address: AnyPath, *, alone: bool = False) -> str:
     """The path of a local file for an address; fetched, if it has to be.
 
     ``http://`` and ``https://`` are downloaded into torch.hub's folder: once, unless it is broken.
@@ -81,6 +81,10 @@ def local_path(address: AnyPath) -> str:
     :func:`register_scheme`. Anything else is a path, which is not looked at here.
 
     Collective, unless it is a path: one process of each machine fetches, and the others wait.
+
+    Args:
+        address: the path or address.
+        alone: this process fetches, whatever the others do.
 
     Raises:
         ValueError: if it begins with a scheme that nobody has registered.
@@ -98,6 +102,8 @@ def local_path(address: AnyPath) -> str:
             )
         return os.path.expanduser(address)
     loader = _loaders[max(known, key=len)]
+    if alone:
+        return os.fspath(loader(address))
     local_rank = comm.get_local_rank() if comm.get_world_size() > 1 else 0
     paths = on_all_ranks(lambda: "" if local_rank else os.fspath(loader(address)))
     # The ranks of a machine follow one another.

@@ -10,6 +10,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from hooktrain.checkpoint import *
+from hooktrain.checkpoint.surgery import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
+from hooktrain.compat.checkpoint import (  # noqa: F401
+    Checkpointer as Checkpointer,
+    DetectionCheckpointer as DetectionCheckpointer,
+    strip_prefix_if_present as _strip_prefix_if_present,
+)
+from hooktrain.compat.paths import (
+    HTTPURLHandler as HTTPURLHandler,
+    OneDrivePathHandler as OneDrivePathHandler,
+    PathHandler as PathHandler,
+    PathManager as PathManager,
+)
 from hooktrain.config import *
 from hooktrain.data import *
 from hooktrain.engine import *

@@ -36,6 +36,23 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f"; there is {shown or 'nothing'}"
 
 
+def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
+    """Say at once, when a class is defined, that nothing would call a method of it.
+
+    For ``__init_subclass__``.
+
+    Args:
+        kind: The class.
+        instead: What to do instead of overriding each of these methods, by their names.
+
+    Raises:
+        TypeError: If it defines one of them.
+    """
+    if found := next((name for name in instead if name in vars(kind)), None):
+        message = f"{kind.__qualname__}.{found} would never be called: {instead[found]}"
+        raise TypeError(message)
+
+
 def locate(name: str) -> Any:
     """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
 

@@ -37,6 +37,9 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
 
     def after_step(self) -> None:
         """Save where a period ends, and at the last iteration."""
+        if type(self).step is not PlainPeriodicCheckpointer.step:  # it decides by itself
+            self.step(self.trainer.iter)
+            return
         is_due = self.is_due(self.period)
         is_wanted = is_due or self._is_put_off
         # Put off for a whole period, or with no iteration left to wait for.

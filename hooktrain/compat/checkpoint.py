@@ -1,0 +1,177 @@
+"""fvcore's and detectron2's checkpointers: the methods that projects override, on our files."""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import wraps
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from hooktrain import checkpoint as core
+from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
+from hooktrain.checkpoint.formats import with_model
+from hooktrain.checkpoint.surgery import IncompatibleKeys, load_model_state, take_prefix
+from hooktrain.compat.paths import PathManager
+from hooktrain.utils.file_io import AnyPath
+
+State = dict[str, Any]
+
+
+def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
+    """Let the core's options of a save go round a subclass, which takes them for entries."""
+
+    @wraps(save)
+    def with_options(self: "Checkpointer", name: str, *args: Any, **extra: Any) -> None:
+        known = extra.keys() & {"state", "tag", "on_saved", "on_full"}
+        self._options |= {key: extra.pop(key) for key in known}
+        save(self, name, *args, **extra)
+        # Of a body that has not called the base class's, and so has written the file itself.
+        on_saved, self._options = self._options.get("on_saved"), {}
+        if on_saved and os.path.isfile(path := os.path.join(self.save_dir, f"{name}.pth")):
+            on_saved(path)
+
+    return with_options
+
+
+class Checkpointer(core.Checkpointer):
+    """A :class:`hooktrain.checkpoint.Checkpointer` that calls what subclasses of fvcore's override.
+
+    ``load(path)``, also of a resume, calls ``_load_file(filename)``, ``_load_model(checkpoint)``,
+    ``_convert_ndarray_to_tensor(state_dict)`` and ``_log_incompatible_keys(incompatible)``;
+    folders of shards have no ``_load_file``. A resume asks ``has_checkpoint()`` and
+    ``get_checkpoint_file()``, and what the file lacks keeps its state, with a warning. ``save`` may
+    have a body of its own.
+
+    Attributes:
+        path_manager: finds the files to load: any object with ``get_local_path``. Files are saved
+            on a disk.
+
+    Args:
+        model: None for none.
+        save_dir: as all other arguments, that of the base class.
+    """
+
+    _not_called: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "save" in vars(cls):
+            cls.save = _keep_options(cls.save)  # type: ignore[method-assign]
+
+    def __init__(
+        self, model: nn.Module | None, save_dir: AnyPath = "", **checkpointables: Any
+    ) -> None:
+        self.path_manager: Any = PathManager
+        self._options: State = {}
+        self._reported: IncompatibleKeys | None = None
+        super().__init__(nn.Module() if model is None else model, save_dir, **checkpointables)
+
+    def save(self, name: str, **extra: Any) -> None:
+        """Write a checkpoint, and make it the one to resume from; see the base class."""
+        options, self._options = self._options, {}
+        super().save(name, **{**options, **extra})
+
+    def tag_last_checkpoint(self, basename: str) -> None:
+        """Make a checkpoint the one to resume from, unless it is being saved as the best one."""
+        if self._options.get("tag", True):
+            super().tag_last_checkpoint(basename)
+
+    def load(self, path: AnyPath | None, checkpointables: Iterable[str] | None = None) -> State:
+        """Load the model, and the checkpointables that the file has; see the base class."""
+        if path and self.path_manager is not PathManager:
+            path = self.path_manager.get_local_path(path)
+        return super().load(path, checkpointables)
+
+    def read(self, path: AnyPath) -> State:
+        """What ``_load_file`` gives on each rank, or the folder's content. Collective."""
+        name = os.fspath(path)
+        if on_main_process(lambda: is_folder(name)):
+            return super().read(name)
+        on_all_ranks(self.wait)
+        states: list[State] = []
+        on_all_ranks(lambda: states.append(self._load_file(name)))
+        return states[0]
+
+    def resume_or_load(self, path: AnyPath | None, *, resume: bool = True, **chosen: Any) -> State:
+        """Load the newest intact checkpoint of ``save_dir``, or the model of ``path``."""
+        newest = on_main_process(
+            lambda: self.get_checkpoint_file() if resume and self.has_checkpoint() else ""
+        )
+        if not newest:
+            return self.load(path, checkpointables=[])
+        try:
+            left = self.load(newest, **chosen)
+        except (OSError, CorruptCheckpointError):
+            if (found := self.read_newest()) is None:
+                raise
+            left = self.load(newest := found[0], **chosen)
+        self._resumed = os.path.basename(newest)
+        return left
+
+    def _load_file(self, filename: str) -> State:
+        """The content of a file; a bare state dict is put under ``"model"``."""
+        content = load_file(filename)
+        has_model = isinstance(content, dict) and content.keys() & {"model", "state_dict"}
+        return content if has_model else with_model(content, filename)
+
+    def _load_into_model(self, state: State) -> None:
+        if (found := self._load_model(state)) is not None:
+            self._log_incompatible_keys(found)
+
+    def _load_model(self, checkpoint: State) -> IncompatibleKeys:
+        """Load what fits of ``checkpoint["model"]``, which is taken out."""
+        state = with_model(checkpoint, "what was read")["model"]
+        checkpoint.pop("model", None)
+        self._convert_ndarray_to_tensor(state)
+        self._reported = load_model_state(self.model, state)
+        return self._reported
+
+    def _convert_ndarray_to_tensor(self, state_dict: State) -> None:
+        for name, value in state_dict.items():
+            if isinstance(value, np.ndarray):
+                state_dict[name] = torch.tensor(value)
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        """Warn of what a ``_load_model`` of others has found; ours has warned already."""
+        if incompatible is not self._reported:
+            self.logger.warning("Not loaded, since the file and the model differ: %s", incompatible)
+
+
+class DetectionCheckpointer(Checkpointer):
+    """A :class:`Checkpointer` that lets detectron2 read the files of its model zoo.
+
+    For ``.pkl`` and ``.pyth`` and for matching their names with the model's, detectron2 has to be
+    installed. To read such a file can run any code that it holds.
+    """
+
+    def _load_file(self, filename: str) -> State:
+        if not filename.endswith((".pkl", ".pyth")):
+            return self._torch_load(filename)
+        reader: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
+        content: State = reader._load_file(self, filename)
+        return content
+
+    def _torch_load(self, f: Any) -> State:
+        return super()._load_file(f)
+
+    def _load_model(self, checkpoint: State) -> IncompatibleKeys:
+        if checkpoint.get("matching_heuristics"):
+            self._convert_ndarray_to_tensor(checkpoint["model"])
+            matching = import_module("detectron2.checkpoint.c2_model_loading")
+            checkpoint["model"] = matching.align_and_update_state_dicts(
+                self.model.state_dict(),
+                checkpoint["model"],
+                c2_conversion=checkpoint.get("__author__") == "Caffe2",
+            )
+        return super()._load_model(checkpoint)
+
+
+def strip_prefix_if_present(state_dict: State, prefix: str) -> None:
+    """Take a prefix off all names, in place, if all have it."""
+    if state_dict and all(name.startswith(prefix) for name in state_dict):
+        stripped = take_prefix(state_dict, prefix)
+        state_dict.clear()
+        state_dict.update(stripped)

@@ -1,0 +1,282 @@
+"""Subclasses of fvcore's and detectron2's checkpointers, and files by address."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hooktrain import checkpoint as core
+from hooktrain.checkpoint import save_file
+from hooktrain.compat.detectron2 import (
+    Checkpointer,
+    DetectionCheckpointer,
+    HTTPURLHandler,
+    PathHandler,
+    PathManager,
+    SimpleTrainer,
+    _IncompatibleKeys,
+    _strip_prefix_if_present,
+    hooks,
+)
+
+State = dict[str, Any]
+
+
+def linear(value: float = 0.0) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+class Records(Checkpointer):
+    """Overrides everything, and says what was called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.called: list[str] = []
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> State:
+        self.called.append("load")
+        return super().load(path, *args, **kwargs)
+
+    def _load_file(self, filename: str) -> State:
+        self.called.append("_load_file")
+        return super()._load_file(filename)
+
+    def _load_model(self, checkpoint: State) -> Any:
+        self.called.append("_load_model")
+        return super()._load_model(checkpoint)
+
+    def _convert_ndarray_to_tensor(self, state_dict: State) -> None:
+        self.called.append("_convert_ndarray_to_tensor")
+        super()._convert_ndarray_to_tensor(state_dict)
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        self.called.append("_log_incompatible_keys")
+        super()._log_incompatible_keys(incompatible)
+
+    def has_checkpoint(self) -> bool:
+        self.called.append("has_checkpoint")
+        return super().has_checkpoint()
+
+
+IN_A_LOAD = ["load", "_load_file", "_load_model"]
+IN_A_LOAD += ["_convert_ndarray_to_tensor", "_log_incompatible_keys"]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_all_that_a_subclass_overrides_is_called(tmp_path: Path, resume: bool) -> None:
+    Checkpointer(linear(2.0), tmp_path).save("model_0000004", iteration=4)
+    checkpointer = Records(linear(), tmp_path)
+    left = checkpointer.resume_or_load(tmp_path / "model_0000004.pth", resume=resume)
+    assert left == {"iteration": 4}
+    assert checkpointer.model.weight.item() == 2.0
+    assert checkpointer.called == ["has_checkpoint"] * resume + IN_A_LOAD
+
+
+def test_a_resume_passes_over_what_is_broken(tmp_path: Path) -> None:
+    checkpointer = DetectionCheckpointer(linear(1.0), tmp_path)
+    checkpointer.save("model_0000001", iteration=1)
+    checkpointer.save("model_0000003", iteration=3)
+    (tmp_path / "model_0000003.pth").write_bytes(b"broken")
+    assert checkpointer.resume_or_load("", resume=True) == {"iteration": 1}
+
+
+@pytest.mark.parametrize("method", ["_load_file", "_load_model", "_convert_ndarray_to_tensor"])
+def test_the_core_refuses_a_subclass_whose_override_it_would_not_call(method: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"Mine.{method} would never be called: derive from .*compat"
+    ):
+        type("Mine", (core.Checkpointer,), {method: None})
+
+
+class WithoutFirst(DetectionCheckpointer):
+    """Changes the names in the file, and forgives what is missing."""
+
+    def _load_model(self, checkpoint: State) -> Any:
+        checkpoint["model"] = {k.removeprefix("first."): v for k, v in checkpoint["model"].items()}
+        incompatible = super()._load_model(checkpoint)
+        incompatible.missing_keys.remove("1.weight")
+        return incompatible
+
+
+def test_a_subclass_changes_the_state_before_and_the_differences_after(tmp_path: Path) -> None:
+    save_file({"first.0.weight": torch.ones(1, 1)}, tmp_path / "bare.pth")  # without "model"
+    model = nn.Sequential(linear(), linear())
+    checkpointer = WithoutFirst(model)
+    assert checkpointer.load(tmp_path / "bare.pth") == {}
+    assert model[0].weight.item() == 1.0
+    found = checkpointer._load_model(checkpointer._load_file(str(tmp_path / "bare.pth")))
+    assert found == _IncompatibleKeys([], [], [])
+
+
+def test_a_load_model_of_ones_own_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Student(DetectionCheckpointer):
+        def _load_model(self, checkpoint: State) -> Any:
+            state = checkpoint.pop("model")
+            _strip_prefix_if_present(state, "module.")
+            return self.model[0].load_state_dict(state, strict=False)
+
+    save_file(
+        {"model": {"module.weight": torch.ones(1, 1), "module.more": torch.ones(1)}},
+        tmp_path / "x.pth",
+    )
+    model = nn.Sequential(linear())
+    Student(model).load(tmp_path / "x.pth")
+    assert model[0].weight.item() == 1.0
+    assert "unexpected_keys=['more']" in caplog.text
+
+
+def test_the_state_under_another_name_is_left_to_the_subclass(tmp_path: Path) -> None:
+    class Other(Checkpointer):
+        def _load_model(self, checkpoint: State) -> Any:
+            checkpoint["model"] = checkpoint.pop("state_dict")
+            return super()._load_model(checkpoint)
+
+    save_file({"state_dict": {"weight": torch.ones(1, 1)}}, tmp_path / "x.pth")
+    for kind in (Other, Checkpointer):
+        model = linear()
+        kind(model).load(tmp_path / "x.pth")
+        assert model.weight.item() == 1.0
+
+
+def test_without_a_model_or_a_path(tmp_path: Path) -> None:
+    momentum = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    checkpointer = Checkpointer(None, tmp_path, optimizer=momentum)
+    assert checkpointer.load(None) == checkpointer.resume_or_load(None) == {}
+    checkpointer.save("some")
+    momentum.param_groups[0]["lr"] = 0.0
+    checkpointer.load(checkpointer.get_all_checkpoint_files()[0])
+    assert momentum.param_groups[0]["lr"] == 0.5
+
+
+class ByHand(Checkpointer):
+    """Writes the file itself, with all that it is given."""
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        data = {"model": self.model.state_dict()}
+        data |= {key: item.state_dict() for key, item in self.checkpointables.items()}
+        with self.path_manager.open(Path(self.save_dir, f"{name}.pth"), "wb") as file:
+            torch.save(data | kwargs, file)
+        self.tag_last_checkpoint(f"{name}.pth")
+
+
+class Uploads(Checkpointer):
+    """Does something with the file when it is there."""
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        super().save(name, uploads=1, **kwargs)
+        assert Path(self.save_dir, f"{name}.pth").exists()
+
+
+@pytest.mark.parametrize("kind", [ByHand, Uploads])
+def test_hooks_save_by_a_save_of_ones_own(tmp_path: Path, kind: type[Checkpointer]) -> None:
+    model = linear()
+    batches = DataLoader(torch.ones(8, 1), batch_size=1)  # type: ignore[arg-type]
+    trainer = SimpleTrainer(
+        nn.Sequential(model, nn.Flatten(0)), batches, torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    trainer.model.register_forward_hook(lambda *call: call[2].sum())
+    checkpointer = kind(trainer.model, tmp_path, trainer=trainer)
+    evaluate = hooks.EvalHook(3, lambda: {"good": -trainer.iter})
+    trainer.register_hooks(
+        [
+            evaluate,
+            hooks.BestCheckpointer(3, checkpointer, "good"),
+            hooks.PeriodicCheckpointer(checkpointer, 2, max_to_keep=1),
+        ]
+    )
+    trainer.train(0, 7)
+    names = {Path(path).name for path in checkpointer.get_all_checkpoint_files()}
+    assert names == {"model_best.pth", "model_0000005.pth", "model_final.pth"}
+    assert Path(checkpointer.get_checkpoint_file()).name == "model_final.pth"
+    assert checkpointer.read(tmp_path / "model_best.pth").keys() - {"uploads"} == {
+        "model",
+        "trainer",
+        "iteration",
+        "best",
+    }
+
+
+def test_a_step_of_a_periodic_checkpointer_of_ones_own_is_called(tmp_path: Path) -> None:
+    class OnlyOne(hooks.PeriodicCheckpointer):
+        def step(self, iteration: int, **extra: Any) -> None:
+            if iteration % 3 == 0:
+                self.checkpointer.save(f"{self.file_prefix}_recent", iteration=iteration)
+
+    model = linear()
+    trainer = SimpleTrainer(model, [torch.ones(1)], torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.model.register_forward_hook(lambda *call: call[2].sum())
+    checkpointer = Checkpointer(model, tmp_path)
+    trainer.register_hooks([OnlyOne(checkpointer, 100)])
+    trainer.train(0, 5)
+    assert checkpointer.load(tmp_path / "model_recent.pth") == {"iteration": 3}
+
+
+def test_the_path_manager_finds_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hooktrain.checkpoint.sources._loaders", {})
+
+    class Bucket(PathHandler):
+        def _get_supported_prefixes(self) -> list[str]:
+            return ["bucket://"]
+
+        def _get_local_path(self, path: str, **kwargs: Any) -> str:
+            return str(tmp_path / path.removeprefix("bucket://"))
+
+    manager = PathManager()
+    manager.register_handler(Bucket())
+    manager.register_handler(HTTPURLHandler())
+    manager.mkdirs("bucket://sub/folder")
+    assert PathManager.ls(tmp_path) == ["sub"]
+    assert manager.isdir("bucket://sub")
+    assert not manager.isfile("bucket://sub")
+    with manager.open("bucket://x.txt", "w") as file:
+        file.write("text")
+    assert manager.exists(tmp_path / "x.txt")
+    assert manager.copy("bucket://x.txt", tmp_path / "y.txt")
+    assert not manager.copy("bucket://x.txt", tmp_path / "y.txt")
+    manager.rm("bucket://x.txt")
+    assert (tmp_path / "y.txt").read_text() == "text"
+    Checkpointer(linear(3.0), tmp_path).save("x")
+    for find in (manager, SimpleNamespace(get_local_path=lambda path: tmp_path / path[-5:])):
+        model = linear()
+        checkpointer = Checkpointer(model)
+        checkpointer.path_manager = find
+        checkpointer.load("bucket://x.pth")
+        assert model.weight.item() == 3.0
+
+
+def test_detectron2_reads_the_files_of_its_model_zoo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(self: Checkpointer, filename: str) -> State:
+        assert filename == "zoo.pkl"
+        return {"model": {"w": np.ones((1, 1), "f4")}, "matching_heuristics": True}
+
+    def align(model: State, state: State, c2_conversion: bool) -> State:
+        assert torch.is_tensor(state["w"])
+        assert not c2_conversion
+        return dict(zip(model, state.values(), strict=True))
+
+    kind = type("Theirs", (), {"_load_file": read})
+    for name, item in [
+        ("detectron2.checkpoint", SimpleNamespace(DetectionCheckpointer=kind)),
+        (
+            "detectron2.checkpoint.c2_model_loading",
+            SimpleNamespace(align_and_update_state_dicts=align),
+        ),
+    ]:
+        monkeypatch.setitem(sys.modules, name, item)  # type: ignore[arg-type]
+    model = linear()
+    DetectionCheckpointer(model).load("zoo.pkl")
+    assert model.weight.item() == 1.0
