@@ -1,6 +1,6 @@
 """Batch norm with the statistics of all ranks together, and exact statistics after training."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -84,7 +84,8 @@ def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
 
 def get_bn_modules(model: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers of a model that are in training mode and keep running statistics."""
-    return [statistics.layer for statistics in _statistics(model)]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+    return [norm for norm in norms if norm.running_mean is not None]
 
 
 @torch.no_grad()
@@ -110,87 +111,64 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
         RuntimeError: if a layer is used twice in one forward pass: it has no single statistics.
         ValueError: if the loader of any rank is shorter.
     """
-    layers = _statistics(model)
+    layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
     seen, bare = 0, unwrap_model(model)
     forward = partial(compute_losses, bare, forward=bare) if isinstance(bare, BaseModel) else model
-    with _observing(layers):
+    reached: set[nn.Module] = set()  # in the current forward pass
+    # By layer and channel: the number of values, their sum and the sum of their squares. In
+    # float64, so that little cancels where the mean is large; Apple's devices have none.
+    dtype = torch.float32 if layers[0].running_mean.device.type == "mps" else torch.float64
+    sums = {m: m.running_mean.new_zeros((3, len(m.running_mean)), dtype=dtype) for m in layers}
+
+    def observe(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if layer in reached:
+            name = next(name for name, module in model.named_modules() if module is layer)
+            raise RuntimeError(f"{name!r} is used twice in one forward pass: it has no one mean")
+        reached.add(layer)
+        values: Tensor = args[0] if args else kwargs["input"]
+        if values.numel() > 0:
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            dims = [d for d in range(values.dim()) if d != 1]
+            both = torch.var_mean(values, dims, correction=0)
+            var, mean = (v.to(sums[layer]) for v in both)
+            count = values.numel() // values.shape[1]
+            sums[layer] += count * torch.stack([torch.ones_like(mean), mean, var + mean**2])
+
+    with _observing(layers, observe):
         for batch in islice(start_workers(data_loader), num_iters):
-            for statistics in layers:
-                statistics.used = False
+            reached.clear()
             forward(batch)
             timer.beat()
             seen += 1
-    sums = torch.cat([*(s.sums.flatten() for s in layers), layers[0].sums.new_tensor([seen])])
+    flat = [each.flatten() for each in sums.values()]
+    flat.append(flat[0].new_tensor([seen]))
+    merged = torch.cat(flat)
     if comm.get_world_size() > 1:
-        dist.all_reduce(sums)
-    *layer_sums, total = torch.split(sums, [*(s.sums.numel() for s in layers), 1])
+        dist.all_reduce(merged)
+    *parts, total = torch.split(merged, [len(each) for each in flat])
     # On every rank alike; it waits for the device.
     if int(total) < num_iters * comm.get_world_size():
-        raise ValueError(
-            f"data_loader gave {seen} of num_iters={num_iters} batches, {int(total)} on all ranks"
-        )
-    for statistics, merged in zip(layers, layer_sums, strict=True):
-        statistics.write(merged.view(3, -1))
-
-
-class _Statistics:
-    """The values that reach one layer: how many, their sum and the sum of their squares.
-
-    By channel, shape (3, C), in float64, so that little cancels where the mean is large.
-    """
-
-    def __init__(self, name: str, layer: nn.Module, running_mean: Tensor) -> None:
-        self.name, self.layer = name, layer
-        self.used = False  # in the current forward pass
-        # Apple's devices have no float64.
-        dtype = torch.float32 if running_mean.device.type == "mps" else torch.float64
-        self.sums = running_mean.new_zeros((3, len(running_mean)), dtype=dtype)
-
-    def observe(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take in the input of the layer: a forward pre-hook."""
-        if self.used:
-            raise RuntimeError(
-                f"BatchNorm layer {self.name!r} is used twice in one forward pass, so it has no "
-                "single mean and variance"
-            )
-        self.used = True
-        values: Tensor = args[0] if args else kwargs["input"]
-        if values.numel() == 0:
-            return
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        dims = [d for d in range(values.dim()) if d != 1]
-        var, mean = (v.to(self.sums) for v in torch.var_mean(values, dims, correction=0))
-        count = values.numel() // values.shape[1]
-        self.sums += count * torch.stack([torch.ones_like(mean), mean, var + mean**2])
-
-    def write(self, sums: Tensor) -> None:
-        """Put mean and variance into the layer, if any value has reached it."""
-        count, mean, square = sums[0], sums[1] / sums[0], sums[2] / sums[0]
+        counts = f"{seen} of num_iters={num_iters} batches, {int(total)} on all ranks"
+        raise ValueError(f"data_loader gave {counts}")
+    for layer, part in zip(layers, parts, strict=True):
+        count, mean, square = part.view(3, -1)
         if count[0] > 0:  # waits for the device
-            self.layer.get_buffer("running_mean").copy_(mean)
-            self.layer.get_buffer("running_var").copy_((square - mean**2).clamp(min=0))
-
-
-def _statistics(model: nn.Module) -> list[_Statistics]:
-    return [
-        _Statistics(name, layer, layer.running_mean)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
-    ]
+            mean, square = mean / count, square / count
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_((square - mean**2).clamp(min=0))
 
 
 @contextmanager
-def _observing(layers: list[_Statistics]) -> Iterator[None]:
+def _observing(layers: list[nn.Module], observe: Callable[..., None]) -> Iterator[None]:
     """Watch the inputs of the layers; at the end their buffers are what they were before."""
-    buffers = [buffer for s in layers for buffer in s.layer.buffers(recurse=False)]
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
     saved = [buffer.clone() for buffer in buffers]
-    hooks = [s.layer.register_forward_pre_hook(s.observe, with_kwargs=True) for s in layers]
+    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for buffer, value in zip(buffers, saved, strict=True):
-            buffer.copy_(value)
+        torch._foreach_copy_(buffers, saved)

@@ -156,7 +156,7 @@ def test_no_folder_is_told_from_a_broken_one(tmp_path: Path) -> None:
 def forge(folder: Path, metadata: bytes) -> Path:
     """Replace the metadata, and make the manifest fit it."""
     (folder / ".metadata").write_bytes(metadata)
-    digests = folders._digests([folder / n for n in names(folder) if n != "manifest.json"])
+    digests = {n: folders._digest(folder / n) for n in names(folder) if n != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(digests))
     return folder
 

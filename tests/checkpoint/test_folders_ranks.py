@@ -163,12 +163,12 @@ def fail_on_rank_1(folder: Path) -> list[str]:
     background = Checkpointer(nn.Linear(1, 1), folder, sharded=True, background=True)
     found = []
     if not is_main:
-        real, folders._digests = folders._digests, disk_full
+        real, folders._digest = folders._digest, disk_full
     found.append(outcome(save_folder, small_state(1), folder / "a"))
     background.save("a")
     found.append(outcome(background.wait))
     if not is_main:
-        folders._digests = real
+        folders._digest = real
     mesh = init_device_mesh("cpu", (2,))
     shards = {"x": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
     found.append(outcome(save_folder, {} if is_main else shards, folder / "a"))
@@ -202,7 +202,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Pa
 
 def die_in_a_save(folder: Path) -> None:
     if dist.get_rank() == 1:
-        folders._digests = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        folders._digest = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     save_folder(small_state(2), folder / "a")
 
 
