@@ -19,7 +19,7 @@ from hooktrain.checkpoint.files import (
     storable,
     write_file,
 )
-from hooktrain.checkpoint.formats import read_on_all_ranks
+from hooktrain.checkpoint.formats import read_on_all_ranks, with_trainer
 from hooktrain.checkpoint.resume import (
     POINTER,
     checkpoint_names,
@@ -392,6 +392,7 @@ class Checkpointer:
 
     def _restore(self, path: str, state: State, names: Iterable[str] | None) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
+        state = with_trainer(state) if "trainer" in self.checkpointables else state
         chosen = choose_parts(path, state, self.checkpointables, names)
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state)

@@ -68,6 +68,33 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     return states[0]
 
 
+def parts_of_trainer(state: State) -> State:
+    """A checkpoint as strategies and MMEngine have it, if it is a trainer's; else as it is."""
+    trainer = state.get("trainer")
+    if not trainer or "optimizer" not in trainer:
+        return state
+    schedulers = trainer.get("hooks", {}).get("LRScheduler", {}).get("schedulers", {})
+    seed = {} if trainer.get("seed") is None else {"seed": trainer["seed"]}
+    return {
+        **{key: value for key, value in state.items() if key != "iteration"},
+        "optimizer": trainer["optimizer"],
+        "param_schedulers": schedulers.get("", schedulers),
+        "meta": {"iter": trainer["iteration"] + 1, **seed},
+    }
+
+
+def with_trainer(state: State) -> State:
+    """A checkpoint with a trainer's state, if it is a strategy's or MMEngine's; else as it is."""
+    if "optimizer" not in state or "iter" not in state.get("meta", {}):
+        return state
+    meta, schedulers = state["meta"], state.get("param_schedulers")
+    trainer = {"iteration": meta["iter"] - 1, "optimizer": state["optimizer"]}
+    if schedulers:
+        by_name = schedulers if isinstance(schedulers, dict) else {"": schedulers}
+        trainer["hooks"] = {"LRScheduler": {"schedulers": by_name}}
+    return {"trainer": {**trainer, "seed": meta.get("seed")}, **state}
+
+
 def with_model(state: Any, path: str) -> State:
     """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
     if not isinstance(state, dict):

@@ -53,6 +53,10 @@ class TrainLoader:
     options: Mapping[str, Any]
     batches: int = 0
 
+    def __len__(self) -> int:
+        """The batches of an epoch, for periods; the stream goes on after them."""
+        return -(-len(self.dataset) // self.total_batch_size)  # type: ignore[arg-type]
+
     def __iter__(self) -> Iterator[Any]:
         loader = DataLoader(
             SeededDataset(self.dataset, self.seed),

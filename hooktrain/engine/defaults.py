@@ -22,6 +22,7 @@ from hooktrain.engine import hooks
 from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.evaluation import DatasetEvaluator
+from hooktrain.model import init_weights_once
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp
 from hooktrain.strategy.environment import restart_count, set_random_seed
@@ -236,7 +237,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
     ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists what
-    ``train`` can hold. In place of ``optimizer`` and ``lr_multiplier`` it may have
+    ``train`` can hold. Without ``lr_multiplier`` the rate stays as it is, and without test data or
+    an evaluator nothing is evaluated. In place of ``optimizer`` and ``lr_multiplier`` it may have
     ``optim_wrapper`` and ``param_scheduler``, as :func:`~hooktrain.solver.build_optim_wrapper` and
     :func:`~hooktrain.solver.build_param_scheduler` take them: for several optimizers, or for
     schedules of anything but the learning rate. ``hooks`` is a list of further hooks, which run
@@ -260,9 +262,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         self.cfg = resolve(cfg)  # what refers to what a script has changed
         self.strategy = self.build_strategy(cfg)
         model = self.strategy.prepare(
-            lambda: self.build_model(cfg),
+            lambda: init_weights_once(self.build_model(cfg)),
             compile=cfg.train.get("compile", False),
-            # As in detectron2, the constructor of the model has initialised its weights.
+            # As in detectron2, the constructor of other models has initialised their weights.
             dispatch_kwargs={"init_weights_for_test_or_val": False},
         )
         loader = self.build_train_loader(cfg)
@@ -343,7 +345,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     def build_lr_scheduler(cls, cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> Any:
         """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
         if "param_scheduler" not in cfg:
-            return instantiate(cfg.lr_multiplier)
+            return instantiate(cfg.get("lr_multiplier", []))
         if "lr_multiplier" in cfg:
             raise ValueError("the configuration has both lr_multiplier and param_scheduler")
         max_iter, length = cfg.train.max_iter, cfg.train.get("epoch_length")
@@ -358,15 +360,15 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         return loader
 
     @classmethod
-    def build_test_loader(cls, cfg: Any) -> Iterable[Any]:
-        """The batches to evaluate on."""
-        loader: Iterable[Any] = instantiate(cfg.dataloader.test)
+    def build_test_loader(cls, cfg: Any) -> Iterable[Any] | None:
+        """The batches to evaluate on; None evaluates nothing."""
+        loader: Iterable[Any] | None = instantiate(cfg.dataloader.get("test"))
         return loader
 
     @classmethod
-    def build_evaluator(cls, cfg: Any) -> DatasetEvaluator:
-        """What judges the model's outputs."""
-        evaluator: DatasetEvaluator = instantiate(cfg.dataloader.evaluator)
+    def build_evaluator(cls, cfg: Any) -> DatasetEvaluator | None:
+        """What judges the model's outputs; None evaluates nothing."""
+        evaluator: DatasetEvaluator | None = instantiate(cfg.dataloader.get("evaluator"))
         return evaluator
 
     def build_checkpointer(self) -> Checkpointer:
@@ -443,6 +445,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """
         loader = cls.build_test_loader(cfg)
         evaluators = cls.build_evaluator(cfg) if evaluators is None else evaluators
+        if loader is None or evaluators is None:
+            return {}
         results = evaluation.inference_on_dataset(model, loader, evaluators, step=step)
         if comm.is_main_process():
             evaluation.print_csv_format(results)

@@ -17,16 +17,23 @@ class StepTrainer(ModelTrainer):
     """The training of a model with ``train_step(data, optim_wrapper)``.
 
     An iteration is one call of it with one batch. The model decides what is updated, how often and
-    by which optimizer; it returns a dict of values to log. ``accumulative_counts`` counts calls of
-    ``update_params``, and the hooks' ``after_backward`` runs in each update.
+    by which optimizer; it returns a dict of values to log, or None. ``accumulative_counts`` counts
+    calls of ``update_params``, and the hooks' ``after_backward`` runs in each update.
 
     A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has left the
     update to the trainer.
 
-    The arguments are those of :class:`ModelTrainer`; ``optimizer`` may also be an
-    :class:`~hooktrain.solver.OptimWrapperDict`. The check for losses that are not finite comes
+    The arguments are those of :class:`ModelTrainer`. The check for losses that are not finite comes
     after the update, and always before a checkpoint.
+
+    Attributes:
+        last_batch: the batch of the last step, for hooks.
+        last_outputs: the values to log that it returned.
     """
+
+    last_batch: Any = None
+    last_outputs: Mapping[str, Any] | None = None
+    _warned = False
 
     def _wrappers(self) -> Mapping[str, OptimWrapper]:
         return wrappers_by_name(self.optim_wrapper)
@@ -35,6 +42,20 @@ class StepTrainer(ModelTrainer):
     def can_save(self) -> bool:
         """Whether no window of accumulation is open: its gradients are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers().values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of :class:`ModelTrainer`. A warning says, once, if gradients would be lost."""
+        for name, wrapper in self._wrappers().items() if not self._warned else ():
+            in_use = wrapper.after_backward is not None and wrapper.inner_count > 0
+            if in_use and wrapper.should_update() and wrapper.has_gradients():
+                self._warned = True
+                where = f"optim_wrapper[{name!r}]" if name else "optim_wrapper"
+                logger.warning(
+                    "Gradients of %s live on after train_step, and are not saved: unless it begins "
+                    "with zero_grad(), a resumed run is not exact. End it with zero_grad()",
+                    where,
+                )
+        return super().state_dict()
 
     def run_step(self) -> None:
         """One batch for the model's own step."""
@@ -49,7 +70,8 @@ class StepTrainer(ModelTrainer):
         start = time.perf_counter()
         data = next(self._batches)
         data_time = time.perf_counter() - start
-        outputs = self._call_step(data)
+        self.last_batch = data
+        self.last_outputs = outputs = self._call_step(data)
         if is_first:  # it has shown how often the model calls update_params
             made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
             if made != each:
@@ -67,6 +89,8 @@ class StepTrainer(ModelTrainer):
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
         outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
+        if outputs is None:
+            return {}
         if not isinstance(outputs, Mapping):
             raise TypeError(f"train_step must return a dict of values to log, not {outputs!r}")
         if "log_vars" not in outputs:

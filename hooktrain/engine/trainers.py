@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from hooktrain.engine.batches import Batches
 from hooktrain.engine.losses import LossRecorder, as_loss_dict
 from hooktrain.engine.train_loop import TrainerBase
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.model import init_weights_once
+from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.utils.finite import non_finite
 
@@ -24,7 +25,8 @@ class ModelTrainer(TrainerBase):
         model: the model. It is put into training mode.
         data_loader: an iterable of batches. A finite one starts again when it is exhausted, after
             a call of ``set_epoch`` of its sampler or batch sampler, if there is one.
-        optimizer: a torch optimizer, or a wrapper around one or several.
+        optimizer: a torch optimizer, or an :class:`~hooktrain.solver.OptimWrapper` around one; or
+            several of either, in a dict or an :class:`~hooktrain.solver.OptimWrapperDict`.
         gather_metric_period: with several ranks, the values of their metrics are brought together
             every so many iterations. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
@@ -49,7 +51,7 @@ class ModelTrainer(TrainerBase):
         self,
         model: nn.Module,
         data_loader: Iterable[Any],
-        optimizer: torch.optim.Optimizer | OptimWrapper | OptimWrapperDict,
+        optimizer: Any,
         gather_metric_period: int = 20,
         zero_grad_before_forward: bool = False,
         async_write_metrics: bool = False,
@@ -59,13 +61,11 @@ class ModelTrainer(TrainerBase):
             raise ValueError(
                 f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
             )
-        if not isinstance(optimizer, OptimWrapper | OptimWrapperDict):
-            optimizer = OptimWrapper(optimizer)
+        optimizer = build_optim_wrapper(None, optimizer)
         several = isinstance(optimizer, OptimWrapperDict)
         if several and type(self).run_step is SimpleTrainer.run_step:
             raise TypeError("SimpleTrainer has one optimizer: for several take StepTrainer")
-        model.train()
-        self.model = model
+        self.model = init_weights_once(model).train()
         self._batches = Batches(data_loader)
         self.optim_wrapper = self.updating = optimizer
         optimizer.name_parameters(model)
@@ -107,6 +107,13 @@ class ModelTrainer(TrainerBase):
         """
         self.data_loader = []
         self.data_loader = data_loader_builder()
+
+    def train(self, start_iter: int | None = None, max_iter: int | None = None) -> None:
+        """:meth:`TrainerBase.train`, which also goes on where a strategy has resumed."""
+        if self.optim_wrapper.resumed is not None:
+            parts = set(self.state_parts) - {"optimizer"}  # the strategy has loaded it
+            self.load_state_dict(self.optim_wrapper.resumed, only=parts)
+        super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""
@@ -176,6 +183,7 @@ class ModelTrainer(TrainerBase):
             begun = state.get("iteration", -1) >= 0
             self._batches.load_state_dict(state.get("data", {}), begun=begun)
         super().load_state_dict(state, only=only)
+        self.optim_wrapper.resumed = None
         if "optimizer" in chosen:
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
             scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}

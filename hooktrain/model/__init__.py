@@ -9,6 +9,7 @@ from hooktrain.model.averaged import (
 from hooktrain.model.base_model import (
     BaseModel as BaseModel,
     detect_anomalous_params as detect_anomalous_params,
+    init_weights_once as init_weights_once,
 )
 from hooktrain.model.batch_norm import (
     BatchNormXd as BatchNormXd,

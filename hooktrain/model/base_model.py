@@ -169,6 +169,14 @@ def compute_losses(model: Any, data: Any, forward: Callable[..., Any]) -> Any:
     return _call(forward, model.data_preprocessor(data, True), mode="loss")
 
 
+def init_weights_once(model: nn.Module) -> nn.Module:
+    """Call ``init_weights`` of a model whose ``is_init`` says that this was not done yet."""
+    if getattr(model, "is_init", True) is False:
+        logger.info("%s initialises its weights", type(model).__name__)
+        model.init_weights()  # type: ignore[operator]
+    return model
+
+
 def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     """Log, as errors, the trainable parameters that get no gradient from a loss.
 

@@ -62,9 +62,9 @@ class AmpOptimWrapper(OptimWrapper):
         # Nearly all steps need autocast alone, which is entered without a generator around it.
         return precision if exchange is NOTHING else _both(exchange, precision)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of the scaled loss."""
-        super().backward(self.grad_scaler.scale(loss))
+        super().backward(self.grad_scaler.scale(loss), **kwargs)
 
     def start_window(self, length: int = 0) -> None:
         """Begin a new window; a scaler that was left after unscaling is made ready again."""
@@ -81,11 +81,13 @@ class AmpOptimWrapper(OptimWrapper):
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
 
-    def _apply(self) -> bool:
+    def _apply(self, **kwargs: Any) -> bool:
         scaler = self.grad_scaler
         if not scaler.is_enabled():
-            return super()._apply()
-        scaler.step(self.optimizer)  # host-device synchronisation: reads the overflow flag
+            return super()._apply(**kwargs)
+        scaler.step(
+            self.optimizer, **kwargs
+        )  # host-device synchronisation: reads the overflow flag
         # Host-device synchronisation. Fused optimizers skip the update inside their kernel, so
         # only the scaler knows of it.
         found_inf = scaler._found_inf_per_device(self.optimizer).values()

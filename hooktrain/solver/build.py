@@ -16,6 +16,7 @@ from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.param_groups import (
+    RULES,
     ParamGroup,
     get_default_optimizer_params as get_default_optimizer_params,
     paramwise_param_groups,
@@ -48,7 +49,8 @@ class DefaultOptimWrapperConstructor:
 
     Without rules the optimizer has one group of all parameters. With rules it has those that are
     trainable, in as few groups as there are different settings. Every group has ``param_names``.
-    A subclass may override :meth:`param_groups`.
+    A subclass may override :meth:`add_params`, which rules ask for, and then have rules of its own
+    in ``paramwise_cfg``; or :meth:`param_groups`.
 
     Adam and AdamW on CUDA are built with ``fused=True``, unless ``fused``, ``foreach`` or
     ``differentiable`` is configured.
@@ -61,7 +63,6 @@ class DefaultOptimWrapperConstructor:
         paramwise_cfg: the rules, see :func:`~hooktrain.solver.paramwise_param_groups`.
 
     Raises:
-        TypeError: if a subclass has MMEngine's ``add_params``, which is not called here.
         ValueError: without ``optimizer``, or if that is no dict with ``type``.
 
     Example::
@@ -76,8 +77,6 @@ class DefaultOptimWrapperConstructor:
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
     ) -> None:
-        if hasattr(self, "add_params"):
-            raise TypeError(f"{type(self).__name__}: override param_groups in place of add_params")
         # Plain containers, references resolved: what an optimizer gets, a checkpoint must hold.
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
@@ -109,9 +108,22 @@ class DefaultOptimWrapperConstructor:
     def param_groups(self, model: nn.Module) -> list[ParamGroup]:
         """The parameter groups of a model, which may be wrapped."""
         if self.paramwise_cfg:
-            return paramwise_param_groups(model, self.paramwise_cfg, self.base_lr, self.base_wd)
+            groups: list[ParamGroup] = []
+            self.add_params(groups, unwrap_model(model))
+            return groups
         names = parameter_names(model)
         return [{"params": [*names], "param_names": [*names.values()]}]
+
+    def add_params(self, params: list[ParamGroup], module: nn.Module) -> None:
+        """Add the parameter groups of a module to a list, by the rules in ``paramwise_cfg``.
+
+        Args:
+            params: the list; a subclass may add groups in other ways.
+            module: the model, unwrapped.
+        """
+        own = type(self) is not DefaultOptimWrapperConstructor  # its rules are none of ours
+        rules = {key: rule for key, rule in self.paramwise_cfg.items() if key in RULES or not own}
+        params += paramwise_param_groups(module, rules, self.base_lr, self.base_wd)
 
 
 def _fused_by_default(optimizer: Any, options: Mapping[str, Any], groups: list[ParamGroup]) -> bool:

@@ -41,6 +41,7 @@ class OptimWrapper:
             otherwise None.
         inner_count: how many backward passes were made so far.
         name: put before the names of metrics; :class:`OptimWrapperDict` sets it.
+        resumed: what a strategy has for the trainer, which loads it when the training begins.
         skipped_updates: how many updates were skipped so far since gradients were not finite.
 
     Raises:
@@ -66,6 +67,7 @@ class OptimWrapper:
             self.base_param_settings = {"params": [], **optimizer.defaults}
         self.inner_count = 0
         self.name = ""
+        self.resumed: Mapping[str, Any] | None = None
         self.skipped_updates = 0
         self._clipping = None if clip_grad is None else _check_clipping(clip_grad)
         self._max_counts = -1
@@ -78,6 +80,11 @@ class OptimWrapper:
         """The optimizer's parameter groups, and ``base_param_settings`` where there are any."""
         groups = self.optimizer.param_groups
         return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of the optimizer for groups that have none of their own."""
+        return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
         """``{"lr": [one rate a group]}``, after ``{"base_lr": [rate]}`` where there is one."""
@@ -134,11 +141,18 @@ class OptimWrapper:
             return cast(AbstractContextManager[Any], parallel.no_sync())
         return NOTHING
 
-    def update_params(self, loss: Tensor) -> bool:
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: Mapping[str, Any] | None = None,
+        zero_kwargs: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Take in the loss of one batch; update where a window of accumulation ends.
 
         Args:
             loss: one tensor; of several losses, their sum.
+            step_kwargs: of :meth:`step`.
+            zero_kwargs: of :meth:`zero_grad`.
 
         Returns:
             Whether the parameters were updated: False inside a window, and where a scaler skips
@@ -147,19 +161,19 @@ class OptimWrapper:
         self.backward(self.scale_loss(loss))
         if not self.should_update():
             return False
-        updated = self.step()
-        self.zero_grad()
+        updated = self.step(**(step_kwargs or {}))
+        self.zero_grad(**(zero_kwargs or {}))
         return updated
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss so that the accumulated gradients are those of the mean."""
         return loss if self.accumulative_counts == 1 else loss / len(self._next_window())
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss."""
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a loss; ``kwargs`` are of :meth:`torch.Tensor.backward`."""
         if self.accumulative_counts > 1:
             self._window = self._next_window()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self.inner_count += 1
 
     def _next_window(self) -> range:
@@ -187,19 +201,23 @@ class OptimWrapper:
         """Whether the next backward pass completes a window, so that ranks must communicate."""
         return self.accumulative_counts == 1 or self._next_window().stop == self.inner_count + 1
 
-    def step(self) -> bool:
-        """Clip the gradients and update the parameters. Return whether they were updated."""
+    def step(self, **kwargs: Any) -> bool:
+        """Clip the gradients and update the parameters. Return whether they were updated.
+
+        Args:
+            kwargs: of the optimizer's ``step``.
+        """
         self.unscale_gradients()
         if self.after_backward is not None:
             self.after_backward()
         self.clip_gradients()
-        return self._apply()
+        return self._apply(**kwargs)
 
     def unscale_gradients(self) -> None:
         """Undo what a scaler did to the gradients, so that hooks see the true ones."""
 
-    def _apply(self) -> bool:
-        self.optimizer.step()
+    def _apply(self, **kwargs: Any) -> bool:
+        self.optimizer.step(**kwargs)
         return True
 
     def clip_gradients(self) -> None:
@@ -217,16 +235,21 @@ class OptimWrapper:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
             self._put_scalar("grad_norm", norm)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does."""
-        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
-            self.optimizer.zero_grad()
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Forget the gradients; ``kwargs`` are of the optimizer's ``zero_grad``."""
+        if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
+            self.optimizer.zero_grad(**kwargs)
             return
         # The same without torch's preparations for its profiler and compiler, which take longer
         # (7 us a step) than all the rest for a small model.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that was not cleared."""
+        groups = self.optimizer.param_groups
+        return any(p.grad is not None for group in groups for p in group["params"])
 
     def count_skipped_update(self) -> None:
         """Note that an update was skipped, and log how many were."""

@@ -18,6 +18,9 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     Metrics of a member carry its name: ``generator.grad_norm``.
 
+    Attributes:
+        resumed: see :class:`OptimWrapper`.
+
     Args:
         wrappers: one :class:`OptimWrapper` a keyword.
 
@@ -25,6 +28,8 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         TypeError: if a value is not a wrapper.
         ValueError: if there is none, or two have the same optimizer.
     """
+
+    resumed: Mapping[str, Any] | None = None
 
     def __init__(self, **wrappers: OptimWrapper) -> None:
         if not wrappers:
@@ -58,10 +63,10 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.name_parameters(model)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of all."""
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Forget the gradients of all; see :meth:`OptimWrapper.zero_grad`."""
         for wrapper in self.values():
-            wrapper.zero_grad()
+            wrapper.zero_grad(**kwargs)
 
     def start_window(self) -> None:
         """Begin a new window of accumulation in each."""

@@ -37,6 +37,7 @@ _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 # The rules of the weight decay. The first that applies to a parameter counts.
 _DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
 _MULTIPLIERS = ("bias_lr_mult", *_DECAYS)
+RULES = ("custom_keys", "bypass_duplicate", *_MULTIPLIERS)  # the keys of a paramwise_cfg
 
 
 def walk_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Parameter]]:
@@ -223,10 +224,9 @@ def paramwise_param_groups(
 
 
 def _check_rules(rules: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    known = ("custom_keys", "bypass_duplicate", *_MULTIPLIERS)
     for rule in rules:
-        if rule not in known:
-            raise ValueError(f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, known)}")
+        if rule not in RULES:
+            raise ValueError(f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}")
     multipliers = {rule: rules[rule] for rule in _MULTIPLIERS if rule in rules}
     for key, custom in rules.get("custom_keys", {}).items():
         for name in custom:

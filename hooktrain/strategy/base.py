@@ -5,7 +5,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from hooktrain import __version__, solver
 from hooktrain.checkpoint import Checkpointer, load_model_state
-from hooktrain.checkpoint.agreement import on_all_ranks
+from hooktrain.checkpoint.formats import parts_of_trainer
 from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
@@ -25,7 +24,6 @@ from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
-from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
@@ -248,7 +246,7 @@ class BaseStrategy(ABC):
 
     def init_model_weights(self, model: nn.Module) -> None:
         """Call the model's ``init_weights``, if it has one. It is still on the CPU, unwrapped."""
-        if hasattr(model, "init_weights"):
+        if hasattr(model, "init_weights") and not getattr(model, "is_init", False):
             model.init_weights()  # type: ignore[operator]
 
     @abstractmethod
@@ -414,7 +412,10 @@ class BaseStrategy(ABC):
         callback: Callback = None,
         tag: bool = True,
     ) -> None:
-        """Write a checkpoint. For all ranks to call; when it returns, all can read it.
+        """Write a checkpoint. For all ranks to call, or the main one alone.
+
+        All ranks must call it for a sharded model. It has no barrier: :meth:`load_checkpoint` and
+        :meth:`resume` wait until it is written.
 
         Args:
             filename: its path. A file there is replaced in one go.
@@ -444,11 +445,7 @@ class BaseStrategy(ABC):
         if callback is not None:
             callback(state)
         folder, name = os.path.split(os.path.abspath(filename))
-        save = partial(self._checkpointer(folder).save, name.removesuffix(".pth"), tag=tag)
-        if self.saves_shards:
-            save(state=state)  # the ranks agree in it
-        else:
-            on_all_ranks(partial(save, state=full_tensors(state)))
+        self._checkpointer(folder).save(name.removesuffix(".pth"), state=state, tag=tag)
 
     def load_checkpoint(
         self,
@@ -491,7 +488,9 @@ class BaseStrategy(ABC):
         """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
 
         The generators are seeded by the checkpoint's seed, the number of iterations in
-        ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`.
+        ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`. A trainer of the
+        model and the optimizer goes on there, too, with its hooks and its data. The checkpoint may
+        be a trainer's.
 
         Args:
             filename: see :meth:`load_checkpoint`; None is the newest intact one in ``work_dir``.
@@ -515,6 +514,7 @@ class BaseStrategy(ABC):
         else:
             self.logger.info("No checkpoint in %s to resume from: a new run begins", self.work_dir)
             return None
+        state = parts_of_trainer(state)
         if callback is not None:
             callback(state)
         parts: dict[str, Callable[[Any], None]] = {}
@@ -540,6 +540,11 @@ class BaseStrategy(ABC):
         if self.environment.seed not in (None, seed := meta.get("seed", self.seed)):
             self.logger.warning("The seed is %d, that of the checkpoint", seed)
         self.seed = seed
+        trainer = state.pop("trainer", {"iteration": meta.get("iter", 0) - 1, "seed": seed})
+        if "optimizer" in parts:
+            self.optim_wrapper.resumed = trainer
+        if not resume_param_scheduler:
+            trainer.get("hooks", {}).pop("LRScheduler", None)
         seed_step(self.seed, meta.get("iter", 0), self.rank)
         return state
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooktrain.model import BaseModel, is_model_wrapper
+from hooktrain.model import BaseModel, init_weights_once, is_model_wrapper
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.utils.registry import MODEL_WRAPPERS, STRATEGIES
 
@@ -44,6 +44,7 @@ def wrap_in_ddp(
     Raises:
         KeyError: if there is no such wrapper.
     """
+    init_weights_once(model)  # before all ranks get those of the first
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     ddp: nn.Module = MODEL_WRAPPERS.build(

@@ -73,7 +73,8 @@ def find_place(launcher: Launcher, port: int | None = None) -> Place:
 
     The processes of SLURM and MPI meet at ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set.
     Otherwise they meet at SLURM's first node, or on this machine if MPI uses no other one, at port
-    29500. Each of two runs on one machine needs a port that is not the other's.
+    29500. Each of two runs on one machine needs a port that is not the other's. Without
+    ``LOCAL_WORLD_SIZE`` there is one process for each accelerator of a machine, or one machine.
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -84,7 +85,10 @@ def find_place(launcher: Launcher, port: int | None = None) -> Place:
     """
     if launcher == "none":
         return Place()
-    env = os.environ
+    env: Mapping[str, str] = os.environ
+    if launcher == "pytorch" and {"LOCAL_RANK", "WORLD_SIZE"} <= env.keys():
+        size = int(env["WORLD_SIZE"])  # who does not set the other uses all of a machine's devices
+        env = {"LOCAL_WORLD_SIZE": f"{min(size, torch.accelerator.device_count() or size)}", **env}
     known = [names for name, names in _VARIABLES if name == launcher]
     if not known:
         raise ValueError(f"launcher must be one of {get_args(Launcher)}, got {launcher!r}")
@@ -287,6 +291,7 @@ class Environment:
 
         Raises:
             TypeError: for an unknown name.
+        ValueError: for another ``init_backend`` than torch's.
         """
         if isinstance(settings, Environment):
             return settings
@@ -295,6 +300,8 @@ class Environment:
             is_group = name in ("randomness", "dist_cfg", "mp_cfg")
             flat.update((value or {}) if is_group else {name: value})
         flat.pop("opencv_num_threads", None)
+        if (by := flat.pop("init_backend", "torch")) != "torch":
+            raise ValueError(f"init_backend must be 'torch', but got {by!r}")
         return cls(**flat)
 
     def apply(self) -> None:

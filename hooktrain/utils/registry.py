@@ -248,7 +248,8 @@ class Registry:
 
         Args:
             kind: A registered name, the dotted name of something to import, or the class or
-                function itself.
+                function itself. ``"mmengine.SGD"`` is what is registered as ``"SGD"``, if it cannot
+                be imported.
 
         Raises:
             KeyError: If no such name is registered; the message suggests the nearest.
@@ -256,7 +257,15 @@ class Registry:
         """
         if not isinstance(kind, str):
             return kind
-        return locate(kind) if "." in kind and kind not in self else self.get(kind)
+        if "." not in kind or kind in self:
+            return self.get(kind)
+        try:
+            return locate(kind)
+        except ImportError:
+            name = kind.partition(".")[2]  # after a scope: MMEngine's registries have them
+            if name not in self:
+                raise
+            return self.get(name)
 
     def build(self, cfg: Mapping[str, Any], /, **defaults: Any) -> Any:
         """Call ``cfg["type"]`` with the other items of ``cfg``.

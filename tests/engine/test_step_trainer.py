@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(at_once: b
         train_and_save()
 
 
-@pytest.mark.parametrize("wrong", [None, torch.ones(()), [1]])
+@pytest.mark.parametrize("wrong", [torch.ones(()), [1]])
 def test_a_step_that_returns_no_dict_is_told_what_to_return(wrong: Any) -> None:
     model = Plain()
     model.train_step = lambda data, optim_wrapper: wrong  # type: ignore[method-assign, assignment]
@@ -237,6 +238,83 @@ def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
 class Idle(LinearLoss):
     def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         return {"loss": self(data)}
+
+
+class Silent(Plain):
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> Any:
+        super().train_step(data, optim_wrapper)
+
+
+def test_hooks_see_the_last_batch_and_what_the_step_returned_if_anything() -> None:
+    for kind in (Plain, Silent):
+        model, batches, seen = kind(), data()[:2], []  # type: ignore[var-annotated]
+        trainer = StepTrainer(model, batches, sgd(model))
+        note = partial(lambda seen, t: seen.append((t.last_batch, t.last_outputs)), seen)
+        trainer.register_hooks([CallbackHook(after_step=note)])
+        trainer.train(0, 2)
+        assert all(batch is given for (batch, _), given in zip(seen, batches, strict=True))
+        assert [list(outputs) for _, outputs in seen] == [["loss"] if kind is Plain else []] * 2
+
+
+class Plainly(Two):
+    """Calls plain optimizers, as code without wrappers does."""
+
+    def train_step(self, data: Tensor, optimizers: Any) -> None:  # type: ignore[override]
+        for name in ("a", "b"):
+            optimizers[name].zero_grad()
+            getattr(self, name)(data).backward(retain_graph=True)
+            optimizers[name].step()
+
+
+def test_a_dict_of_torch_optimizers_is_what_several_wrappers_are() -> None:
+    model, expected = Plainly(), Plainly()
+    expected.load_state_dict(model.state_dict())
+    optimizers = {name: sgd(getattr(expected, name)) for name in ("a", "b")}
+    for batch in data():
+        expected.train_step(batch, optimizers)
+    made = {name: sgd(getattr(model, name)) for name in ("a", "b")}
+    trainer = StepTrainer(model, data(), made)
+    trainer.train(0, 4)
+    assert isinstance(trainer.optim_wrapper, OptimWrapperDict)
+    assert torch.equal(weights(model), weights(expected))
+
+
+class Adversaries(Two):
+    """A GAN whose first part's pass goes through the second, as in MMEngine's guide."""
+
+    clears = True
+
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+        optim_wrapper["b"].update_params(self.b(data))
+        loss = self.a(data) * self.b(data)
+        optim_wrapper["a"].update_params(loss)
+        if self.clears:
+            optim_wrapper.zero_grad(set_to_none=True)
+        return {"loss": loss}
+
+
+def adversaries(folder: Path) -> tuple[StepTrainer, Checkpointer]:
+    torch.manual_seed(0)
+    model = Adversaries()
+    wrappers = OptimWrapperDict(a=OptimWrapper(sgd(model.a)), b=OptimWrapper(sgd(model.b)))
+    trainer = StepTrainer(model, Stream(), wrappers)
+    return trainer, Checkpointer(model, folder, trainer=trainer)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_that_live_on_after_a_step_are_said_once_and_where_none_do_it_resumes_exactly(
+    clears: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Adversaries, "clears", clears)
+    whole, checkpointer = adversaries(tmp_path)
+    whole.register_hooks([CallbackHook(after_step=lambda t: checkpointer.save(f"at_{t.iter}"))])
+    whole.train(0, 5)
+    said = [r.getMessage() for r in caplog.records if "live on after train_step" in r.getMessage()]
+    assert len(said) == (not clears)
+    resumed, checkpointer = adversaries(tmp_path)
+    checkpointer.load(tmp_path / "at_2.pth")
+    resumed.train(max_iter=5)
+    assert torch.equal(weights(resumed.model), weights(whole.model)) == clears
 
 
 def test_a_step_that_updates_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -123,8 +123,8 @@ def test_a_model_in_evaluation_mode_is_refused() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="for several take StepTrainer"):
         SimpleTrainer(Net(), batches(1), OptimWrapperDict(a=OptimWrapper(sgd(Net()))))
-    with pytest.raises(TypeError, match="must be a torch optimizer"):
-        SimpleTrainer(Net(), [], "sgd")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a torch optimizer or a dict, but got 'sgd'"):
+        SimpleTrainer(Net(), [], "sgd")
     with pytest.raises(ValueError, match="gather_metric_period must be at least 1, but got 0"):
         make(gather_metric_period=0)
 

@@ -129,17 +129,27 @@ def test_a_configuration_that_makes_no_sense_is_refused(cfg: Any, error: Any, me
         construct(nn.Linear(1, 1), cfg)
 
 
-def test_a_subclass_makes_groups_of_its_own_and_one_for_mmengine_is_told_how() -> None:
+def test_a_subclass_makes_groups_of_its_own_by_rules_of_its_own() -> None:
     class HeadOnly(DefaultOptimWrapperConstructor):
         def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
             return [{"params": list(model.get_submodule("generator").parameters()), "lr": 0.5}]
 
-    class Own(DefaultOptimWrapperConstructor):
-        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None: ...
+    class ByLayer(DefaultOptimWrapperConstructor):
+        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
+            for layer, parameter in enumerate(module.parameters()):
+                scale = self.paramwise_cfg["decay_rate"] ** layer
+                params.append({"params": [parameter], "lr": self.base_lr * scale})
+
+    class Both(ByLayer):
+        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
+            DefaultOptimWrapperConstructor.add_params(self, params, module)
+            params[0]["lr"] *= self.paramwise_cfg["decay_rate"]
 
     assert HeadOnly({"optimizer": SGD})(GAN()).get_lr() == {"lr": [0.5]}
-    with pytest.raises(TypeError, match="Own: override param_groups in place of add_params"):
-        Own({"optimizer": SGD})
+    rules = {"decay_rate": 0.5, "bias_lr_mult": 2.0}
+    sgd = {"optimizer": {"type": "SGD", "lr": 1.0}}
+    assert ByLayer(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [1.0, 0.5]
+    assert Both(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [0.5, 2.0]
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

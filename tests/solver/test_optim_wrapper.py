@@ -102,6 +102,25 @@ def test_what_a_subclass_overrides_is_called_in_mmengines_order() -> None:
     assert called == names
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_keywords_reach_the_optimizer_and_the_backward_pass(dtype: str | None) -> None:
+    steps: list[dict[str, Any]] = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+            steps.append(kwargs)
+
+    model = linear()
+    own = Own(model.parameters(), lr=0.1)
+    wrapper = OptimWrapper(own) if dtype is None else AmpOptimWrapper(own, dtype)
+    loss = loss_of(model, batches(1)[0])
+    wrapper.backward(loss, retain_graph=True)
+    wrapper.update_params(loss, {"by": 2}, {"set_to_none": False})
+    assert steps == [{"by": 2}]
+    assert wrapper.has_gradients()
+    assert wrapper.defaults["lr"] == 0.1
+
+
 def grouped(**options: Any) -> OptimWrapper:
     model = linear()
     groups = [{"params": [model.weight], "lr": 0.3}, {"params": [model.bias]}]

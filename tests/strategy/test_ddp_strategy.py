@@ -137,17 +137,12 @@ def save(folder: str) -> dict[str, Any]:
     model, wrapper = made.prepare(options, optim_wrapper={**SGD, "accumulative_counts": 2})
     train(model, wrapper, range(4), HALVES[made.rank])
     seed_step(made.seed, 4, made.rank)
-    made.save_checkpoint(Path(folder) / "a.pth", extra_ckpt={"meta": {"iter": 4}})
-    there = (Path(folder) / "a.pth").exists()
+    if made.rank == 0:
+        made.save_checkpoint(Path(folder) / "a.pth", extra_ckpt={"meta": {"iter": 4}})
     expected = train(model, wrapper, range(4, 8), HALVES[made.rank])
     made.load_or_resume(resume=True)
     again = train(model, wrapper, range(4, 8), HALVES[made.rank])
-    failure = ""
-    try:
-        made.save_checkpoint(Path(folder) / "a.pth" / "b.pth")
-    except OSError as error:
-        failure = type(error).__name__
-    return {"there": there, "equal": again == expected, "failure": failure}
+    return {"equal": again == expected}
 
 
 def accumulated(made: Any, share: slice = slice(None), **known: int) -> Tensor:
@@ -220,14 +215,8 @@ def test_a_trainer_counts_its_passes_itself_whatever_the_strategy_knows(ranks: A
     torch.testing.assert_close(first, alone)
 
 
-def test_all_ranks_see_a_checkpoint_and_go_on_as_they_were(ranks: Any) -> None:
-    for rank in ranks:
-        assert rank["save"]["there"]
-        assert rank["save"]["equal"]
-
-
-def test_all_ranks_raise_what_the_writer_raised(ranks: Any) -> None:
-    assert [rank["save"]["failure"] for rank in ranks] == ["FileExistsError"] * 2
+def test_all_ranks_go_on_from_what_the_main_process_alone_has_saved(ranks: Any) -> None:
+    assert all(rank["save"]["equal"] for rank in ranks)
 
 
 def test_a_checkpoint_of_two_ranks_resumes_on_one(ranks: Any, folder: Path) -> None:

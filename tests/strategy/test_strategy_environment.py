@@ -126,6 +126,16 @@ def test_mpi_on_one_machine_needs_no_address(started_by: Any) -> None:
     assert find_place("mpi") == Place(1, 1, 2, 2, "tcp://127.0.0.1:29500")
 
 
+def test_without_the_number_on_a_machine_it_is_that_of_the_devices_or_all(
+    started_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_by(TORCHRUN)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    for devices, expected in ((0, 4), (2, 2), (8, 4)):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda devices=devices: devices)
+        assert find_place("pytorch") == Place(3, 1, 4, expected)
+
+
 def test_mpi_on_several_machines_does(started_by: Any) -> None:
     started_by(MPICH)
     with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):

@@ -242,6 +242,7 @@ def test_type_may_be_a_name_a_class_a_function_or_an_importable_name(
     registry.register(lambda **sizes: torch.nn.Linear(**sizes), name="function")
     built = registry.build({"type": kind, "in_features": 2, "out_features": 3})
     assert tuple(built.weight.shape) == (3, 2)
+    assert registry.find("mmengine.Linear") is torch.nn.Linear  # a scope, not a module
     registry.register(Recorder, name="torch.nn.Linear")  # goes before what can be imported
     assert type(registry.build({"type": "torch.nn.Linear"})) is Recorder
 
