@@ -73,9 +73,9 @@ class LossRecorder:
             iteration: the iteration.
             losses: losses by name.
             data_time: the seconds that the step waited for data.
-            total: the name of their sum, which must be finite. None means that ``losses`` are
-                metrics of any kind: they are not summed, and those with "loss" in their names
-                must be finite.
+            total: the name of their sum, which must be finite; it may be one of them. None means
+                that ``losses`` are metrics of any kind: they are not summed, and those with "loss"
+                in their names must be finite.
 
         Raises:
             FloatingPointError: if a loss is not finite, where it costs nothing to know.
@@ -93,9 +93,7 @@ class LossRecorder:
                     value, check_now = value.detach(), False
             values[name] = value
         names: Sequence[str] = (total,) if total else [name for name in values if "loss" in name]
-        if total:
-            if total in values and len(values) > 1:
-                raise ValueError(f"{total!r} is the name of the sum of the losses {list(values)}")
+        if total and total not in values:
             # The sum comes first where metrics are shown.
             values = {total: reduce(add, values.values()), **values}
         if check_now:
@@ -198,10 +196,13 @@ def as_loss_dict(output: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: for anything but a tensor or a dict of tensors, at least one.
+        ValueError: if their sum is among them, so that all would count twice.
     """
     if isinstance(output, Tensor):
         return {"total_loss": output}
     losses = dict(output) if isinstance(output, Mapping) else {}
+    if "total_loss" in losses and len(losses) > 1:
+        raise ValueError(f"'total_loss' is the name of the sum: leave it out of {list(losses)}")
     if losses and all(isinstance(loss, Tensor) for loss in losses.values()):
         return losses
     raise TypeError(

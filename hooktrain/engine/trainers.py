@@ -250,7 +250,8 @@ class SimpleTrainer(ModelTrainer):
         """Record the losses of an iteration. Call it once in a step of your own, before the update.
 
         Args:
-            loss_dict: losses by name. Their sum is recorded as ``total_loss``.
+            loss_dict: losses by name. Their sum is recorded as ``total_loss``, unless that is one
+                of them.
             data_time: seconds that the step waited for data.
             prefix: put before each name.
             iter: the iteration; None is the current one.

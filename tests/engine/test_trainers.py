@@ -80,6 +80,18 @@ def test_a_prefix_stands_before_every_name() -> None:
     assert {"gan/loss_x", "gan/total_loss"} <= set(trainer.storage.latest())
 
 
+def test_a_total_of_a_step_of_ones_own_is_recorded_as_it_is() -> None:
+    trainer = make()
+    trainer._write_metrics({"loss_a": 1.0, "loss_b": 2.0, "total_loss": torch.tensor(2.5)}, 0.5)
+    assert {k: v for k, (v, _) in trainer.storage.latest().items() if "loss" in k} == {
+        "loss_a": 1.0,
+        "loss_b": 2.0,
+        "total_loss": 2.5,
+    }
+    with pytest.raises(FloatingPointError):
+        trainer._write_metrics({"loss_a": 1.0, "total_loss": float("nan")}, 0.5)
+
+
 @pytest.mark.parametrize("name", ["data_time", "rank_data_time"])
 def test_a_loss_cannot_take_the_name_of_the_trainers_own_metrics(name: str) -> None:
     class Clash(Net):

@@ -71,10 +71,10 @@ class EventStorage:
 
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
-        self._prefix = ""
+        self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._has_tensors = False  # whether a value has come from a device
-        self._images: deque[tuple[str, Tensor, int]] = deque(maxlen=64)
+        self._vis_data: deque[tuple[str, Tensor, int]] = deque(maxlen=64)
         self._histograms: deque[dict[str, Any]] = deque(maxlen=64)
         self._warned = False
         self.written: dict[str, int] = {}
@@ -100,7 +100,7 @@ class EventStorage:
             TypeError: if ``value`` is not one real number.
             ValueError: for another ``smoothing_hint`` than before. Nothing is recorded then.
         """
-        name = self._prefix + name
+        name = self._current_prefix + name
         if type(value) is not float:
             value = _read_scalar(name, value)
             self._has_tensors |= type(value) is not float
@@ -136,8 +136,8 @@ class EventStorage:
         Raises:
             ValueError: for another type or shape.
         """
-        name = self._prefix + img_name
-        self._queue(self._images, (name, read_image(name, img_tensor), self.iter))
+        name = self._current_prefix + img_name
+        self._queue(self._vis_data, (name, read_image(name, img_tensor), self.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: Array, bins: int = 1000) -> None:
         """Queue a histogram for the writers, the oldest of 64 making room. Waits for its device.
@@ -150,7 +150,7 @@ class EventStorage:
         Raises:
             ValueError: if there is no element or one that is not finite, or for ``bins`` below 1.
         """
-        name = self._prefix + hist_name
+        name = self._current_prefix + hist_name
         self._queue(self._histograms, make_histogram(name, hist_tensor, bins, self.iter))
 
     def _queue(self, queue: deque[Any], item: Any) -> None:
@@ -183,6 +183,9 @@ class EventStorage:
         """The last value of each metric and its iteration, by name."""
         return {name: history.tail(1)[0] for name, history in self.histories().items()}
 
+    # detectron2's names of what is in it, which many projects read.
+    _history, _latest_scalars = property(histories), property(latest)
+
     def latest_iter(self, name: str) -> int | None:
         """The iteration of a metric's last value, or None; in constant time, without a transfer."""
         history = self._histories.get(name)
@@ -214,7 +217,7 @@ class EventStorage:
 
     def images(self) -> list[tuple[str, Tensor, int]]:
         """The queued images as (name, tensor on the host, iteration), the oldest first."""
-        return list(self._images)
+        return list(self._vis_data)
 
     def histograms(self) -> list[dict[str, Any]]:
         """The queued histograms, as arguments of ``SummaryWriter.add_histogram_raw``."""
@@ -222,7 +225,7 @@ class EventStorage:
 
     def clear_images(self) -> None:
         """Forget the queued images; the writer that has shown them calls this."""
-        self._images.clear()
+        self._vis_data.clear()
 
     def clear_histograms(self) -> None:
         """Forget the queued histograms; the writer that has shown them calls this."""
@@ -240,12 +243,12 @@ class EventStorage:
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
         """Put ``name/`` before the names of what is put inside the block; blocks nest."""
-        outer = self._prefix
-        self._prefix = f"{outer}{name.rstrip('/')}/"
+        outer = self._current_prefix
+        self._current_prefix = f"{outer}{name.rstrip('/')}/"
         try:
             yield
         finally:
-            self._prefix = outer
+            self._current_prefix = outer
 
     def __enter__(self) -> "EventStorage":
         _entered.set((*_entered.get(), self))

@@ -202,6 +202,7 @@ def test_images_are_copied_with_their_iteration_and_cleared(array: Any) -> None:
     ((name, image, iteration),) = storage.images()
     assert (name, iteration) == ("photo", 4)
     assert torch.equal(image, expected)
+    assert list(storage._vis_data) == storage.images()  # as projects of detectron2 read it
     storage.clear_images()
     assert storage.images() == []
 
@@ -302,3 +303,11 @@ def test_an_incomplete_state_is_refused_and_changes_nothing() -> None:
         storage.load_state_dict(state)
     assert storage.iter == 5
     assert storage.latest() == {"loss": (1.0, 5)}
+
+
+def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
+    storage = EventStorage(7)
+    storage.put_scalar("loss", 1.0)
+    storage.put_scalar("loss", 3.0)
+    assert storage._latest_scalars == {"loss": (3.0, 7)}
+    assert storage._history["loss"].avg(2) == 2.0
