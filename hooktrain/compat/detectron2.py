@@ -11,17 +11,6 @@ from typing import Any
 
 from hooktrain.checkpoint import *
 from hooktrain.checkpoint.surgery import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
-from hooktrain.compat.checkpoint import (  # noqa: F401
-    Checkpointer as Checkpointer,
-    DetectionCheckpointer as DetectionCheckpointer,
-    strip_prefix_if_present as _strip_prefix_if_present,
-)
-from hooktrain.compat.paths import (
-    HTTPURLHandler as HTTPURLHandler,
-    OneDrivePathHandler as OneDrivePathHandler,
-    PathHandler as PathHandler,
-    PathManager as PathManager,
-)
 from hooktrain.config import *
 from hooktrain.data import *
 from hooktrain.engine import *
@@ -37,6 +26,20 @@ from hooktrain.utils.events import *
 from hooktrain.utils.logger import *
 from hooktrain.utils.registry import Registry as Registry, locate as locate
 from hooktrain.utils.timer import Timer as Timer
+
+# isort: split
+# Last, since these replace what has the same names above.
+from hooktrain.compat.checkpoint import *
+from hooktrain.compat.checkpoint import (
+    strip_prefix_if_present as _strip_prefix_if_present,  # noqa: F401
+)
+from hooktrain.compat.config import *
+from hooktrain.compat.data import *
+from hooktrain.compat.paths import *
+from hooktrain.compat.solver import *
+from hooktrain.compat.solver import (
+    warmup_factor_at_iter as _get_warmup_factor_at_iter,  # noqa: F401
+)
 
 _OF_DETECTION = ("config", "data", "data.build", "evaluation", "checkpoint", "solver", "utils.env")
 

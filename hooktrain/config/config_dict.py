@@ -34,7 +34,7 @@ class ConfigDict(dict[Any, Any]):
         cfg = ConfigDict(train={"max_iter": 100})
         cfg.train.max_iter = 200
 
-    Keys that are names of dict's methods, such as ``items``, are reached as ``cfg["items"]``.
+    Keys that are names of dict's methods, such as ``items``, are read as ``cfg["items"]``.
 
     Raises:
         AttributeError, KeyError: For a missing key; the message suggests the nearest one.
@@ -58,8 +58,6 @@ class ConfigDict(dict[Any, Any]):
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name):
-            raise AttributeError(f"every dict has an attribute {name!r}: use cfg[{name!r}] = ...")
         self[name] = value
 
     def __delattr__(self, name: str) -> None:

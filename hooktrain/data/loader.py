@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
@@ -230,7 +230,8 @@ def build_test_loader(
     """Batches of each sample once, divided among the ranks.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``.
+        dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each
+            rank its part by itself.
         mapper: applied to each sample.
         sampler: gives this rank's indices; None is :class:`~hooktrain.data.InferenceSampler`.
         options: of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
@@ -238,6 +239,6 @@ def build_test_loader(
     """
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
-    if sampler is None:
+    if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = InferenceSampler(len(dataset))  # type: ignore[arg-type]
     return DataLoader(dataset, sampler=sampler, **options)

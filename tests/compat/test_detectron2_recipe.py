@@ -20,6 +20,7 @@ IMPORTS = {
         f"{HERE} TrainingSampler"
     ),
     "from fvcore.nn.precise_bn import get_bn_modules": f"{HERE} get_bn_modules",
+    "from omegaconf import OmegaConf": f"{HERE} OmegaConf",
     'logging.getLogger("detectron2.trainer")': 'logging.getLogger("hooktrain.trainer")',
     **dict.fromkeys(
         [
@@ -45,22 +46,27 @@ def test_the_recipe_changes_the_imports_of_training_and_leaves_those_of_detectio
 
 # By the module of detectron2, fvcore or iopath that scripts import them from.
 NAMES = """
-detectron2.checkpoint: PeriodicCheckpointer
+detectron2.checkpoint: DetectionCheckpointer PeriodicCheckpointer
 detectron2.config: LazyCall LazyConfig instantiate
-detectron2.data: DatasetFromList MapDataset ToIterableDataset
+omegaconf: OmegaConf DictConfig ListConfig
+detectron2.data: DatasetFromList MapDataset ToIterableDataset AspectRatioGroupedDataset
+detectron2.data.build: trivial_batch_collator worker_init_reset_seed
 detectron2.data.samplers: TrainingSampler RepeatFactorTrainingSampler InferenceSampler
 detectron2.engine: HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer create_ddp_model
 detectron2.engine: default_argument_parser default_setup default_writers hooks launch
 detectron2.engine.hooks: EvalHook LRScheduler PeriodicWriter BestCheckpointer IterationTimer
 detectron2.evaluation: DatasetEvaluator DatasetEvaluators inference_on_dataset print_csv_format
 detectron2.solver: LRMultiplier WarmupParamScheduler get_default_optimizer_params
+detectron2.solver: WarmupMultiStepLR WarmupCosineLR _get_warmup_factor_at_iter
+detectron2.solver: build_optimizer build_lr_scheduler maybe_add_gradient_clipping
 detectron2.utils: comm
 detectron2.utils.collect_env: collect_env_info
 detectron2.utils.comm: all_gather gather get_rank get_world_size is_main_process reduce_dict
 detectron2.utils.env: seed_all_rng
 detectron2.utils.events: EventStorage EventWriter CommonMetricPrinter JSONWriter get_event_storage
 detectron2.utils.logger: setup_logger create_small_table log_every_n_seconds log_first_n
-fvcore.common.checkpoint: Checkpointer
+fvcore.common.checkpoint: Checkpointer _IncompatibleKeys _strip_prefix_if_present
+iopath.common.file_io: PathManager PathHandler HTTPURLHandler
 fvcore.common.history_buffer: HistoryBuffer
 fvcore.common.param_scheduler: CosineParamScheduler MultiStepParamScheduler
 fvcore.common.registry: Registry

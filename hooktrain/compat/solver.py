@@ -1,0 +1,153 @@
+"""detectron2's optimizers and schedules, from a configuration with the tree ``SOLVER``."""
+
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, Optimizer, lr_scheduler
+
+from hooktrain import solver
+
+logger = logging.getLogger(__name__)
+
+
+def warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
+    """The share of the learning rate in an iteration; ``method`` is ``linear`` or ``constant``."""
+    if method not in ("linear", "constant"):
+        raise ValueError(f"the warm-up must be 'linear' or 'constant', but got {method!r}")
+    if iter >= warmup_iters:
+        return 1.0
+    done = iter / warmup_iters if method == "linear" else 0.0
+    return warmup_factor * (1 - done) + done
+
+
+class _WarmupLR(lr_scheduler.LRScheduler):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_factor: float = 0.001,
+        warmup_iters: int = 1000,
+        warmup_method: str = "linear",
+        last_epoch: int = -1,
+    ) -> None:
+        self.warmup_factor, self.warmup_iters = warmup_factor, warmup_iters
+        self.warmup_method = warmup_method
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[Any]:
+        """The rates of the iteration ``last_epoch``, one a group."""
+        warmup = self.warmup_method, self.last_epoch, self.warmup_iters, self.warmup_factor
+        factor = warmup_factor_at_iter(*warmup)
+        return [base * factor * self._decay() for base in self.base_lrs]
+
+    def _decay(self) -> float:
+        return 1.0
+
+
+class WarmupMultiStepLR(_WarmupLR):
+    """``lr * warmup * gamma ** k``, where ``k`` milestones are reached, in iterations."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        milestones: Sequence[int],
+        gamma: float = 0.1,
+        *args: Any,
+        **kw: Any,
+    ) -> None:
+        self.milestones, self.gamma = sorted(milestones), gamma
+        super().__init__(optimizer, *args, **kw)
+
+    def _decay(self) -> float:
+        return float(self.gamma ** bisect_right(self.milestones, self.last_epoch))
+
+
+class WarmupCosineLR(_WarmupLR):
+    """``lr * warmup * (1 + cos(pi * iteration / max_iters)) / 2``."""
+
+    def __init__(self, optimizer: Optimizer, max_iters: int, *args: Any, **kw: Any) -> None:
+        self.max_iters = max_iters
+        super().__init__(optimizer, *args, **kw)
+
+    def _decay(self) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * self.last_epoch / self.max_iters))
+
+
+def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
+    """Clip before each step as ``SOLVER.CLIP_GRADIENTS`` says: each parameter by itself.
+
+    Args:
+        cfg: the configuration.
+        optimizer: an optimizer, or a class of them.
+
+    Returns:
+        The optimizer, or a subclass that clips.
+    """
+    options = cfg.SOLVER.CLIP_GRADIENTS
+    if not options.ENABLED:
+        return optimizer
+    if isinstance(optimizer, type):
+        kind: Any = optimizer
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            kind.__init__(self, *args, **kwargs)
+            maybe_add_gradient_clipping(cfg, self)
+
+        return type(f"{kind.__name__}WithGradientClip", (kind,), {"__init__": init})
+    by_norm = partial(clip_grad_norm_, norm_type=options.NORM_TYPE)
+    clip: Any = {"value": clip_grad_value_, "norm": by_norm}[options.CLIP_TYPE]
+
+    def clip_each(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    clip(parameter, options.CLIP_VALUE)
+
+    optimizer.register_step_pre_hook(clip_each)
+    return optimizer
+
+
+def build_optimizer(cfg: Any, model: nn.Module) -> Optimizer:
+    """SGD with the rates, weight decays and clipping of ``SOLVER``."""
+    tree = cfg.SOLVER
+    groups = solver.get_default_optimizer_params(
+        model,
+        base_lr=tree.BASE_LR,
+        weight_decay_norm=tree.WEIGHT_DECAY_NORM,
+        bias_lr_factor=tree.BIAS_LR_FACTOR,
+        weight_decay_bias=tree.WEIGHT_DECAY_BIAS,
+    )
+    options = {"nesterov": tree.NESTEROV, "weight_decay": tree.WEIGHT_DECAY}
+    optimizer = SGD(groups, tree.BASE_LR, tree.MOMENTUM, **options)
+    built: Optimizer = maybe_add_gradient_clipping(cfg, optimizer)
+    return built
+
+
+def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
+    """The schedule that ``SOLVER.LR_SCHEDULER_NAME`` names, after a warm-up.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    tree, end = cfg.SOLVER, cfg.SOLVER.MAX_ITER
+    schedule: solver.ParamScheduler
+    if tree.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
+        steps = [step for step in tree.STEPS if step < end]
+        if len(steps) < len(tree.STEPS):
+            logger.warning("SOLVER.STEPS %s that the run does not reach are left out", tree.STEPS)
+        values = [tree.GAMMA**k for k in range(len(steps) + 1)]
+        schedule = solver.MultiStepParamScheduler(values, end, steps)
+    elif tree.LR_SCHEDULER_NAME == "WarmupCosineLR":
+        schedule = solver.CosineParamScheduler(1.0, tree.BASE_LR_END / tree.BASE_LR)
+    elif tree.LR_SCHEDULER_NAME == "WarmupStepWithFixedGammaLR":
+        schedule = solver.StepWithFixedGammaParamScheduler(1.0, tree.NUM_DECAYS, tree.GAMMA, end)
+    else:
+        raise ValueError(f"unknown SOLVER.LR_SCHEDULER_NAME {tree.LR_SCHEDULER_NAME!r}")
+    warmup = tree.WARMUP_FACTOR, min(tree.WARMUP_ITERS / end, 1.0), tree.WARMUP_METHOD
+    schedule = solver.WarmupParamScheduler(schedule, *warmup, tree.RESCALE_INTERVAL)
+    return solver.LRMultiplier(optimizer, schedule, end)

@@ -1,0 +1,53 @@
+"""What detectron2's loaders are made of."""
+
+import math
+import pickle
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from hooktrain.compat.detectron2 import (
+    AspectRatioGroupedDataset,
+    DatasetFromList,
+    InferenceSampler,
+    MapDataset,
+    ToIterableDataset,
+    build_test_loader,
+    trivial_batch_collator,
+    worker_init_reset_seed,
+)
+
+
+def test_batches_are_of_wide_samples_or_of_high_ones() -> None:
+    sizes = [(2, 1), (1, 2), (1, 1), (3, 1), (1, 3)]
+    samples = [{"width": w, "height": h} for w, h in sizes]
+    batches = [
+        [(d["width"], d["height"]) for d in b] for b in AspectRatioGroupedDataset(samples, 2)
+    ]
+    assert batches == [[(1, 2), (1, 1)], [(2, 1), (3, 1)]]
+
+
+class Squares(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter([0, 1, 4])
+
+
+def test_a_test_loader_reads_a_stream_as_it_comes() -> None:
+    loader = build_test_loader(Squares(), mapper=float, collate_fn=trivial_batch_collator)
+    assert list(loader) == [[0.0], [1.0], [4.0]]
+
+
+def test_mapped_data_is_pickled_into_workers_that_are_spawned() -> None:
+    data = MapDataset(DatasetFromList([1, 4]), math.sqrt)
+    stream = MapDataset(ToIterableDataset(data, InferenceSampler(2)), math.sqrt)
+    assert list(pickle.loads(pickle.dumps(data))) == [1.0, 2.0]
+    assert list(pickle.loads(pickle.dumps(stream))) == [1.0, math.sqrt(2.0)]
+
+
+def test_a_worker_is_seeded_by_its_number() -> None:
+    torch.manual_seed(5)
+    worker_init_reset_seed(2)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))

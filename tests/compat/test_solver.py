@@ -1,0 +1,140 @@
+"""detectron2's optimizers and schedules: the values of its formulas."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from hooktrain.compat.detectron2 import (
+    WarmupCosineLR,
+    WarmupMultiStepLR,
+    _get_warmup_factor_at_iter,
+    build_lr_scheduler,
+    build_optimizer,
+    maybe_add_gradient_clipping,
+)
+
+
+def tree(**changes: Any) -> Any:
+    clip = SimpleNamespace(ENABLED=False, CLIP_TYPE="value", CLIP_VALUE=0.5, NORM_TYPE=2.0)
+    options = {
+        "BASE_LR": 0.1,
+        "MOMENTUM": 0.9,
+        "NESTEROV": False,
+        "WEIGHT_DECAY": 1e-4,
+        "WEIGHT_DECAY_NORM": 0.0,
+        "WEIGHT_DECAY_BIAS": 0.0,
+        "BIAS_LR_FACTOR": 2.0,
+        "CLIP_GRADIENTS": clip,
+        "MAX_ITER": 20,
+        "LR_SCHEDULER_NAME": "WarmupMultiStepLR",
+        "STEPS": (10, 15, 20),
+        "GAMMA": 0.1,
+        "WARMUP_ITERS": 4,
+        "WARMUP_FACTOR": 0.25,
+        "WARMUP_METHOD": "linear",
+        "RESCALE_INTERVAL": False,
+        "BASE_LR_END": 0.01,
+        "NUM_DECAYS": 3,
+    }
+    for key, value in changes.items():
+        setattr(clip, key, value) if hasattr(clip, key) else options.update({key: value})
+    return SimpleNamespace(SOLVER=SimpleNamespace(**options))
+
+
+def rates(scheduler: Any, steps: int = 20) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+def sgd() -> SGD:
+    return SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+
+
+@pytest.mark.parametrize("method", ["linear", "constant"])
+def test_the_rates_of_the_old_schedulers_are_their_formulas(method: str) -> None:
+    factors = [0.5 if method == "constant" else 0.5 * (1 - i / 4) + i / 4 for i in range(4)]
+    factors += [1.0] * 16
+    assert factors == [_get_warmup_factor_at_iter(method, i, 4, 0.5) for i in range(20)]
+    steps = WarmupMultiStepLR(sgd(), [8, 12], 0.1, 0.5, 4, method)
+    decays = [0.1 ** ((i >= 8) + (i >= 12)) for i in range(20)]
+    assert rates(steps) == [0.3 * f * d for f, d in zip(factors, decays, strict=True)]
+    options = {"warmup_factor": 0.5, "warmup_iters": 4, "warmup_method": method}
+    cosine = WarmupCosineLR(sgd(), 20, **options)
+    expected = [0.3 * f * 0.5 * (1.0 + math.cos(math.pi * i / 20)) for i, f in enumerate(factors)]
+    assert rates(cosine) == expected
+    resumed = WarmupCosineLR(sgd(), 20, **options)
+    resumed.load_state_dict({**WarmupCosineLR(sgd(), 20, **options).state_dict(), "last_epoch": 4})
+    resumed.optimizer.step()
+    resumed.step()
+    assert resumed.get_last_lr() == expected[5:6]
+
+
+def test_an_unknown_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="'linear' or 'constant', but got 'burnin'"):
+        WarmupCosineLR(sgd(), 20, warmup_method="burnin")
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("WarmupMultiStepLR", lambda i: 0.1 ** ((i >= 10) + (i >= 15))),
+        ("WarmupCosineLR", lambda i: 0.1 + 0.9 * (1 + math.cos(math.pi * i / 20)) / 2),
+        ("WarmupStepWithFixedGammaLR", lambda i: 0.1 ** (i // 5)),
+    ],
+)
+def test_a_schedule_of_the_tree_follows_its_warm_up(name: str, factor: Any) -> None:
+    scheduler = build_lr_scheduler(tree(LR_SCHEDULER_NAME=name), sgd())
+    warm = [0.25 + (factor(4) - 0.25) * i / 4 for i in range(4)]
+    expected = [0.3 * f for f in [*warm, *map(factor, range(4, 20))]]
+    assert rates(scheduler) == pytest.approx(expected, rel=1e-14)
+    with pytest.raises(ValueError, match=r"unknown SOLVER\.LR_SCHEDULER_NAME 'Poly'"):
+        build_lr_scheduler(tree(LR_SCHEDULER_NAME="Poly"), sgd())
+
+
+def test_the_groups_of_the_tree_have_its_rates_and_decays() -> None:
+    optimizer = build_optimizer(tree(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    settings = {
+        name: (group["lr"], group["weight_decay"], group["momentum"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert settings == {
+        "0.weight": (0.1, 1e-4, 0.9),
+        "0.bias": (0.2, 0.0, 0.9),
+        "1.weight": (0.1, 0.0, 0.9),
+        "1.bias": (0.2, 0.0, 0.9),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "clipped"), [("value", [-0.5, -0.5, 0.0]), ("norm", [-0.3, -0.4, 0.0])]
+)
+@pytest.mark.parametrize("of_class", [True, False])
+def test_each_parameter_is_clipped_by_itself(
+    kind: str, clipped: list[float], of_class: bool
+) -> None:
+    cfg = tree(ENABLED=True, CLIP_TYPE=kind)
+    parameters = [
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(1)),
+        nn.Parameter(torch.zeros(1)),
+    ]
+    if of_class:
+        optimizer = maybe_add_gradient_clipping(cfg, SGD)(parameters, lr=1.0)
+    else:
+        optimizer = maybe_add_gradient_clipping(cfg, SGD(parameters, lr=1.0))
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([0.25])
+    optimizer.step()
+    values = [*parameters[0].tolist(), parameters[2].item()]
+    assert values == pytest.approx(clipped, rel=1e-5)
+    assert parameters[1].item() == -0.25
+    assert maybe_add_gradient_clipping(tree(), SGD) is SGD
