@@ -9,7 +9,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -180,22 +180,15 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
         try:
             return main_func(*args)
         except Exception as error:
-            report = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
-            if (first := _first_error(report)) == report:
+            report = first = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
+            with suppress(RuntimeError, ValueError):  # the latter: it has left the group
+                # Not a collective: a request to the server of the store, which may have ended.
+                store = dist.distributed_c10d._get_default_store()
+                first = store.compare_set("hooktrain/first_error", "", report).decode()
+            if first == report:
                 raise
             raise RuntimeError(first) from error
         finally:
             environment.leave_processes()
 
     return run()
-
-
-def _first_error(report: str) -> str:
-    """Report an error to the other ranks; return the report of the rank that failed first."""
-    try:
-        # Not a collective: a request to the server of the store, which may have ended.
-        store = dist.distributed_c10d._get_default_store()
-        first: str = store.compare_set("hooktrain/first_error", "", report).decode()
-    except (RuntimeError, ValueError):  # a ValueError: the function has left the group itself
-        return report
-    return first

@@ -14,9 +14,9 @@ from tabulate import tabulate
 from hooktrain import __version__
 from hooktrain.utils.env import device_module
 
-# The variables that torchrun and users set to change what is imported here.
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How the variables begin that torchrun and users set to change what is imported here.
 _PREFIXES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("CUBLAS_", "CUDA_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHONHASHSEED"),
     *("PYTORCH_", "TORCH"),
 )
@@ -35,7 +35,7 @@ def collect_env() -> dict[str, str]:
     """The items of that table by name; those of environment variables begin with ``$``."""
     items = {name: _read(item) for name, item in _ITEMS.items()}
     for name, value in sorted(os.environ.items()):
-        if name in _VARIABLES or name.startswith(_PREFIXES):
+        if name.startswith(_PREFIXES):
             items[f"${name}"] = value
     return items
 

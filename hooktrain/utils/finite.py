@@ -12,22 +12,24 @@ from hooktrain.utils.dtensor import local_tensor
 
 _REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _DTYPES = _REAL | {torch.complex64, torch.complex128}
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     """The names of the tensors that hold infinity or NaN, of a sharded one in this rank's shard.
 
-    Tensors without data, sparse ones and those of one byte a number are not looked at.
+    Tensors without data and those of one byte a number are not looked at.
 
     Args:
         tensors: by name. What is no tensor is left out.
     """
     found = {
-        name: local
+        name: values
         for name, tensor in tensors.items()
         if isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and not is_lazy(tensor)
-        if tensor.layout is torch.strided and not tensor.is_meta
-        if (local := local_tensor(tensor)).numel()
+        if tensor.layout in _LAYOUTS and not tensor.is_meta
+        for local in [local_tensor(tensor)]
+        if (values := local.coalesce().values() if local.is_sparse else local).numel()
     }
     if not found:
         return set()

@@ -139,8 +139,7 @@ def close_logger(name: str = "hooktrain") -> None:
     logger.propagate = True
 
 
-_first_n: defaultdict[object, Iterator[int]] = defaultdict(count)
-_every_n: defaultdict[object, Iterator[int]] = defaultdict(count)
+_calls: defaultdict[object, Iterator[int]] = defaultdict(count)
 _last_logged_at: dict[object, float] = {}
 
 
@@ -163,9 +162,8 @@ def log_first_n(
             messages from one line (``("caller", "message")``).
     """
     site, logger = _caller(name)
-    parts = (key,) if isinstance(key, str) else key
-    counted = (lvl, *({"caller": site, "message": msg}[part] for part in parts))
-    if next(_first_n[counted]) < n:
+    counted = "first", lvl, "caller" in key and site, "message" in key and msg
+    if next(_calls[counted]) < n:
         logger.log(lvl, msg, stacklevel=2)
 
 
@@ -179,7 +177,7 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
         name: of the logger; None is the caller's module.
     """
     site, logger = _caller(name)
-    if next(_every_n[lvl, site]) % n == 0:
+    if next(_calls["every", lvl, site]) % n == 0:
         logger.log(lvl, msg, stacklevel=2)
 
 

@@ -31,12 +31,8 @@ TIME = r"\d\d/\d\d \d\d:\d\d:\d\d"
 def _undo() -> Iterator[None]:
     yield
     close_logger(NAME)
-    for counts in (
-        logger_module._first_n,
-        logger_module._every_n,
-        logger_module._last_logged_at,
-    ):
-        counts.clear()
+    logger_module._calls.clear()
+    logger_module._last_logged_at.clear()
 
 
 @pytest.fixture

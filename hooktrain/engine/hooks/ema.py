@@ -41,7 +41,6 @@ class EMA(HookBase):
             averaged model.
 
     Raises:
-        TypeError: if ``average`` is not an averaged model.
         ValueError: if ``decay`` is out of its range, or ``decay`` or ``warmup`` is given beside
             ``average``.
     """
@@ -59,8 +58,6 @@ class EMA(HookBase):
             if not 0 <= decay < 1:
                 raise ValueError(f"decay must be in [0, 1): {decay!r}")
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
-        elif not isinstance(average, BaseAveragedModel):
-            raise TypeError(f"average must be a BaseAveragedModel: {average!r}")
         elif (decay, warmup) != (0.999, True):
             raise ValueError("give decay and warmup to the average itself")
         self._model = model

@@ -23,16 +23,11 @@ class PeriodicWriter(HookBase):
 
     Args:
         writers: the writers, called in order.
-        period: in iterations, at least 1; with several ranks a multiple of the trainer's
-            ``gather_metric_period``, since losses cannot be read in between.
-
-    Raises:
-        ValueError: for a period below 1.
+        period: in iterations; 0 or less writes at the last one only. With several ranks a multiple
+            of the trainer's ``gather_metric_period``, since losses cannot be read in between.
     """
 
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
-        if period < 1:
-            raise ValueError(f"period must be at least 1 iteration, but got {period!r}")
         self._writers = list(writers)
         self._period = period
 
@@ -41,12 +36,9 @@ class PeriodicWriter(HookBase):
         for writer in self._writers:
             writer.rewind(self.trainer.start_iter)
         if comm.get_world_size() > 1 and self._period % self.trainer.sync_period:
-            logger.warning(
-                "Metrics are written every %d iterations, but the ranks bring theirs together "
-                "every %d: the lines in between have no losses. Set gather_metric_period",
-                self._period,
-                self.trainer.sync_period,
-            )
+            text = "Metrics are written every %d iterations, but the ranks bring theirs together "
+            text += "every %d: the lines in between have no losses. Set gather_metric_period"
+            logger.warning(text, self._period, self.trainer.sync_period)
 
     def after_step(self) -> None:
         """Write where a period ends."""

@@ -85,34 +85,20 @@ class Preemption(HookBase):
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""
-        self._restore()
+        for number, handler in self._previous.items():
+            # None: it was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
 
     def after_step(self) -> None:
         """Ask for a stop after a signal; save and exit where the ranks agree on one."""
         if self._received is not None:
             name = signal.Signals(self._received[0]).name
             self.trainer.request_stop(_Preempted(f"preempted by {name}"))
-        reason = self.trainer.stop_reason
-        if isinstance(reason, _Preempted) and self.trainer.can_save:
-            self._exit(signal.Signals[reason.split()[-1]])
-
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        # Between any two instructions of the main thread: no logging, no locks.
-        first, at = self._received or (number, time.monotonic())
-        is_child = os.getpid() != self._process  # of a fork
-        if is_child or number != first or time.monotonic() - at > _ONE_SIGNAL_SECONDS:
-            self._restore()
-            signal.raise_signal(number)
-        self._received = (first, at)
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            # None: it was not installed from Python.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
-
-    def _exit(self, number: signal.Signals) -> None:
-        iteration = self.trainer.iter
+        reason, iteration = self.trainer.stop_reason, self.trainer.iter
+        if not isinstance(reason, _Preempted) or not self.trainer.can_save:
+            return
+        number = signal.Signals[reason.split()[-1]]
         logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
         self.trainer.prepare_save(self.on_every_rank)
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
@@ -122,3 +108,12 @@ class Preemption(HookBase):
         else:
             self.checkpointer.wait()
         raise SystemExit(128 + number)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        # Between any two instructions of the main thread: no logging, no locks.
+        first, at = self._received or (number, time.monotonic())
+        is_child = os.getpid() != self._process  # of a fork
+        if is_child or number != first or time.monotonic() - at > _ONE_SIGNAL_SECONDS:
+            self.after_train()
+            signal.raise_signal(number)
+        self._received = (first, at)

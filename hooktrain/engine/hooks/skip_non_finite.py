@@ -1,16 +1,13 @@
 """Goes on without the updates that would ruin the model."""
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor, nn
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import is_sharded, local_tensor
+from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.finite import non_finite
 
 logger = logging.getLogger(__name__)
@@ -63,7 +60,11 @@ class SkipNonFinite(HookBase):
         """Drop the gradients, if some are not finite: the optimizer passes them over then."""
         wrapper = self.trainer.updating
         parameters = [p for group in wrapper.optimizer.param_groups for p in group["params"]]
-        if _all_finite([p.grad for p in parameters if p.grad is not None]):
+        gradients = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
+        has_bad = bool(non_finite(gradients))  # host-device synchronisation
+        if any(map(is_sharded, gradients.values())):
+            has_bad = comm.any_rank(has_bad)
+        if not has_bad:
             return
         buffers = dict(self.trainer.model.named_buffers())
         broken = sorted(non_finite(buffers) - self._meant_so)
@@ -101,15 +102,3 @@ class SkipNonFinite(HookBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self._in_a_row = state_dict["in_a_row"]
-
-
-def _all_finite(gradients: list[Tensor]) -> bool:
-    """The same on all ranks, if their gradients are the same or shards of the same."""
-    local = [local_tensor(grad) for grad in gradients]
-    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
-    values = [value for value in values if value.numel()]
-    # The largest value, since a norm of large ones may overflow. A host-device synchronisation.
-    finite = bool(nn.utils.get_total_norm(values, math.inf).isfinite())
-    if any(is_sharded(grad) for grad in gradients):
-        return not comm.any_rank(not finite)
-    return finite

@@ -97,8 +97,8 @@ class Watchdog(HookBase):
 
     def _share_progress(self) -> None:
         """Write this rank's progress to the store."""
-        group: Any = dist.group.WORLD if comm.get_world_size() > 1 else None
-        collectives = 0 if group is None else group._get_sequence_number_for_group()
+        group: Any = dist.group.WORLD
+        collectives = group._get_sequence_number_for_group() if comm.get_world_size() > 1 else 0
         place = traceback.extract_stack(sys._current_frames()[self._watched])[-1]
         where = f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
         key, progress = _key(comm.get_rank()), json.dumps([self._iteration, collectives, where])

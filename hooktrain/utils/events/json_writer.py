@@ -55,10 +55,8 @@ class JSONWriter(EventWriter):
             ValueError: for a metric that is named ``iteration``.
             OSError: if the disk is full or fails; what was new still is.
         """
-        if not comm.is_main_process():
-            return
         storage = get_event_storage()
-        scalars = self._unwritten.find(storage)
+        scalars = self._unwritten.find(storage) if comm.is_main_process() else ()
         if not scalars:
             return
         lines: dict[int, dict[str, Any]] = {}
@@ -114,9 +112,8 @@ class JSONWriter(EventWriter):
             numbers = (self._path.with_name(f"{self._path.name}.{n}") for n in count(1))
             free = next(path for path in numbers if not path.exists())
             self._path.rename(free)
-            logger.info(
-                "A new run begins: moved the metrics of another from %s to %s", self._path, free
-            )
+            message = "A new run begins: moved the metrics of another from %s to %s"
+            logger.info(message, self._path, free)
             return
         kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
         with atomic_write(self._path) as file:

@@ -120,7 +120,5 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for arguments in ({"decay": 0.5}, {"warmup": False}):
         with pytest.raises(ValueError, match="give decay and warmup to the average itself"):
             EMA(model, average=average, **arguments)
-    with pytest.raises(TypeError, match="average must be a BaseAveragedModel: Linear"):
-        EMA(model, average=model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\): 1\.0"):
         EMA(model, decay=1.0)
