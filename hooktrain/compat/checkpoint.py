@@ -144,14 +144,25 @@ class DetectionCheckpointer(Checkpointer):
     """A :class:`Checkpointer` that lets detectron2 read the files of its model zoo.
 
     For ``.pkl`` and ``.pyth`` and for matching their names with the model's, detectron2 has to be
-    installed. To read such a file can run any code that it holds.
+    installed. To read such a file can run any code that it holds. ``?matching_heuristics=True``
+    after a path matches names too.
     """
 
+    _query = ""
+
+    def load(self, path: AnyPath | None, *args: Any, **kwargs: Any) -> State:
+        """Load the model, and the checkpointables that the file has; see the base class."""
+        path, _, self._query = os.fspath(path or "").partition("?")
+        return super().load(path, *args, **kwargs)
+
     def _load_file(self, filename: str) -> State:
-        if not filename.endswith((".pkl", ".pyth")):
-            return self._torch_load(filename)
-        reader: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
-        content: State = reader._load_file(self, filename)
+        if filename.endswith((".pkl", ".pyth")):
+            reader: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
+            content: State = reader._load_file(self, filename)
+        else:
+            content = self._torch_load(filename)
+        if self._query == "matching_heuristics=True":
+            content["matching_heuristics"] = True
         return content
 
     def _torch_load(self, f: Any) -> State:

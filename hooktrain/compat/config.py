@@ -39,11 +39,20 @@ class LazyConfig(core.LazyConfig):
             ImportError: for YAML, if the package PyYAML is not installed.
         """
         path = Path(filename)
-        if path.suffix not in (".yaml", ".yml"):
-            return core.LazyConfig.load(path, keys)
+        if path == (python := _as_python(path)) or (python.exists() and not path.exists()):
+            return core.LazyConfig.load(python, keys)
         if find_spec("yaml") is None:
             raise ImportError(f"to read {path} needs: pip install pyyaml")
         cfg = resolve(DictConfig(import_module("yaml").safe_load(path.read_text("utf-8"))))
         if keys is None or isinstance(keys, str):
             return cfg if keys is None else cfg[keys]
         return tuple(cfg[key] for key in keys)
+
+    @staticmethod
+    def save(cfg: DictConfig, filename: str | os.PathLike[str]) -> None:
+        """Write a ``.py`` file, also where a ``.yaml`` is asked for; :meth:`load` finds it."""
+        core.LazyConfig.save(cfg, _as_python(Path(filename)))
+
+
+def _as_python(path: Path) -> Path:
+    return path.with_suffix(".py") if path.suffix in (".yaml", ".yml") else path

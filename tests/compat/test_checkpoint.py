@@ -277,6 +277,9 @@ def test_detectron2_reads_the_files_of_its_model_zoo(
         ),
     ]:
         monkeypatch.setitem(sys.modules, name, item)  # type: ignore[arg-type]
-    model = linear()
-    DetectionCheckpointer(model).load("zoo.pkl")
-    assert model.weight.item() == 1.0
+    save_file({"model": {"w": torch.full((1, 1), 2.0)}}, tmp_path / "x.pth")
+    paths = {"zoo.pkl": 1.0, f"{tmp_path}/x.pth?matching_heuristics=True": 2.0}
+    for path, expected in paths.items():
+        model = linear()
+        DetectionCheckpointer(model).load(path)
+        assert model.weight.item() == expected

@@ -57,7 +57,8 @@ def test_what_cannot_be_saved_warns_and_the_config_is_as_it_was(
     path = tmp_path / "cfg.py"
     path.write_text(CONFIG)
     cfg = LazyConfig.load(path)
-    LazyConfig.save(cfg, tmp_path / "saved.py")
+    LazyConfig.save(cfg, tmp_path / "saved.yaml")
+    assert (tmp_path / "saved.py").exists()
     assert "double" in LazyConfig.to_py(cfg)
     lacking = [message.split(":")[0].split(".")[-1] for message in caplog.messages]
     assert lacking == ["shape", "function", "own", "layer"]
@@ -66,7 +67,7 @@ def test_what_cannot_be_saved_warns_and_the_config_is_as_it_was(
     assert cfg.model.own(3) == 6
     schedule = instantiate(cfg.scheduler)
     assert (schedule(0.5), schedule(0.9)) == (1.0, 0.5)
-    saved = LazyConfig.load(tmp_path / "saved.py")
+    saved = LazyConfig.load(tmp_path / "saved.yaml")
     assert saved.scheduler == cfg.scheduler
 
 
