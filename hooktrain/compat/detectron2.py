@@ -35,6 +35,8 @@ from hooktrain.compat.checkpoint import (
 )
 from hooktrain.compat.config import *
 from hooktrain.compat.data import *
+from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
+from hooktrain.compat.functions import *  # type: ignore[assignment]
 from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *
 from hooktrain.compat.solver import (

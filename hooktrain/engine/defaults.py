@@ -31,7 +31,7 @@ from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from hooktrain.utils.locks import lock_folder
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registry import unwrap_model
+from hooktrain.utils.registry import refuse_signatures, unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,10 @@ def default_setup(cfg: Any, args: Any) -> None:
         OSError: if the folder cannot be written to.
     """
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
-        raise ValueError(f"{yacs} would not be used: write train.output_dir and train.seed instead")
+        raise ValueError(
+            f"{yacs} would not be used: write train.output_dir and train.seed instead, or take the "
+            "default_setup of hooktrain.compat.detectron2"
+        )
     train = cfg.get("train", {})
     output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
     if output_dir:
@@ -229,6 +232,18 @@ def default_hooks(
     return found
 
 
+# How overridden methods are called: on the class or the object, and with what.
+_CALLS = {
+    "build_model": "self, cfg",
+    "build_optimizer": "self, cfg, model",
+    "build_lr_scheduler": "self, cfg, optim_wrapper",
+    "build_train_loader": "self, cfg",
+    "build_test_loader": "cls, cfg",
+    "build_evaluator": "cls, cfg",
+    "test": "self, cfg, model",
+}
+
+
 class DefaultTrainer(StepTrainer, SimpleTrainer):
     """A trainer with the default hooks, built from a lazy configuration.
 
@@ -245,6 +260,10 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     right before the evaluation. To change one part, override the method that builds it. To change
     more, write the dozen lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
 
+    Raises:
+        TypeError: when a class is defined, if it overrides a method with a signature that does not
+            take what the method is called with.
+
     Attributes:
         cfg: the configuration.
         strategy: where the model lives: device, processes, sharding, compilation.
@@ -257,6 +276,10 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         trainer.resume_or_load(resume=args.resume)
         trainer.train()
     """
+
+    def __init_subclass__(cls) -> None:
+        hint = "; for detectron2's signatures there is hooktrain.compat.detectron2.DefaultTrainer"
+        refuse_signatures(cls, _CALLS, hint)
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = resolve(cfg)  # what refers to what a script has changed

@@ -330,3 +330,30 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while (inner := "module" if is_model_wrapper(model) else "_orig_mod") in model._modules:
         model = model.get_submodule(inner)
     return model
+
+
+def refuse_signatures(kind: type, calls: Mapping[str, str], hint: str = "") -> None:
+    """Say at once, when a class is defined, that a method does not take what it is called with.
+
+    For ``__init_subclass__``.
+
+    Args:
+        kind: The class.
+        calls: How methods are called, by their names: ``"cls, cfg"`` on the class, ``"self, cfg"``
+            on an object.
+        hint: More to say.
+
+    Raises:
+        TypeError: If it defines one of them for other arguments.
+    """
+    for name in calls.keys() & vars(kind).keys():
+        owner, *given = calls[name].split(", ")
+        if owner == "self" and inspect.isfunction(vars(kind)[name]):
+            given = [owner, *given]
+        try:
+            inspect.signature(getattr(kind, name)).bind(*given)
+        except TypeError as error:
+            call = f"{owner}.{name}({', '.join(calls[name].split(', ')[1:])})"
+            raise TypeError(
+                f"{kind.__qualname__}.{name} is called as {call}: {error}{hint}"
+            ) from None

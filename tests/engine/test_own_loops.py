@@ -33,7 +33,7 @@ class OwnLoop(SimpleTrainer):
         with EventStorage(start_iter) as self.storage:
             try:
                 self.before_train()
-                for self.iter in range(start_iter, max_iter):  # noqa: B020
+                for self.iter in range(start_iter, max_iter):
                     self.before_step()
                     self.run_step()
                     self.after_step()

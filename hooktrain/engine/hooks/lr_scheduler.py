@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, all
-            are of another optimizer, or a loaded state is of other schedulers.
+        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, or all
+            are of another optimizer; when a state is loaded, if it is of other schedulers.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -71,16 +72,12 @@ class LRScheduler(HookBase):
         """Find what was not given, and decide who steps when, so that a step need not."""
         trainer = self.trainer
         self._storage = trainer.storage
-        if self.scheduler is None:
-            self.scheduler = trainer.scheduler
-        named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
-        self._schedulers = {}
+        self._find_schedulers()
         self._recorded: list[tuple[str, dict[str, Any], str]] = []
         self._steps: list[tuple[int, Callable[[], None]]] = []  # with their periods
         self._watched: list[tuple[str, Any]] = []  # the metric, and who steps with it
-        for name, given in named.items():
+        for name, each in self._schedulers.items():
             optimizer = self._optimizer_of(name)
-            each = self._schedulers[name] = list(given) if isinstance(given, Sequence) else [given]
             for i, s in enumerate(each):
                 if isinstance(s, ParamScheduler):
                     # Made again in each run: it covers the whole length, which may have changed.
@@ -95,6 +92,18 @@ class LRScheduler(HookBase):
             self._recorded.append((f"{prefix}lr", group, "lr"))
             if any(getattr(s, "param_name", None) == "momentum" for s in each):
                 self._recorded.append((f"{prefix}momentum", group, "momentum"))
+        self._load()
+
+    def _find_schedulers(self) -> None:
+        if self.scheduler is None:
+            self.scheduler = self.trainer.scheduler
+        named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
+        self._schedulers = {
+            name: list(given) if isinstance(given, Sequence) else [given]
+            for name, given in named.items()
+        }
+
+    def _load(self) -> None:
         if state := self._loaded:
             # detectron2's is the state of the only scheduler.
             load_scheduler_states(self._schedulers, state.get("schedulers", {"": [state]}))
@@ -164,5 +173,9 @@ class LRScheduler(HookBase):
         return {"schedulers": scheduler_states(self._schedulers), "seen_iters": seen}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep the state until training starts: only then a multiplier has its scheduler."""
+        """Load what ``state_dict`` returned; into a multiplier, when training starts."""
         self._loaded = dict(state_dict)
+        if self.scheduler is not None or hasattr(self.trainer, "scheduler"):
+            self._find_schedulers()
+            if not any(isinstance(s, ParamScheduler) for s in chain(*self._schedulers.values())):
+                self._load()

@@ -1,0 +1,293 @@
+"""detectron2's DefaultTrainer, for configurations in trees such as yacs's CfgNode."""
+
+import logging
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from hooktrain.compat.checkpoint import DetectionCheckpointer
+from hooktrain.compat.functions import verify_results
+from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
+from hooktrain.engine import AMPTrainer, SimpleTrainer, TrainerBase, hooks
+from hooktrain.engine.defaults import create_ddp_model, default_writers
+from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
+from hooktrain.model import get_bn_modules
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventWriter
+from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.registry import refuse_signatures
+
+logger = logging.getLogger(__name__)
+
+# How overridden methods are called: on the class or the object, and with what.
+_CALLS = {
+    "build_model": "self, cfg",
+    "build_optimizer": "self, cfg, model",
+    "build_lr_scheduler": "self, cfg, optimizer",
+    "build_train_loader": "self, cfg",
+    "build_test_loader": "cls, cfg, dataset_name",
+    "build_evaluator": "cls, cfg, dataset_name",
+    "test": "self, cfg, model",
+    "build_hooks": "self",
+    "build_writers": "self",
+}
+
+
+def _of_detectron2(module: str, name: str, *args: Any) -> Any:
+    if not find_spec("detectron2"):
+        raise NotImplementedError(
+            f"override the method: {name} is detectron2's, not installed here"
+        )
+    return getattr(import_module(f"detectron2.{module}"), name)(*args)
+
+
+class _WithoutArguments(SimpleTrainer):
+    """So that ``super(DefaultTrainer, self).__init__()`` may come before there is a model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        TrainerBase.__init__(self)
+        if args or kwargs:
+            self._trainer = SimpleTrainer(*args, **kwargs)
+
+
+class DefaultTrainer(_WithoutArguments):
+    """A trainer with detectron2's default hooks, built from its tree of configuration.
+
+    Subclasses override what they override there: the ``build_...`` methods, ``test``, ``run_step``,
+    ``train``, ``resume_or_load``, or the constructor. A model and data that no method builds are
+    detectron2's own, where that is installed.
+
+    Of the configuration, these are looked at: what :func:`build_optimizer` and
+    :func:`build_lr_scheduler` read, ``OUTPUT_DIR``, ``MODEL.WEIGHTS``,
+    ``SOLVER.{MAX_ITER,CHECKPOINT_PERIOD,AMP.ENABLED,REFERENCE_WORLD_SIZE}``, ``DATASETS.TEST`` and
+    ``TEST.{EVAL_PERIOD,EXPECTED_RESULTS,PRECISE_BN}``.
+
+    Args:
+        cfg: a tree with attributes, ``clone`` and ``defrost``, such as fvcore's CfgNode.
+
+    Attributes:
+        cfg: the configuration.
+        scheduler: what :meth:`build_lr_scheduler` has built.
+        checkpointer: saves and loads the model and this trainer.
+
+    Raises:
+        TypeError: when a class is defined, if it overrides a method with a signature that does not
+            take what the method is called with.
+    """
+
+    _kind: type[SimpleTrainer] = SimpleTrainer
+    _last_eval_results: Any
+
+    def __init_subclass__(cls) -> None:
+        refuse_signatures(cls, _CALLS)
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        if not logging.getLogger("hooktrain").isEnabledFor(logging.INFO):
+            setup_logger()
+        cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        loader = self.build_train_loader(cfg)
+        model = create_ddp_model(model, broadcast_buffers=False)
+        kind = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
+        self._trainer = kind(model, loader, optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, self.optimizer)
+        # A proxy: the trainer owns the checkpointer, not the other way round.
+        self.checkpointer = DetectionCheckpointer(
+            model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
+        )
+        self.max_iter = cfg.SOLVER.MAX_ITER
+        self.cfg = cfg
+        self.register_hooks(self.build_hooks())
+
+    @property
+    def _trainer(self) -> Any:
+        """This trainer with the methods of the one that was put here: its attributes are ours."""
+        trainer = object.__new__(self._kind)
+        trainer.__dict__ = vars(self)
+        return trainer
+
+    @_trainer.setter
+    def _trainer(self, trainer: SimpleTrainer) -> None:
+        self._kind = type(trainer)
+        kept = vars(TrainerBase()).keys() - {"_losses"}
+        vars(self).update({k: v for k, v in vars(trainer).items() if k not in kept})
+
+    def run_step(self) -> None:
+        """One iteration, by the ``_trainer``."""
+        self._trainer.run_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the ``_trainer``."""
+        state: dict[str, Any] = self._trainer.state_dict()
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+    ) -> None:
+        """Load what :meth:`state_dict` returned; detectron2's states load too."""
+        self._trainer.load_state_dict(state_dict, only=only)
+
+    def before_train(self) -> None:
+        """Put the writers behind all other hooks, whose metrics they write; then call the hooks."""
+        self._hooks.sort(key=lambda hook: isinstance(hook, hooks.PeriodicWriter))
+        super().before_train()
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Go on from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``."""
+        self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
+        if resume and self.checkpointer.has_checkpoint():
+            self.start_iter = self.iter + 1
+
+    def build_hooks(self) -> list[hooks.HookBase | None]:
+        """The default hooks in detectron2's order, on every rank. The last one writes."""
+        cfg = self.cfg.clone()
+        cfg.defrost()
+        cfg.DATALOADER.NUM_WORKERS = 0
+        precise, period = cfg.TEST.PRECISE_BN, cfg.TEST.EVAL_PERIOD
+        me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
+
+        def test_and_save_results() -> Any:
+            me._last_eval_results = me.test(me.cfg, me.model)
+            return me._last_eval_results
+
+        return [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(),
+            hooks.PreciseBN(period, self.model, self.build_train_loader(cfg), precise.NUM_ITER)
+            if precise.ENABLED and get_bn_modules(self.model)
+            else None,
+            hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
+            hooks.EvalHook(period, test_and_save_results),
+            hooks.PeriodicWriter(self.build_writers(), period=20),
+        ]
+
+    def build_writers(self) -> list[EventWriter]:
+        """Where metrics are written to."""
+        return default_writers(self.cfg.OUTPUT_DIR, self.max_iter)
+
+    def train(self, start_iter: int | None = None, max_iter: int | None = None) -> Any:
+        """Train from ``start_iter`` to ``max_iter``, by default those of this trainer.
+
+        Returns:
+            The results of the last evaluation on the main process, if ``TEST.EXPECTED_RESULTS``
+            are given.
+        """
+        start = self.start_iter if start_iter is None else start_iter
+        super().train(start, self.max_iter if max_iter is None else max_iter)
+        if self.cfg.TEST.EXPECTED_RESULTS and comm.is_main_process():
+            verify_results(self.cfg, self._last_eval_results)
+            return self._last_eval_results
+        return None
+
+    @classmethod
+    def build_model(cls, cfg: Any) -> nn.Module:
+        """The model, on its device."""
+        model: nn.Module = _of_detectron2("modeling", "build_model", cfg)
+        logger.info("Model:\n%s", model)
+        return model
+
+    @classmethod
+    def build_optimizer(cls, cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer, or a wrapper around it."""
+        return build_optimizer(cfg, model)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: Any, optimizer: torch.optim.Optimizer) -> Any:
+        """The schedule of a torch optimizer, as :class:`hooks.LRScheduler` takes it."""
+        return build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
+        """The batches to train on."""
+        loader: Iterable[Any] = _of_detectron2("data", "build_detection_train_loader", cfg)
+        return loader
+
+    @classmethod
+    def build_test_loader(cls, cfg: Any, dataset_name: str) -> Iterable[Any]:
+        """The batches of a data set to evaluate on."""
+        loader: Iterable[Any] = _of_detectron2(
+            "data", "build_detection_test_loader", cfg, dataset_name
+        )
+        return loader
+
+    @classmethod
+    def build_evaluator(cls, cfg: Any, dataset_name: str) -> DatasetEvaluator:
+        """What judges the outputs for a data set; without it there is no evaluation."""
+        raise NotImplementedError("override build_evaluator to evaluate")
+
+    @classmethod
+    def test(
+        cls,
+        cfg: Any,
+        model: nn.Module,
+        evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate a model on each of ``DATASETS.TEST``. A collective: every rank calls it.
+
+        Args:
+            cfg: the configuration.
+            model: the model.
+            evaluators: one for each data set; None takes those of :meth:`build_evaluator`.
+
+        Returns:
+            The results by data set; of a single one, its results.
+        """
+        names = list(cfg.DATASETS.TEST)
+        if evaluators is not None:
+            given = list(evaluators) if isinstance(evaluators, Sequence) else [evaluators]
+            if len(given) != len(names):
+                raise ValueError(f"there are {len(given)} evaluators for the data sets {names}")
+        results: dict[str, Any] = {}
+        for i, name in enumerate(names):
+            loader = cls.build_test_loader(cfg, name)
+            try:
+                judge = cls.build_evaluator(cfg, name) if evaluators is None else given[i]
+            except NotImplementedError:
+                logger.warning("There is no evaluator for %s: override build_evaluator", name)
+                results[name] = {}
+                continue
+            results[name] = inference_on_dataset(model, loader, judge)
+            if comm.is_main_process():
+                print_csv_format(results[name])
+        return results[names[0]] if len(names) == 1 else results
+
+    @staticmethod
+    def auto_scale_workers(cfg: Any, num_workers: int) -> Any:
+        """The configuration for ``num_workers`` ranks, if it says for how many it was written.
+
+        Batch size and learning rate grow with the number of ranks; iterations and periods shrink.
+
+        Args:
+            cfg: with ``SOLVER.REFERENCE_WORLD_SIZE``; 0 leaves everything as it is.
+            num_workers: the number of ranks.
+        """
+        old = cfg.SOLVER.REFERENCE_WORLD_SIZE
+        if old in (0, num_workers):
+            return cfg
+        cfg, frozen = cfg.clone(), cfg.is_frozen()
+        cfg.defrost()
+        solver, scale = cfg.SOLVER, num_workers / old
+        if solver.IMS_PER_BATCH % old:
+            raise ValueError(f"IMS_PER_BATCH={solver.IMS_PER_BATCH!r} is no multiple of {old!r}")
+        solver.IMS_PER_BATCH = round(solver.IMS_PER_BATCH * scale)
+        solver.BASE_LR *= scale
+        for node, key in [
+            (solver, "MAX_ITER"),
+            (solver, "WARMUP_ITERS"),
+            (solver, "CHECKPOINT_PERIOD"),
+            (cfg.TEST, "EVAL_PERIOD"),
+        ]:
+            setattr(node, key, round(getattr(node, key) / scale))
+        solver.STEPS = tuple(round(step / scale) for step in solver.STEPS)
+        solver.REFERENCE_WORLD_SIZE = num_workers
+        logger.info("Scaled the configuration from %d to %d ranks: %s", old, num_workers, solver)
+        if frozen:
+            cfg.freeze()
+        return cfg

@@ -1,0 +1,268 @@
+"""detectron2's DefaultTrainer, on a tree of configuration, as its subclasses use it."""
+
+import copy
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hooktrain.compat.detectron2 import (
+    DatasetEvaluator,
+    DefaultTrainer,
+    HookBase,
+    SimpleTrainer,
+    TrainerBase,
+    default_argument_parser,
+    default_setup,
+    hooks,
+    retry_if_cuda_oom,
+    verify_results,
+)
+from hooktrain.engine import DefaultTrainer as LazyTrainer
+from hooktrain.utils.events import load_json_metrics
+from hooktrain.utils.logger import close_logger
+
+
+class Tree(dict[str, Any]):
+    """As much of yacs's CfgNode as is asked for."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+    def clone(self) -> "Tree":
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: Any) -> "Tree":
+        return Tree({key: copy.deepcopy(value, memo) for key, value in self.items()})
+
+    def defrost(self) -> None:
+        pass
+
+    freeze = defrost
+
+    def is_frozen(self) -> bool:
+        return True
+
+    def dump(self) -> str:
+        return f"DUMPED: {self['SEED']}"
+
+
+def tree(folder: Path, **solver: Any) -> Tree:
+    steps = {"BASE_LR": 0.1, "MAX_ITER": 6, "WARMUP_ITERS": 2, "STEPS": (4,), "IMS_PER_BATCH": 2}
+    rest = {"CHECKPOINT_PERIOD": 2, "AMP": Tree(ENABLED=False), "REFERENCE_WORLD_SIZE": 0}
+    return Tree(
+        OUTPUT_DIR=str(folder),
+        SEED=7,
+        CUDNN_BENCHMARK=False,
+        MODEL=Tree(WEIGHTS=""),
+        DATALOADER=Tree(NUM_WORKERS=0),
+        DATASETS=Tree(TEST=("one", "two")),
+        SOLVER=Tree({**steps, **rest, **solver}),
+        TEST=Tree(EVAL_PERIOD=4, EXPECTED_RESULTS=[], PRECISE_BN=Tree(ENABLED=False, NUM_ITER=1)),
+    )
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x + torch.rand(2) if self.training else x)
+        return {"loss": y.square().mean()} if self.training else y
+
+
+class Counts(DatasetEvaluator):
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.count += 1
+
+    def evaluate(self) -> dict[str, Any]:
+        return {"count": {self.name: self.count}}
+
+
+class Trainer(DefaultTrainer):
+    @classmethod
+    def build_model(cls, cfg: Any) -> nn.Module:
+        return Net()
+
+    @classmethod
+    def build_optimizer(cls, cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), cfg.SOLVER.BASE_LR, momentum=0.9)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: Any, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, cfg.SOLVER.STEPS)
+
+    @classmethod
+    def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
+        return [torch.ones(1, 2)]
+
+    @classmethod
+    def build_test_loader(cls, cfg: Any, dataset_name: str) -> Iterable[Any]:
+        return [torch.ones(1, 2)] * (1 if dataset_name == "one" else 3)
+
+    @classmethod
+    def build_evaluator(
+        cls, cfg: Any, dataset_name: str, output_folder: str | None = None
+    ) -> DatasetEvaluator:
+        return Counts(dataset_name)
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> Any:
+    logging.getLogger("hooktrain").setLevel(logging.INFO)
+    yield
+    close_logger()
+
+
+def test_a_subclass_trains_evaluates_and_resumes(tmp_path: Path) -> None:
+    whole = Trainer(tree(tmp_path / "whole"))
+    whole.seed = 3
+    whole.train()
+    assert whole._last_eval_results == {"one": {"count": {"one": 1}}, "two": {"count": {"two": 3}}}
+
+    first = Trainer(tree(tmp_path / "parts"))
+    first.seed = 3
+    first.train(max_iter=5)
+    (tmp_path / "parts" / "last_checkpoint").write_text("model_0000003.pth")
+    second = Trainer(tree(tmp_path / "parts"))
+    second.resume_or_load()
+    # The state of the schedule is there already.
+    assert (second.start_iter, second.scheduler.last_epoch) == (4, 4)
+    second.train()
+    assert torch.equal(second.model.fc.weight, whole.model.fc.weight)
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class Doubled(SimpleTrainer):
+    def run_step(self) -> None:
+        super().run_step()
+        self.ran = getattr(self, "ran", 0) + 1
+
+
+class Assembled(Trainer):
+    """With a constructor of its own, as unbiased-teacher's."""
+
+    def __init__(self, cfg: Any, base: type = TrainerBase) -> None:
+        if base is TrainerBase:
+            TrainerBase.__init__(self)
+        else:
+            super(DefaultTrainer, self).__init__()
+        model = self.build_model(cfg)
+        self._trainer = Doubled(model, [torch.ones(1, 2)], self.build_optimizer(cfg, model))
+        self.scheduler = self.build_lr_scheduler(cfg, self._trainer.optimizer)
+        self.max_iter, self.cfg = 3, cfg
+        self.register_hooks([hooks.LRScheduler(self.optimizer, self.scheduler)])
+
+    def run_step(self) -> None:
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
+        assert self._trainer.storage is self.storage
+        assert next(self._trainer._data_loader_iter).shape == (1, 2)
+
+
+@pytest.mark.parametrize("base", [TrainerBase, SimpleTrainer])
+def test_a_constructor_of_ones_own_may_put_another_trainer_inside(
+    tmp_path: Path, base: type
+) -> None:
+    trainer = Assembled(tree(tmp_path), base)
+    trainer.train()
+    assert trainer.ran == trainer._trainer.ran == 3
+    assert trainer.state_dict()["iteration"] == 2
+    assert trainer.storage.history("total_loss").count == 3
+
+
+class PutsLate(HookBase):
+    def after_step(self) -> None:
+        self.trainer.storage.put_scalar("late", self.trainer.iter, smoothing_hint=False)
+
+
+def test_a_metric_of_a_hook_behind_the_writer_is_in_its_iterations_line(tmp_path: Path) -> None:
+    trainer = Trainer(tree(tmp_path))
+    trainer.register_hooks([PutsLate()])
+    trainer._hooks.append(hooks.CallbackHook(after_train=lambda _: None))
+    trainer.train()
+    assert [line.get("late") for line in load_json_metrics(tmp_path / "metrics.json")] == [
+        None,  # the evaluation in between
+        5,
+        None,
+    ]
+
+
+def test_a_signature_that_cannot_work_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(
+        TypeError, match=r"Wrong.build_evaluator is called as cls.build_evaluator\("
+    ):
+
+        class Wrong(Trainer):
+            @classmethod
+            def build_evaluator(cls, cfg: Any) -> DatasetEvaluator:  # type: ignore[override]
+                raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"dataset_name.*hooktrain.compat.detectron2"):
+
+        class WrongToo(LazyTrainer):
+            @classmethod
+            def build_evaluator(  # type: ignore[override]
+                cls, cfg: Any, dataset_name: str
+            ) -> DatasetEvaluator:
+                raise NotImplementedError
+
+    class Right(Trainer):
+        def build_model(self, cfg: Any) -> nn.Module:  # type: ignore[override]
+            return Net()
+
+
+def test_a_tree_is_set_up_and_saved(tmp_path: Path) -> None:
+    args = default_argument_parser().parse_args([])
+    default_setup(tree(tmp_path), args)
+    assert (tmp_path / "config.yaml").read_text() == "DUMPED: 7"
+    assert (tmp_path / "log.txt").exists()
+
+
+def test_a_configuration_is_scaled_to_the_number_of_ranks(tmp_path: Path) -> None:
+    cfg = tree(tmp_path, REFERENCE_WORLD_SIZE=2)
+    scaled = Trainer.auto_scale_workers(cfg, 4)
+    changed = {k: v for k, v in scaled.SOLVER.items() if v != cfg.SOLVER[k]}
+    assert changed == {
+        "BASE_LR": 0.2,
+        "IMS_PER_BATCH": 4,
+        "MAX_ITER": 3,
+        "WARMUP_ITERS": 1,
+        "STEPS": (2,),
+        "CHECKPOINT_PERIOD": 1,
+        "REFERENCE_WORLD_SIZE": 4,
+    }
+    assert scaled.TEST.EVAL_PERIOD == 2
+    assert Trainer.auto_scale_workers(cfg, 2) is cfg
+
+
+def test_expected_results_are_compared(tmp_path: Path) -> None:
+    cfg = tree(tmp_path)
+    assert verify_results(cfg, {})
+    cfg.TEST.EXPECTED_RESULTS = [["count", "one", 1, 0]]
+    assert verify_results(cfg, {"count": {"one": 1}})
+    with pytest.raises(ValueError, match="count/one is 2"):
+        verify_results(cfg, {"count": {"one": 2}})
+
+
+def test_a_function_without_memory_is_tried_again_and_then_on_the_cpu() -> None:
+    seen = []
+
+    @retry_if_cuda_oom
+    def compute(x: Tensor, *, text: str) -> Tensor:
+        seen.append((x.device.type, text))
+        if len(seen) < 3:
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    assert compute(torch.zeros(()), text="t") == 1
+    assert seen == [("cpu", "t")] * 3
