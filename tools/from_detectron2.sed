@@ -6,7 +6,7 @@ s/^( *)from (detectron2\.engine(\.[a-z_]+)?|detectron2\.checkpoint(\.detection_c
 s/^( *)from detectron2\.config(\.(config|lazy|instantiate))? import /\1from hooktrain.compat.detectron2 import /
 s/^( *)from detectron2\.data(\.(build|common|samplers(\.[a-z_]+)?))? import /\1from hooktrain.compat.detectron2 import /
 s/^( *)from detectron2\.evaluation(\.(evaluator|testing))? import /\1from hooktrain.compat.detectron2 import /
-s/^( *)from detectron2\.solver(\.(build|lr_scheduler))? import /\1from hooktrain.compat.detectron2 import /
+s/^( *)from detectron2\.solver(\.(build|lr_scheduler))? import /\1from hooktrain.compat.solver import /
 s/^( *)from detectron2\.utils(\.(collect_env|comm|env|events|file_io|logger|memory|registry))? import /\1from hooktrain.compat.detectron2 import /
 s/^( *)from fvcore\.common\.(checkpoint|file_io|history_buffer|param_scheduler|registry|timer) import /\1from hooktrain.compat.detectron2 import /
 s/^( *)from (fvcore\.nn\.precise_bn|iopath\.common\.file_io|omegaconf) import /\1from hooktrain.compat.detectron2 import /

@@ -1,11 +1,13 @@
 """What detectron2's loaders are made of beside data sets and samplers."""
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
+from hooktrain import data as core
 from hooktrain.utils.env import seed_all_rng
 
 
@@ -20,15 +22,31 @@ class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
     def __init__(self, dataset: Iterable[Any], batch_size: int) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self._buckets: list[list[Any]] = [[], []]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches: dict[bool, list[Any]] = {True: [], False: []}
         for sample in self.dataset:
-            is_wide = sample["width"] > sample["height"]
-            batches[is_wide].append(sample)
-            if len(batches[is_wide]) == self.batch_size:
-                full, batches[is_wide] = batches[is_wide], []
-                yield full
+            bucket = self._buckets[sample["width"] <= sample["height"]]
+            bucket.append(sample)
+            if len(bucket) == self.batch_size:
+                batch = bucket[:]
+                bucket.clear()
+                yield batch
+
+
+class MapDataset(core.MapDataset):
+    """:class:`hooktrain.data.MapDataset`, with what a ``__getitem__`` of detectron2's reads."""
+
+    def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
+        """One that is no subclass of this for an ``IterableDataset``."""
+        if isinstance(dataset, IterableDataset):
+            return core.MapDataset(dataset, map_func)
+        return super().__new__(cls, dataset, map_func)
+
+    def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
+        super().__init__(dataset, map_func)
+        self._dataset, self._map_func, self._rng = dataset, map_func, random.Random(42)
+        self._fallback_candidates = set(range(len(dataset)))
 
 
 def trivial_batch_collator(batch: Any) -> Any:

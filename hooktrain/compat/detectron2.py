@@ -39,9 +39,7 @@ from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
 from hooktrain.compat.functions import *  # type: ignore[assignment]
 from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *
-from hooktrain.compat.solver import (
-    warmup_factor_at_iter as _get_warmup_factor_at_iter,  # noqa: F401
-)
+from hooktrain.engine.hooks import LRScheduler as LRScheduler  # type: ignore[assignment]
 
 _OF_DETECTION = ("config", "data", "data.build", "evaluation", "checkpoint", "solver", "utils.env")
 

@@ -1,4 +1,7 @@
-"""detectron2's optimizers and schedules, from a configuration with the tree ``SOLVER``."""
+"""What scripts import from detectron2.solver: schedules, and optimizers of a ``SOLVER`` tree.
+
+``LRScheduler`` is torch's here, and in hooktrain.compat.detectron2 the hook.
+"""
 
 import logging
 import math
@@ -9,14 +12,19 @@ from typing import Any
 
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler as LRScheduler
 
 from hooktrain import solver
+from hooktrain.solver import *
 
+_expand_param_groups = solver.expand_param_groups
 logger = logging.getLogger(__name__)
 
 
-def warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
+def _get_warmup_factor_at_iter(
+    method: str, iter: int, warmup_iters: int, warmup_factor: float
+) -> float:
     """The share of the learning rate in an iteration; ``method`` is ``linear`` or ``constant``."""
     if method not in ("linear", "constant"):
         raise ValueError(f"the warm-up must be 'linear' or 'constant', but got {method!r}")
@@ -26,7 +34,7 @@ def warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_fact
     return warmup_factor * (1 - done) + done
 
 
-class _WarmupLR(lr_scheduler.LRScheduler):
+class _WarmupLR(LRScheduler):
     def __init__(
         self,
         optimizer: Optimizer,
@@ -42,7 +50,7 @@ class _WarmupLR(lr_scheduler.LRScheduler):
     def get_lr(self) -> list[Any]:
         """The rates of the iteration ``last_epoch``, one a group."""
         warmup = self.warmup_method, self.last_epoch, self.warmup_iters, self.warmup_factor
-        factor = warmup_factor_at_iter(*warmup)
+        factor = _get_warmup_factor_at_iter(*warmup)
         return [base * factor * self._decay() for base in self.base_lrs]
 
     def _decay(self) -> float:

@@ -45,6 +45,19 @@ def test_mapped_data_is_pickled_into_workers_that_are_spawned() -> None:
     assert list(pickle.loads(pickle.dumps(stream))) == [1.0, math.sqrt(2.0)]
 
 
+class TwoViews(MapDataset):
+    """As projects that train with two views of a sample write it."""
+
+    def __getitem__(self, idx: int) -> Any:
+        data = self._map_func(self._dataset[idx])
+        self._fallback_candidates.add(self._rng.randrange(idx + 1))
+        return data, -data
+
+
+def test_an_item_of_ones_own_is_read_by_detectron2s_names() -> None:
+    assert pickle.loads(pickle.dumps(TwoViews([4.0], math.sqrt)))[0] == (2.0, -2.0)
+
+
 def test_a_worker_is_seeded_by_its_number() -> None:
     torch.manual_seed(5)
     worker_init_reset_seed(2)

@@ -20,6 +20,9 @@ IMPORTS = {
         f"{HERE} TrainingSampler"
     ),
     "from fvcore.nn.precise_bn import get_bn_modules": f"{HERE} get_bn_modules",
+    "from detectron2.solver import LRScheduler": (
+        "from hooktrain.compat.solver import LRScheduler"
+    ),
     "from omegaconf import OmegaConf": f"{HERE} OmegaConf",
     'logging.getLogger("detectron2.trainer")': 'logging.getLogger("hooktrain.trainer")',
     **dict.fromkeys(
@@ -57,7 +60,7 @@ detectron2.engine: default_argument_parser default_setup default_writers hooks l
 detectron2.engine.hooks: EvalHook LRScheduler PeriodicWriter BestCheckpointer IterationTimer
 detectron2.evaluation: DatasetEvaluator DatasetEvaluators inference_on_dataset print_csv_format
 detectron2.solver: LRMultiplier WarmupParamScheduler get_default_optimizer_params
-detectron2.solver: WarmupMultiStepLR WarmupCosineLR _get_warmup_factor_at_iter
+detectron2.solver: WarmupMultiStepLR WarmupCosineLR
 detectron2.solver: build_optimizer build_lr_scheduler maybe_add_gradient_clipping
 detectron2.utils: comm
 detectron2.utils.collect_env: collect_env_info

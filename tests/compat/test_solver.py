@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from hooktrain.compat.detectron2 import (
+from hooktrain.compat.solver import (
+    LRMultiplier,
+    LRScheduler,
     WarmupCosineLR,
     WarmupMultiStepLR,
+    _expand_param_groups,
     _get_warmup_factor_at_iter,
     build_lr_scheduler,
     build_optimizer,
@@ -138,3 +141,9 @@ def test_each_parameter_is_clipped_by_itself(
     assert values == pytest.approx(clipped, rel=1e-5)
     assert parameters[1].item() == -0.25
     assert maybe_add_gradient_clipping(tree(), SGD) is SGD
+
+
+def test_the_module_has_the_other_names_of_detectron2s() -> None:
+    assert issubclass(LRMultiplier, LRScheduler)
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    assert len(_expand_param_groups([{"params": parameters, "lr": 1.0}])) == 2

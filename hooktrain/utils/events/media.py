@@ -10,8 +10,8 @@ from torch import Tensor
 Array = Tensor | NDArray[Any]
 
 
-def read_image(name: str, image: Array) -> Tensor:
-    """A private copy of an image on the host; see ``EventStorage.put_image``."""
+def read_image(name: str, image: Array) -> Array:
+    """A private copy of an image on the host, array or tensor; see ``EventStorage.put_image``."""
     tensor = torch.as_tensor(image).detach()
     can_be_shown = tensor.dtype == torch.uint8 or tensor.is_floating_point()
     if not can_be_shown or tensor.dim() != 3 or tensor.shape[0] not in (1, 3) or not tensor.numel():
@@ -19,7 +19,8 @@ def read_image(name: str, image: Array) -> Tensor:
             f"image {name!r} must be uint8 (0..255) or floating point (0..1), of shape (channels, "
             f"height, width) with 1 or 3 channels, but is {tensor.dtype}, {tuple(tensor.shape)}"
         )
-    return tensor.to("cpu", copy=True)  # host-device synchronisation, if it is on a device
+    copy = tensor.to("cpu", copy=True)  # host-device synchronisation, if it is on a device
+    return copy if isinstance(image, Tensor) else copy.numpy()
 
 
 def make_histogram(name: str, values: Array, bins: int, iteration: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class EventStorage:
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._has_tensors = False  # whether a value has come from a device
-        self._vis_data: deque[tuple[str, Tensor, int]] = deque(maxlen=64)
+        self._vis_data: deque[tuple[str, Array, int]] = deque(maxlen=64)
         self._histograms: deque[dict[str, Any]] = deque(maxlen=64)
         self._warned = False
         self.written: dict[str, int] = {}
@@ -215,8 +215,8 @@ class EventStorage:
         """The hint that each metric was put with, by name."""
         return {name: history.smoothing_hint for name, history in self._histories.items()}
 
-    def images(self) -> list[tuple[str, Tensor, int]]:
-        """The queued images as (name, tensor on the host, iteration), the oldest first."""
+    def images(self) -> list[tuple[str, Array, int]]:
+        """The queued images as (name, array or tensor on the host, iteration), the oldest first."""
         return list(self._vis_data)
 
     def histograms(self) -> list[dict[str, Any]]:
