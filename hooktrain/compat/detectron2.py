@@ -38,8 +38,8 @@ from hooktrain.compat.data import *
 from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
 from hooktrain.compat.functions import *  # type: ignore[assignment]
 from hooktrain.compat.paths import *
-from hooktrain.compat.solver import *
-from hooktrain.engine.hooks import LRScheduler as LRScheduler  # type: ignore[assignment]
+from hooktrain.compat.solver import *  # type: ignore[assignment]
+from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 _OF_DETECTION = ("config", "data", "data.build", "evaluation", "checkpoint", "solver", "utils.env")
 
