@@ -153,11 +153,8 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
         # The restricted unpickler does not know how empty bytes are pickled.
         or (kind in _PLAIN_TYPES and value != b"")
     ):
-        raise TypeError(
-            f"cannot save {name or 'the state'} of type {kind.__module__}.{kind.__qualname__}: "
-            "a checkpoint holds tensors with data and plain Python types only. Convert it in its "
-            "state_dict(), for example with float(), list() or torch.from_numpy()"
-        )
+        what = f"{name or 'the state'} of type {kind.__module__}.{kind.__qualname__}"
+        raise TypeError(f"cannot save {what}: give tensors with data or plain Python types only")
     return value
 
 

@@ -18,14 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -88,10 +84,7 @@ def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | No
 
         def begin() -> Path:
             if target.exists() and not is_folder(target):
-                raise FileExistsError(
-                    f"{target} is there and no sharded checkpoint (it has no {MANIFEST}): it is "
-                    "not replaced. Remove it, or choose another name"
-                )
+                raise FileExistsError(f"{target} is no sharded checkpoint: it is not replaced")
             return stack.enter_context(replacing(target))
 
         temporary = on_main_process(begin, group)
@@ -325,20 +318,20 @@ class _Unpickler(pickle._Unpickler):
         if is_constant or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles members of enums so
-            return lambda _, member: _MEM_FORMAT_ENCODING[member]
+            return lambda _, member: metadata._MEM_FORMAT_ENCODING[member]
         raise pickle.UnpicklingError(f"refused, since it asks for {module}.{name}. Nothing was run")
 
 
-def _read_metadata(folder: Path) -> Metadata:
+def _read_metadata(folder: Path) -> metadata.Metadata:
     path = folder / METADATA
     with open(path, "rb") as file:
         try:
             found = _Unpickler(file).load()
         except Exception as error:  # a pickle that is not one raises whatever it likes
             raise CorruptCheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, Metadata):
+    if not isinstance(found, metadata.Metadata):
         raise CorruptCheckpointError(f"{path} holds a {type(found).__name__}, no metadata")
     for name, entry in found.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle it
+        if not isinstance(entry, metadata.TensorStorageMetadata):  # torch would unpickle it
             raise CorruptCheckpointError(f"{path} holds {name!r}, which is no tensor")
     return found

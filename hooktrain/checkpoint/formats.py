@@ -109,7 +109,5 @@ def with_model(state: Any, path: str) -> State:
         for name, value in state.items()
     ):
         return {"model": state}
-    raise CorruptCheckpointError(
-        f"{path} is no checkpoint: it has no dict under 'model' or 'state_dict', and is no dict of "
-        f"tensors; its keys are {list(state)[:10]!r}"
-    )
+    needs = "'model', 'state_dict', or tensors only"
+    raise CorruptCheckpointError(f"{path} is no checkpoint: no {needs}, but {list(state)[:10]!r}")

@@ -96,10 +96,8 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     known = [prefix for prefix in _loaders if address.startswith(prefix)]
     if not known:
         if scheme := re.match(r"[\w+.-]+://", address):
-            raise ValueError(
-                f"nothing is registered to load {address!r}: known are {sorted(_loaders)}, and "
-                f"register_scheme({scheme[0]!r}, loader) adds one"
-            )
+            advice = f"use register_scheme({scheme[0]!r}, loader); known are {sorted(_loaders)}"
+            raise ValueError(f"nothing is registered to load {address!r}: {advice}")
         return os.path.expanduser(address)
     loader = _loaders[max(known, key=len)]
     if alone:
@@ -155,10 +153,8 @@ def _write_download(url: str, path: str) -> None:
             raise ConnectionError(f"received {received:,} of {int(expected):,} bytes")
         named = _DIGEST.search(os.path.basename(path))
         if named and not digest.hexdigest().startswith(named[1]):
-            raise CorruptCheckpointError(
-                f"{url} is not what its name says: the SHA-256 should begin with {named[1]}, and "
-                f"is {digest.hexdigest()}"
-            )
+            problem = f"should begin with {named[1]}, and is {digest.hexdigest()}"
+            raise CorruptCheckpointError(f"{url} is not what its name says: its SHA-256 {problem}")
 
 
 def _from_torchvision(address: str) -> str:

@@ -216,9 +216,7 @@ def _call(forward: Callable[..., Any], data: Any, mode: str) -> Any:
         return forward(**data, mode=mode)
     if isinstance(data, list | tuple):
         return forward(*data, mode=mode)
-    raise TypeError(
-        f"data_preprocessor must return a dict, list or tuple of arguments, not {type(data)}"
-    )
+    raise TypeError(f"data_preprocessor must return a dict, list or tuple, not {type(data)}")
 
 
 def _mean(name: str, value: Any) -> Tensor:

@@ -69,10 +69,8 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         """
         own = getattr(type(self.module), "train_step", BaseModel.train_step)
         if own is not BaseModel.train_step:
-            raise TypeError(
-                f"{type(self.module).__name__} has its own train_step, which would not be called: "
-                "use SeparateDistributedDataParallel, or a wrapper with that train_step"
-            )
+            problem = f"{type(self.module).__name__} has its own train_step, not called here"
+            raise TypeError(f"{problem}: use SeparateDistributedDataParallel")
         return train_step(self.module, data, optim_wrapper, self, self.detect_anomalous_params)
 
     def val_step(self, data: Any) -> Any:
@@ -117,9 +115,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         nn.Module.__init__(self)
         own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
         if own:
-            raise ValueError(
-                f"parameters directly in {type(module).__name__}: move {own} into a child"
-            )
+            raise ValueError(f"move {own} of {type(module).__name__} itself into a child")
         trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
         inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}
         rest = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]

@@ -85,9 +85,8 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = self.grad_scaler
         if not scaler.is_enabled():
             return super()._apply(**kwargs)
-        scaler.step(
-            self.optimizer, **kwargs
-        )  # host-device synchronisation: reads the overflow flag
+        # Host-device synchronisation: reads the overflow flag.
+        scaler.step(self.optimizer, **kwargs)
         # Host-device synchronisation. Fused optimizers skip the update inside their kernel, so
         # only the scaler knows of it.
         found_inf = scaler._found_inf_per_device(self.optimizer).values()

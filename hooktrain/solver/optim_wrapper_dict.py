@@ -84,9 +84,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             ValueError: if the state has other names; nothing was loaded.
         """
         if set(state_dict) != set(self):
-            raise ValueError(
-                f"the state has the optimizers {sorted(state_dict)}, and there are {sorted(self)}"
-            )
+            raise ValueError(f"the state has the optimizers {[*state_dict]}, not {[*self]}")
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
 

@@ -316,21 +316,17 @@ class BaseStrategy(ABC):
         if not self._auto_scale_lr.get("enable", False):
             return
         base = self._auto_scale_lr.get("base_batch_size")
-        of_a_rank = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
-        if not base or not of_a_rank:
-            raise ValueError(
-                f"to scale learning rates, give base_batch_size in auto_scale_lr (it is {base!r}) "
-                f"and train_micro_batch_size_per_gpu in dispatch_kwargs (it is {of_a_rank!r})"
-            )
-        ratio = self.world_size * of_a_rank / base
+        own = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
+        if not base or not own:
+            of_run = f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
+            raise ValueError(f"auto_scale_lr has base_batch_size={base!r}, and there is {of_run}")
+        ratio = self.world_size * own / base
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
             for group in wrapper.param_groups:  # with base_param_settings
                 if "initial_lr" in group:
-                    raise RuntimeError(
-                        "a scheduler has noted the learning rates before they were scaled: give "
-                        "its configuration, or turn auto_scale_lr off"
-                    )
+                    problem = "a scheduler has noted the learning rates before they were scaled"
+                    raise RuntimeError(f"{problem}: give its configuration, or no auto_scale_lr")
                 group["lr"] = group["lr"] * ratio
 
     def _count_passes(self, done: int = 0) -> None:
@@ -506,14 +502,12 @@ class BaseStrategy(ABC):
             CorruptCheckpointError: if the file is broken or unsafe.
             FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
         """
-        checkpointer = self._checkpointer(self.work_dir)
-        if filename is not None:
-            state = checkpointer.read(filename)
-        elif newest := checkpointer.read_newest():
-            filename, state = newest
-        else:
+        reader = self._checkpointer(self.work_dir)
+        found = reader.read_newest() if filename is None else (filename, reader.read(filename))
+        if found is None:
             self.logger.info("No checkpoint in %s to resume from: a new run begins", self.work_dir)
             return None
+        filename, state = found
         state = parts_of_trainer(state)
         if callback is not None:
             callback(state)
@@ -523,11 +517,8 @@ class BaseStrategy(ABC):
         if resume_param_scheduler and hasattr(self, "param_schedulers"):
             parts["param_schedulers"] = self.load_scheduler_state_dict
         if lacking := [part for part in parts if part not in state]:
-            raise ValueError(
-                f"{filename} cannot be resumed in full: it has no {lacking}, only {sorted(state)}. "
-                "Give resume_optimizer=False or resume_param_scheduler=False to begin with a new "
-                "one, or load the weights by load_checkpoint()"
-            )
+            advice = "give resume_optimizer=False or resume_param_scheduler=False"
+            raise ValueError(f"{filename} has no {lacking}, only {sorted(state)}: {advice}")
         self.logger.info("Resuming from %s", filename)
         self.load_model_state_dict(state.pop("model"))
         if "optimizer" in parts and not resume_param_scheduler:

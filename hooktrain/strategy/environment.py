@@ -93,11 +93,8 @@ def find_place(launcher: Launcher, port: int | None = None) -> Place:
     if not known:
         raise ValueError(f"launcher must be one of {get_args(Launcher)}, got {launcher!r}")
     names = next((names for names in known if names[2] in env), known[0])
-    if missing := [name for name in names if name not in env]:
-        raise ValueError(
-            f"the launcher {launcher!r} has not set {', '.join(missing)}: set them too, or unset "
-            f"{', '.join(n for n in names if n in env)} to let launch() start the processes"
-        )
+    if missing := ", ".join(name for name in names if name not in env):
+        raise ValueError(f"{launcher!r} has not set {missing}: set them, or unset {names[2]}")
     # SLURM writes 2(x3) for two tasks on each of three machines.
     rank, local_rank, size, local_size = (int(env[name].partition("(")[0]) for name in names)
     if launcher == "pytorch":
@@ -176,10 +173,8 @@ def join_processes(
         # several machines has its own count of restarts, so the count does not help there.
         store = dist.PrefixStore(f"attempt{restart_count()}", store)  # type: ignore[attr-defined]
     elif is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        logger.warning(
-            "Processes that torchrun restarts will find the addresses of the dead ones. Set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
-        )
+        advice = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
+        logger.warning("Restarted processes will find the addresses of the dead ones: %s", advice)
     dist.init_process_group(
         chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
     )
@@ -191,11 +186,9 @@ def _choose_backend(backend: str | None, local_world_size: int) -> str:
     if device is None:
         return backend or "gloo"
     chosen = backend or dist.get_default_backend_for_device(device)
-    if chosen != "gloo" and local_world_size > torch.accelerator.device_count():
-        raise ValueError(
-            f"{local_world_size} processes need a GPU each, and this machine has "
-            f"{torch.accelerator.device_count()}: ask for fewer, or give backend='gloo'"
-        )
+    if chosen != "gloo" and local_world_size > (count := torch.accelerator.device_count()):
+        needs = f"{local_world_size} processes need a GPU each, and this machine has {count}"
+        raise ValueError(f"{needs}: ask for fewer, or give backend='gloo'")
     return chosen
 
 

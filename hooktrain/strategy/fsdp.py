@@ -98,10 +98,7 @@ class FSDPStrategy(BaseStrategy):
         if isinstance(model, FSDPModule):
             return model
         if not self.distributed:
-            raise RuntimeError(
-                "FSDPStrategy shards a model over processes, and nothing has started any: use "
-                "torchrun or hooktrain.engine.launch(), or SingleDeviceStrategy for one process"
-            )
+            raise RuntimeError("FSDPStrategy needs processes: start them by torchrun or launch()")
         model = self.convert_model(model)
         deferred = _on_meta(model)
         if not deferred:
@@ -127,10 +124,8 @@ class FSDPStrategy(BaseStrategy):
         for optimizer in (w.optimizer for w in wrappers_by_name(built).values()):
             for group in optimizer.param_groups:
                 if optimizer.state and any(p in self._shards for p in group["params"]):
-                    raise RuntimeError(
-                        "the optimizer has made steps for the model as it was before it was "
-                        "sharded: prepare the model first, or load the optimizer's state afterwards"
-                    )
+                    problem = "the optimizer has made steps before the model was sharded"
+                    raise RuntimeError(f"{problem}: prepare the model first")
                 group["params"] = [self._shards.get(p, p) for p in group["params"]]
         return built
 

@@ -22,12 +22,9 @@ class SingleDeviceStrategy(BaseStrategy):
     """
 
     def _setup_distributed(self) -> None:
-        size = count_processes(self.environment.launcher)
-        if size > 1:
-            raise RuntimeError(
-                f"SingleDeviceStrategy in one of {size} processes: each would train a model of its "
-                "own. Use DDPStrategy or FSDPStrategy, or 'auto'"
-            )
+        if (size := count_processes(self.environment.launcher)) > 1:
+            use = "use DDPStrategy or FSDPStrategy, or 'auto'"
+            raise RuntimeError(f"SingleDeviceStrategy in one of {size} processes: {use}")
         self.launcher = "none"
 
     def wrap_model(self, model: nn.Module) -> nn.Module:

@@ -250,7 +250,7 @@ def test_a_pair_of_the_preprocessor_gives_arguments_by_place() -> None:
 
 def test_another_result_of_the_preprocessor_is_refused() -> None:
     model = ToyModel()
-    with pytest.raises(TypeError, match=r"a dict, list or tuple of arguments, not .*Tensor"):
+    with pytest.raises(TypeError, match=r"a dict, list or tuple, not .*Tensor"):
         train_step(model, torch.ones(1), sgd(model))
     with pytest.raises(TypeError, match="NoneType"):
         model.val_step(None)

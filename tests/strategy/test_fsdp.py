@@ -235,5 +235,5 @@ def test_arguments_are_checked_before_anything_happens() -> None:
 
 
 def test_one_process_alone_is_told_what_to_use() -> None:
-    with pytest.raises(RuntimeError, match="SingleDeviceStrategy for one process"):
+    with pytest.raises(RuntimeError, match="start them by torchrun"):
         FSDPStrategy(device="cpu", env_kwargs={"seed": 0}).prepare(make_model())

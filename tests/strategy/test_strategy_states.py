@@ -99,7 +99,7 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on(tmp_path: Path) -> Non
     first = prepared(tmp_path)
     first.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)
     nn.init.zeros_(first.model.last.weight)
-    with pytest.raises(ValueError, match=r"no \['optimizer'\].*Give resume_optimizer=False"):
+    with pytest.raises(ValueError, match=r"no \['optimizer'\].*give resume_optimizer=False"):
         first.resume(tmp_path / "a.pth")
     assert not first.model.last.weight.any()
     first.resume(tmp_path / "a.pth", resume_optimizer=False)
@@ -269,5 +269,5 @@ def test_the_weights_of_a_checkpointer_load(tmp_path: Path) -> None:
     strategy = prepared(tmp_path / "other")
     assert strategy.load_checkpoint(tmp_path / "model_final.pth") == {"iteration": 9}
     assert torch.equal(strategy.model_state_dict()["last.weight"], model.last.weight)
-    with pytest.raises(ValueError, match=r"in full: it has no \['optimizer', 'param"):
+    with pytest.raises(ValueError, match=r"has no \['optimizer', 'param"):
         strategy.resume(tmp_path / "model_final.pth")
