@@ -126,9 +126,7 @@ def load_folder(folder: AnyPath, model: nn.Module | None = None) -> dict[str, An
 
 
 def read_folder(
-    folder: AnyPath,
-    model: nn.Module | None = None,
-    map_location: str | torch.device = "cpu",
+    folder: AnyPath, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
 ) -> dict[str, Any]:
     """Read a folder that was verified. Not collective. Runs no code that a file may hold.
 

@@ -83,15 +83,11 @@ class PeriodicCheckpointer:
         if self.max_iter is not None and iteration >= self.max_iter - 1:
             self.checkpointer.save(f"{self.file_prefix}_final", iteration=iteration, **extra)
             self.checkpointer.wait()
-        else:
-            delete_old = None if self.max_to_keep is None else partial(self._delete_old, iteration)
-            self.checkpointer.save(
-                f"{self.file_prefix}_{iteration:07d}",
-                iteration=iteration,
-                on_saved=delete_old,
-                on_full=self._go_on,
-                **extra,
-            )
+            return
+        name = f"{self.file_prefix}_{iteration:07d}"
+        if self.max_to_keep is not None:
+            extra["on_saved"] = partial(self._delete_old, iteration, self.max_to_keep)
+        self.checkpointer.save(name, iteration=iteration, on_full=self._go_on, **extra)
 
     def save(self, name: str, **extra: Any) -> None:
         """The same as ``checkpointer.save``: at any time, under any name."""
@@ -102,13 +98,12 @@ class PeriodicCheckpointer:
         message = "NOT SAVED: %s. Training goes on; the next attempt is in %d iterations"
         logger.error(message, error, self.period)
 
-    def _delete_old(self, iteration: int, newest: str) -> None:
+    def _delete_old(self, iteration: int, max_to_keep: int, newest: str) -> None:
         """Delete what is too old, if the newest checkpoint is good. In any thread."""
-        assert self.max_to_keep is not None
         folder = os.path.dirname(newest)
         try:
             names, pointed = checkpoint_names(folder), read_pointer(folder)
-            old = files_to_delete(names, self.file_prefix, self.max_to_keep, iteration, pointed)
+            old = files_to_delete(names, self.file_prefix, max_to_keep, iteration, pointed)
             if old:
                 verify_checkpoint(newest)
         except (OSError, CorruptCheckpointError) as error:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from hooktrain.solver.optim_wrapper import OptimWrapper
 
 logger = logging.getLogger(__name__)
-
-S = TypeVar("S", bound="GroupParamScheduler")
 
 INF = 10**9  # The end of a range without one.
 
@@ -126,33 +124,29 @@ class GroupParamScheduler:
 
     @classmethod
     def build_iter_from_epoch(
-        cls: type[S],
-        optimizer: Optimizer | OptimWrapper,
-        *,
-        epoch_length: int | None = None,
-        **arguments: Any,
-    ) -> S:
+        cls, optimizer: Optimizer | OptimWrapper, *, epoch_length: int | None = None, **kwargs: Any
+    ) -> "GroupParamScheduler":
         """Make a scheduler that steps in iterations from arguments that count epochs.
 
         Args:
             optimizer: as for the constructor.
             epoch_length: the number of iterations of an epoch.
-            arguments: the others of the constructor.
+            kwargs: the others of the constructor.
 
         Raises:
             ValueError: if ``by_epoch`` is False, or ``epoch_length`` is not at least 1.
         """
         if epoch_length is None or epoch_length < 1:
             raise ValueError(f"epoch_length must be at least 1: {epoch_length!r}")
-        if not arguments.pop("by_epoch", True):
+        if not kwargs.pop("by_epoch", True):
             raise ValueError(f"by_epoch=False: these arguments of {cls.__name__} are iterations")
         for name in STEPS:
-            value = arguments.get(name)
+            value = kwargs.get(name)
             if isinstance(value, Sequence):
-                arguments[name] = [int(number * epoch_length) for number in value]
+                kwargs[name] = [int(number * epoch_length) for number in value]
             elif value is not None and value != INF:
-                arguments[name] = int(value * epoch_length)
-        return cls(optimizer, by_epoch=False, **arguments)
+                kwargs[name] = int(value * epoch_length)
+        return cls(optimizer, by_epoch=False, **kwargs)
 
     def step(self) -> None:
         """Go on by one step; inside the range, set the values.

@@ -21,6 +21,7 @@ from hooktrain.utils.registry import did_you_mean, unwrap_model
 logger = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]
+Rules = Mapping[str, Any]
 
 _NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,  # batch and instance norms, and what is made of them
@@ -223,7 +224,7 @@ def paramwise_param_groups(
     return groups
 
 
-def _check_rules(rules: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+def _check_rules(rules: Rules, base: Rules) -> None:
     for rule in rules:
         if rule not in RULES:
             raise ValueError(f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}")
@@ -244,11 +245,7 @@ def _check_rules(rules: Mapping[str, Any], base: Mapping[str, Any]) -> None:
 
 
 def _paramwise(
-    name: str,
-    module: nn.Module,
-    parameter: nn.Parameter,
-    rules: Mapping[str, Any],
-    base: Mapping[str, Any],
+    name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules, base: Rules
 ) -> ParamGroup:
     """The settings of a parameter under one of its names."""
     is_norm, is_bias = isinstance(module, _NORMS), _last_part(name) == "bias"

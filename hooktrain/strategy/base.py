@@ -24,6 +24,7 @@ from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
+from hooktrain.utils.dtensor import map_leaves
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
@@ -355,10 +356,9 @@ class BaseStrategy(ABC):
 
     def model_state_dict(self) -> State:
         """The tensors of the model on the CPU, by the names of the model without its wrapper."""
-        state: State = unwrap_model(self.model).state_dict()
-        for name, value in state.items():
-            # Host-device synchronisation, unless the model is on the CPU.
-            state[name] = value.cpu() if isinstance(value, Tensor) else value
+        own = unwrap_model(self.model).state_dict()
+        # Host-device synchronisation, unless the model is on the CPU.
+        state: State = map_leaves(lambda _, x: x.cpu() if isinstance(x, Tensor) else x, own)
         return state
 
     def optim_state_dict(self) -> State:

@@ -39,13 +39,6 @@ def test_the_files_are_as_in_detectron2(tmp_path: Path) -> None:
     assert torch.equal(state["model"]["weight"], model.weight)
 
 
-def test_a_bare_state_dict_is_taken_as_the_model(tmp_path: Path) -> None:
-    torch.save(model_of(4).state_dict(), tmp_path / "weights.pth")
-    model = model_of(0)
-    assert Checkpointer(model).load(tmp_path / "weights.pth") == {}
-    assert torch.equal(model.weight, torch.full((1, 2), 4.0))
-
-
 @pytest.mark.parametrize("content", [[1, 2], {"iteration": 3}, {"model": 3}, {}, torch.ones(1)])
 def test_a_file_without_a_model_is_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pth")

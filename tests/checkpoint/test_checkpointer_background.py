@@ -243,15 +243,6 @@ def test_a_full_disk_costs_one_save_and_not_the_run(
     assert names(tmp_path) == ["last_checkpoint", "model_0000029"]
 
 
-def test_another_failure_in_the_background_ends_the_run(shards: bool, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
-    periodic = PeriodicCheckpointer(checkpointer, 10)
-    with writing_by(failing(BROKEN)):
-        periodic.step(9)
-        with pytest.raises(OSError, match="the disk failed"):
-            periodic.step(19)
-
-
 def test_what_cannot_be_saved_is_refused_at_once(shards: bool, tmp_path: Path) -> None:
     checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
     with pytest.raises(TypeError, match=r"cannot save note of type builtins\.object"):

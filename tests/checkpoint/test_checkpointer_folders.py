@@ -175,29 +175,3 @@ def test_files_and_folders_are_counted_together(tmp_path: Path) -> None:
     assert names(tmp_path) == ["last_checkpoint", "model_0000029.pth", "model_0000039"]
     steps(tmp_path, 40, 60, sharded=False, max_to_keep=2)
     assert names(tmp_path) == ["last_checkpoint", "model_0000049.pth", "model_0000059.pth"]
-
-
-def test_nothing_is_deleted_while_the_newest_folder_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    steps(tmp_path, 0, 20, sharded=True)
-    real = save_folder
-
-    def save_badly(state: dict[str, Any], path: str, group: Any) -> None:
-        real(state, path, group)
-        damage(Path(path))
-
-    monkeypatch.setattr("hooktrain.checkpoint.folders.save_folder", save_badly)
-    steps(tmp_path, 20, 30, sharded=True, max_to_keep=1)
-    assert [name for name in names(tmp_path) if "model" in name] == [
-        f"model_{i:07d}" for i in (9, 19, 29)
-    ]
-    assert "Keeping all older checkpoints, since the newest is broken" in caplog.text
-
-
-def test_temporary_files_and_folders_of_a_killed_run_are_swept(tmp_path: Path) -> None:
-    dead = 2**22 + 1
-    (tmp_path / f".a.pth.tmp-{dead}-01234567").touch()
-    (tmp_path / f".a.tmp-{dead}-01234567").mkdir()
-    save(tmp_path, 9, sharded=True)
-    assert names(tmp_path) == ["last_checkpoint", "model_0000009"]

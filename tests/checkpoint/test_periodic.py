@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from gloo import run_ranks
@@ -30,22 +29,22 @@ def pointer(folder: Path) -> str:
     return (folder / "last_checkpoint").read_text()
 
 
-def test_each_period_and_the_end_are_saved(tmp_path: Path) -> None:
-    run(tmp_path, 0, 25, period=10, max_iter=25)
-    assert files(tmp_path) == ["model_0000009.pth", "model_0000019.pth", "model_final.pth"]
-    assert pointer(tmp_path) == "model_final.pth"
-    assert load_file(tmp_path / "model_0000019.pth")["iteration"] == 19
-    assert load_file(tmp_path / "model_final.pth")["iteration"] == 24
-
-
-def test_a_last_step_that_ends_a_period_is_saved_once(tmp_path: Path) -> None:
-    run(tmp_path, 0, 20, period=10, max_iter=20)
-    assert files(tmp_path) == ["model_0000009.pth", "model_final.pth"]
-
-
-def test_without_a_known_end_there_is_no_final_file(tmp_path: Path) -> None:
-    run(tmp_path, 0, 20, period=10)
-    assert files(tmp_path) == ["model_0000009.pth", "model_0000019.pth"]
+@pytest.mark.parametrize(
+    ("stop", "max_iter", "expected"),
+    [
+        (25, 25, ["model_0000009.pth", "model_0000019.pth", "model_final.pth"]),
+        (20, 20, ["model_0000009.pth", "model_final.pth"]),  # once
+        (20, None, ["model_0000009.pth", "model_0000019.pth"]),
+    ],
+)
+def test_each_period_and_a_known_end_are_saved(
+    stop: int, max_iter: int | None, expected: list[str], tmp_path: Path
+) -> None:
+    run(tmp_path, 0, stop, period=10, max_iter=max_iter)
+    assert files(tmp_path) == expected
+    assert pointer(tmp_path) == expected[-1]
+    iterations = [load_file(tmp_path / name)["iteration"] for name in (expected[0], expected[-1])]
+    assert iterations == [9, stop - 1]
 
 
 def test_more_entries_are_saved_along(tmp_path: Path) -> None:
@@ -224,17 +223,3 @@ def test_a_full_disk_costs_one_save_and_not_the_run(tmp_path: Path) -> None:
     assert "model_0000019.pth" in error
     assert "bytes free" in error
     assert "the next attempt is in 10 iterations" in error
-
-
-def test_a_model_in_training_is_saved_as_it_is_at_that_step(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    periodic = PeriodicCheckpointer(Checkpointer(model, tmp_path), 2)
-    weights = []
-    for iteration in range(4):
-        with torch.no_grad():
-            model.weight += 1
-        weights.append(model.weight.detach().clone())
-        periodic.step(iteration)
-    for iteration in (1, 3):
-        saved = load_file(tmp_path / f"model_{iteration:07d}.pth")["model"]["weight"]
-        assert torch.equal(saved, weights[iteration])

@@ -391,7 +391,7 @@ def test_parameters_outside_of_the_children_are_refused_by_name() -> None:
     model = Pairs()
     model.scale = nn.Parameter(torch.ones(1))
     model.constant = nn.Parameter(torch.ones(1), requires_grad=False)
-    with pytest.raises(ValueError, match=r"directly in Pairs: move \['scale'\]"):
+    with pytest.raises(ValueError, match=r"move \['scale'\] of Pairs itself into a child"):
         SeparateDistributedDataParallel(model)
     assert type(model.generator) is nn.Sequential
 

@@ -68,7 +68,7 @@ def test_the_state_goes_by_name() -> None:
     others.load_state_dict(wrappers.state_dict())
     assert others["a"].inner_count == 1
     assert others["b"].skipped_updates == 1
-    with pytest.raises(ValueError, match=r"\['a'\], and there are \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"\['a'\], not \['a', 'b'\]"):
         others.load_state_dict({"a": wrappers["a"].state_dict()})
 
 

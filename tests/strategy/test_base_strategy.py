@@ -9,7 +9,7 @@ from torch import nn
 from hooktrain.config import LazyCall
 from hooktrain.model import BatchNormXd
 from hooktrain.solver import OptimWrapper, OptimWrapperDict, StepLR
-from hooktrain.strategy import BaseStrategy, SingleDeviceStrategy
+from hooktrain.strategy import SingleDeviceStrategy
 
 
 class Telling(SingleDeviceStrategy):
@@ -70,11 +70,6 @@ def test_another_sync_bn_is_refused_on_one_process_too() -> None:
         strategy(sync_bn="mmcv")
 
 
-def test_the_base_cannot_be_used_itself() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        BaseStrategy()  # type: ignore[abstract]
-
-
 def test_a_model_is_a_module_a_dict_a_lazy_call_or_a_function() -> None:
     made, module = strategy(), Regression()
     assert made.build_model(module) is module
@@ -111,14 +106,11 @@ def test_evaluating_first_and_training_later_works() -> None:
     assert sum(losses[3:]) < sum(losses[:3])
 
 
-def test_a_second_model_is_refused() -> None:
+def test_a_second_model_or_a_schedule_without_an_optimizer_is_refused() -> None:
     made = strategy()
     made.prepare(Regression())
     with pytest.raises(ValueError, match="has prepared another model"):
         made.prepare(Regression(), optim_wrapper=SGD)
-
-
-def test_a_schedule_without_an_optimizer_is_refused() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'optim_wrapper'"):
         strategy().prepare(Regression(), param_scheduler=steps())
 
@@ -175,6 +167,8 @@ def test_the_method_asked_for_is_compiled_each_time(
         strategy().compile_model(Regression(), options)
     # nn.Module.compile compiles what calls the forward and the hooks.
     assert compiled == [{"forward": "_call_impl"}.get(target, target)] * 2
+    with pytest.raises(AttributeError, match="has no attribute 'train_stp'"):
+        strategy().compile_model(Regression(), {"target": "train_stp"})
 
 
 @pytest.mark.parametrize("compile", [False, {"disable": True}, {"disable": True, "mode": "x"}])
@@ -193,11 +187,6 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
     assert torch.equal(model(x, y), before)
     assert torch.equal(copied(x, y), copied.last.bias.expand(2, 1))
     assert list(model.state_dict()) == list(Regression().state_dict())
-
-
-def test_what_cannot_be_compiled_is_refused() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'train_stp'"):
-        strategy().compile_model(Regression(), {"target": "train_stp"})
 
 
 SCALING = {"enable": True, "base_batch_size": 4}
@@ -231,22 +220,15 @@ def test_the_rates_of_several_optimizers_are_scaled() -> None:
     assert wrapper.get_lr() == {"first.lr": [0.05], "last.lr": [0.5]}
 
 
-def test_no_rate_is_scaled_unless_enabled() -> None:
+def test_no_rate_is_scaled_unless_enabled_and_without_a_size_it_is_an_error() -> None:
     for config in (None, {}, {"enable": False}, {"base_batch_size": 4}):
         _, wrapper = strategy(auto_scale_lr=config).prepare(Regression(), optim_wrapper=SGD)
         assert wrapper.get_lr() == {"lr": [0.1]}
-
-
-def test_scaling_without_a_size_says_where_it_belongs() -> None:
-    with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu=None in dispatch_kwargs"):
+    with pytest.raises(ValueError, match=r"base_batch_size=4, .*_gpu=None in dispatch_kwargs"):
         strategy(auto_scale_lr=SCALING).prepare(Regression(), optim_wrapper=SGD)
-    made = strategy(auto_scale_lr={"enable": True})
+    made, known = strategy(auto_scale_lr={"enable": True}), {"train_micro_batch_size_per_gpu": 2}
     with pytest.raises(ValueError, match="base_batch_size=None"):
-        made.prepare(
-            Regression(),
-            optim_wrapper=SGD,
-            dispatch_kwargs={"train_micro_batch_size_per_gpu": 2},
-        )
+        made.prepare(Regression(), optim_wrapper=SGD, dispatch_kwargs=known)
 
 
 def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:

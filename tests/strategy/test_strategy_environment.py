@@ -93,14 +93,10 @@ def test_the_launcher_is_inferred_from_what_it_sets(
     assert infer_launcher() == launcher
 
 
-def test_torchrun_says_everything(started_by: Any) -> None:
-    started_by(TORCHRUN)
-    assert find_place("pytorch") == Place(3, 1, 4, 2, "env://")
-
-
-def test_torchrun_counts_its_restarts(started_by: Any) -> None:
+def test_torchrun_says_everything_and_counts_its_restarts(started_by: Any) -> None:
     assert restart_count() == 0
-    started_by(TORCHELASTIC_RESTART_COUNT="2")
+    started_by(TORCHRUN, TORCHELASTIC_RESTART_COUNT="2")
+    assert find_place("pytorch") == Place(3, 1, 4, 2, "env://")
     assert restart_count() == 2
 
 
