@@ -47,9 +47,7 @@ class Batches(Iterator[Any]):
                 self._iterator = None
         for batch in self.start():
             return batch
-        raise ValueError(
-            f"the data loader is empty, or starts only once as a generator does: {self.loader!r}"
-        )
+        raise ValueError(f"the data loader is empty, or starts only once: {self.loader!r}")
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and the loader's own position if it has one."""
@@ -71,8 +69,6 @@ class Batches(Iterator[Any]):
         if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state_dict["loader"])
         elif begun:
-            logger.warning(
-                "The position in the data could not be restored: it was not saved, or the loader "
-                "has no load_state_dict. The loader starts at its first batch. Loaders of "
-                "hooktrain.data.build_train_loader continue."
-            )
+            text = "The position in the data could not be restored, so the loader starts at its "
+            text += "first batch. Loaders of hooktrain.data.build_train_loader continue"
+            logger.warning(text)

@@ -205,7 +205,4 @@ def as_loss_dict(output: Any) -> dict[str, Tensor]:
         raise ValueError(f"'total_loss' is the name of the sum: leave it out of {list(losses)}")
     if losses and all(isinstance(loss, Tensor) for loss in losses.values()):
         return losses
-    raise TypeError(
-        f"in training mode the model must return a loss or a dict of losses (tensors), "
-        f"but it returned {output!r}"
-    )
+    raise TypeError(f"a model in training must return a loss or a dict of losses, not {output!r}")

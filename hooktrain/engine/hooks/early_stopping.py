@@ -60,9 +60,10 @@ class EarlyStopping(HookBase):
 
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:
-            self.trainer.request_stop(
+            reason = (
                 f"{self._metric} has not improved on {self._best} in {self._waited} evaluations"
             )
+            self.trainer.request_stop(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and how long ago it was."""

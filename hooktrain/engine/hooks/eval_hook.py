@@ -83,7 +83,5 @@ def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError):
-            raise ValueError(
-                f"results of an evaluation must be numbers, but {name!r} is {value!r}"
-            ) from None
+            raise ValueError(f"results must be numbers, but {name!r} is {value!r}") from None
     return numbers

@@ -101,13 +101,8 @@ class Rewind(HookBase):
         if comm.is_main_process():
             write_pointer(checkpointer.save_dir, Path(path).name)
         self.rewinds = [*rewinds, (trainer.iter + 1, failed, str(error))]
-        logger.warning(
-            "Going back behind iteration %d, without the batches of iterations %d to %d: %s",
-            trainer.iter,
-            trainer.iter + 1,
-            failed,
-            error,
-        )
+        text = "Going back behind iteration %d, without the batches of iterations %d to %d: %s"
+        logger.warning(text, trainer.iter, trainer.iter + 1, failed, error)
 
     def state_dict(self) -> dict[str, Any]:
         """What was left out."""

@@ -69,9 +69,8 @@ class SkipNonFinite(HookBase):
         buffers = dict(self.trainer.model.named_buffers())
         broken = sorted(non_finite(buffers) - self._meant_so)
         if comm.any_rank(bool(broken)):
-            raise FloatingPointError(
-                f"buffers of the model are not finite any more: {broken or 'those of another rank'}"
-            )
+            whose = broken or "those of another rank"
+            raise FloatingPointError(f"buffers of the model are not finite any more: {whose}")
         for parameter in parameters:
             parameter.grad = None
         scaler = getattr(wrapper, "grad_scaler", None)
@@ -87,10 +86,8 @@ class SkipNonFinite(HookBase):
         self._in_a_row = self._in_a_row + 1 if self._skipping else 0
         if self._in_a_row <= self._max_skips:
             return
-        message = (
-            f"gradients were not finite in {self._in_a_row} iterations in a row, up to iteration "
-            f"{self.trainer.iter}; max_skips is {self._max_skips}"
-        )
+        message = f"gradients were not finite in {self._in_a_row} iterations in a row, up to "
+        message += f"iteration {self.trainer.iter}; max_skips is {self._max_skips}"
         if self._on_limit == "raise":
             raise FloatingPointError(message)
         self.trainer.request_stop(message)

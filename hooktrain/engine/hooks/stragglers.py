@@ -69,11 +69,9 @@ class Stragglers(HookBase):
             is_slow = wait + forward > self._factor * usual
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
             if is_slow and self._slow[rank] % self._patience == 0 and comm.is_main_process():
-                logger.warning(
-                    "The others wait for rank %d: an iteration takes it %.4f s for data and %.4f s "
-                    "for the forward pass, where %.4f s for both are usual",
-                    *(rank, wait, forward, usual),
-                )
+                text = "The others wait for rank %d: an iteration takes it %.4f s for data and "
+                text += "%.4f s for the forward pass, where %.4f s for both are usual"
+                logger.warning(text, rank, wait, forward, usual)
 
     def after_train(self) -> None:
         """Stop timing."""

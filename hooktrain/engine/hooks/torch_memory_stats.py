@@ -7,7 +7,7 @@ from hooktrain.utils.env import device_module
 
 logger = logging.getLogger(__name__)
 
-MB = 1024.0 * 1024.0
+_SHOWN = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
 
 
 class TorchMemoryStats(HookBase):
@@ -35,15 +35,10 @@ class TorchMemoryStats(HookBase):
         if device is None or not self.is_due(self._period) or self._runs == self._max_runs:
             return
         self._runs += 1
-        logger.info(
-            " iter: %d  max_reserved_mem: %.0fMB  reserved_mem: %.0fMB"
-            "  max_allocated_mem: %.0fMB  allocated_mem: %.0fMB",
-            self.trainer.iter,
-            device.max_memory_reserved() / MB,
-            device.memory_reserved() / MB,
-            device.max_memory_allocated() / MB,
-            device.memory_allocated() / MB,
-        )
+        sizes = [getattr(device, function)() / 2**20 for function in _SHOWN]
+        text = " iter: %d  max_reserved_mem: %.0fMB  reserved_mem: %.0fMB"
+        text += "  max_allocated_mem: %.0fMB  allocated_mem: %.0fMB"
+        logger.info(text, self.trainer.iter, *sizes)
         if self._runs == self._max_runs:
             logger.info("\n%s", device.memory_summary())
         device.reset_peak_memory_stats()

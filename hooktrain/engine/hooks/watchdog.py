@@ -120,10 +120,8 @@ class Watchdog(HookBase):
             f"{''.join(traceback.format_stack(frame))}"
             for ident, frame in sys._current_frames().items()
         ]
-        verdict = (
-            f"Watchdog: rank {rank} has made no progress for its limit of {self.timeout_s:g} s. "
-            f"{describe(progress)}"
-        )
+        limit = f"its limit of {self.timeout_s:g} s"
+        verdict = f"Watchdog: rank {rank} has made no progress for {limit}. {describe(progress)}"
         logger.critical("%s", verdict)
         sys.stderr.write("\n".join([verdict, *stacks]))
         sys.stderr.flush()

@@ -109,10 +109,8 @@ class EventStorage:
             history = self._histories[name] = HistoryBuffer()
             history.smoothing_hint = bool(smoothing_hint)
         elif history.smoothing_hint != smoothing_hint:
-            raise ValueError(
-                f"metric {name!r} was put with smoothing_hint={history.smoothing_hint} before, so "
-                f"it cannot be put with smoothing_hint={smoothing_hint!r}"
-            )
+            hint = f"smoothing_hint={history.smoothing_hint}"
+            raise ValueError(f"metric {name!r} was put with {hint} before, not {smoothing_hint!r}")
         # Numbers wait as well: adding them to the history all at once takes less time.
         history.pending.append((value, self.iter if cur_iter is None else cur_iter))
         if len(history.pending) >= _MAX_PENDING:
@@ -156,11 +154,9 @@ class EventStorage:
     def _queue(self, queue: deque[Any], item: Any) -> None:
         if len(queue) == queue.maxlen and not self._warned:
             self._warned = True
-            logger.warning(
-                "More than %d images or histograms wait for a writer: from now on the oldest are "
-                "dropped. A TensorboardXWriter takes them whenever it writes.",
-                queue.maxlen,
-            )
+            text = "More than %d images or histograms wait for a writer: from now on the oldest "
+            text += "are dropped. A TensorboardXWriter takes them whenever it writes"
+            logger.warning(text, queue.maxlen)
         queue.append(item)
 
     def history(self, name: str) -> HistoryBuffer:

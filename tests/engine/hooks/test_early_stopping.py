@@ -18,36 +18,24 @@ def trainer_of(values: list[float], **kwargs: Any) -> Idle:
     return Idle(CallbackHook(after_step=put), EarlyStopping("loss", **kwargs))
 
 
-def test_training_stops_after_so_many_values_without_improvement() -> None:
-    trainer = trainer_of([3.0, 2.0, 2.5, 2.0, 1.0], patience=2)
+@pytest.mark.parametrize(
+    ("values", "options", "end", "reason"),
+    [
+        ([3.0, 2.0, 2.5, 2.0, 1.0], {"patience": 2}, 4, "loss has not improved on 2.0 in 2 ev"),
+        # An improvement resets the patience, and must exceed min_delta.
+        ([3.0, 3.5, 2.0, 1.9, 1.8, 1.7], {"patience": 2, "min_delta": 0.15}, 9, None),
+        ([1.0, 2.0, 1.5], {"mode": "max", "patience": 1}, 3, "not improved on 2.0 in 1"),
+        ([math.nan, math.nan], {"patience": 2}, 2, "not improved on None in 2"),
+        ([1.0, 2.0], {"patience": 2}, 9, None),  # iterations without a new value do not count
+    ],
+)
+def test_training_stops_after_so_many_values_without_improvement(
+    values: list[float], options: dict[str, Any], end: int, reason: str | None
+) -> None:
+    trainer = trainer_of(values, **options)
     trainer.train(0, 9)
-    assert trainer.iter == 4
-    assert trainer.stop_reason == "loss has not improved on 2.0 in 2 evaluations"
-
-
-def test_an_improvement_resets_the_patience_and_must_exceed_min_delta() -> None:
-    trainer = trainer_of([3.0, 3.5, 2.0, 1.9, 1.8, 1.7], patience=2, min_delta=0.15)
-    trainer.train(0, 6)
-    assert trainer.iter == 6
-    assert trainer.stop_reason is None
-
-
-def test_more_can_be_better() -> None:
-    trainer = trainer_of([1.0, 2.0, 1.5], mode="max", patience=1)
-    trainer.train(0, 9)
-    assert trainer.iter == 3
-
-
-def test_nan_is_no_improvement() -> None:
-    trainer = trainer_of([math.nan, math.nan], patience=2)
-    trainer.train(0, 9)
-    assert trainer.iter == 2
-
-
-def test_iterations_without_a_new_value_do_not_count() -> None:
-    trainer = trainer_of([1.0, 2.0], patience=2)
-    trainer.train(0, 9)
-    assert trainer.iter == 9
+    assert trainer.iter == end
+    assert trainer.stop_reason is None if reason is None else reason in str(trainer.stop_reason)
 
 
 def test_the_patience_survives_a_resume_and_a_stopped_run_stays_stopped() -> None:

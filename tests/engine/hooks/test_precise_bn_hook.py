@@ -39,12 +39,6 @@ def test_statistics_after_training_are_those_of_the_whole_data_set() -> None:
     assert trainer.model.bn.momentum == 0.1
 
 
-def test_a_finite_loader_starts_again_when_it_is_exhausted() -> None:
-    trainer = make([torch.randn(8, 2) for _ in range(3)], period=1, num_iter=5)
-    trainer.train(0, 2)
-    assert trainer.iter == 2
-
-
 def test_what_the_model_records_while_measuring_is_not_part_of_the_run() -> None:
     trainer = make([torch.randn(8, 2)], period=0, num_iter=7)
     trainer.train(0, 2)
@@ -70,9 +64,11 @@ def test_an_empty_loader_is_refused() -> None:
         hook.update_stats()
 
 
-def test_a_loader_that_is_exhausted_while_measuring_starts_again() -> None:
-    trainer = make([torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 2)], period=1, num_iter=3)
+@pytest.mark.parametrize("num_iter", [3, 5])
+def test_a_loader_that_is_exhausted_starts_again(num_iter: int) -> None:
+    trainer = make([torch.randn(8, 2) for _ in range(3)], period=1, num_iter=num_iter)
     trainer.train(0, 3)
+    assert trainer.iter == 3
 
 
 class Norm(BaseModel):
