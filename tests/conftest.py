@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,14 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands until `now` is set."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
 """Runs a model over a data set and hands its outputs to evaluators."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import repeat
 from operator import length_hint
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -213,11 +213,11 @@ class _Progress:
         self._total, self._accelerator = total, accelerator
         self.batches = self._warmup = 0
         self._seconds = dict.fromkeys(("Dataloading", "Inference", "Eval"), 0.0)
-        self._lap_end = self._last_line = perf_counter()
+        self._lap_end = self._last_line = time.perf_counter()
 
     def lap(self, name: str) -> None:
         """Count the time since the last lap under a name."""
-        now = perf_counter()
+        now = time.perf_counter()
         self._seconds[name] += now - self._lap_end
         self._lap_end = now
 

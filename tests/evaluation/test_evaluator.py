@@ -1,6 +1,7 @@
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,26 +40,12 @@ class Recorder(DatasetEvaluator):
         return self.results
 
 
-class Clock:
-    """Stands still but for what tests add."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(f"{LOGGER}.perf_counter", clock)
-    return clock
-
-
 class Slow:
     """A loader, model and evaluator in one, which take the seconds they are told."""
 
-    def __init__(self, clock: Clock, batches: int, seconds: tuple[float, float, float]) -> None:
+    def __init__(
+        self, clock: SimpleNamespace, batches: int, seconds: tuple[float, float, float]
+    ) -> None:
         self.clock, self.batches, self.seconds = clock, batches, seconds
 
     def __iter__(self) -> Iterator[int]:
@@ -213,7 +200,7 @@ def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has
     total: Any,
     etas: str,
     seconds: tuple[int, int],
-    clock: Clock,
+    clock: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = Slow(clock, 7, (0.5, 1.0, 0.25))

@@ -1,5 +1,6 @@
 import logging
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -7,27 +8,19 @@ from hooktrain.engine.hooks import CallbackHook, IterationTimer
 from toy import Idle
 
 
-class Clock:
-    """A clock that moves only when told to."""
+def take(clock: SimpleNamespace, seconds: float) -> Callable[[object], None]:
+    def advance(_: object) -> None:
+        clock.now += seconds
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def after(self, seconds: float):  # type: ignore[no-untyped-def]
-        def advance(_: object) -> None:
-            self.now += seconds
-
-        return advance
+    return advance
 
 
 def test_times_of_the_steps_are_recorded_after_exactly_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock(monkeypatch)
     trainer = Idle(
         IterationTimer(warmup_iter=3),
-        CallbackHook(after_backward=clock.after(2.0), after_step=clock.after(0.5)),
+        CallbackHook(after_backward=take(clock, 2.0), after_step=take(clock, 0.5)),
     )
     with caplog.at_level(logging.INFO):
         trainer.train(0, 8)
@@ -37,10 +30,9 @@ def test_times_of_the_steps_are_recorded_after_exactly_the_warm_up(
 
 
 def test_a_resumed_run_records_every_time_but_its_speed_is_without_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock(monkeypatch)
-    trainer = Idle(IterationTimer(warmup_iter=3), CallbackHook(after_backward=clock.after(2.0)))
+    trainer = Idle(IterationTimer(warmup_iter=3), CallbackHook(after_backward=take(clock, 2.0)))
     with caplog.at_level(logging.INFO):
         trainer.train(10, 15)
     assert trainer.storage.history("time").values() == [(2.0, i) for i in range(10, 15)]

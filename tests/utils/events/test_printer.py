@@ -13,14 +13,6 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that stands until `now` is set."""
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
-    return clock
-
-
 def test_the_line_has_all_fields_over_their_windows(log: pytest.LogCaptureFixture) -> None:
     with EventStorage() as storage:
         for storage.iter in range(5):
