@@ -174,6 +174,7 @@ def init_weights_once(model: nn.Module) -> nn.Module:
     if getattr(model, "is_init", True) is False:
         logger.info("%s initialises its weights", type(model).__name__)
         model.init_weights()  # type: ignore[operator]
+        model.is_init = True  # type: ignore[assignment]
     return model
 
 

@@ -114,13 +114,26 @@ class DefaultOptimWrapperConstructor:
         names = parameter_names(model)
         return [{"params": [*names], "param_names": [*names.values()]}]
 
-    def add_params(self, params: list[ParamGroup], module: nn.Module) -> None:
+    def add_params(
+        self,
+        params: list[ParamGroup],
+        module: nn.Module,
+        prefix: str = "",
+        is_dcn_module: Any = None,
+    ) -> None:
         """Add the parameter groups of a module to a list, by the rules in ``paramwise_cfg``.
 
         Args:
             params: the list; a subclass may add groups in other ways.
             module: the model, unwrapped.
+            prefix: has to be "", since rules are for names in the whole model.
+            is_dcn_module: not used.
+
+        Raises:
+            ValueError: for a part of a model.
         """
+        if prefix:
+            raise ValueError(f"rules are for the whole model, not for its part {prefix!r}")
         own = type(self) is not DefaultOptimWrapperConstructor  # its rules are none of ours
         rules = {key: rule for key, rule in self.paramwise_cfg.items() if key in RULES or not own}
         params += paramwise_param_groups(module, rules, self.base_lr, self.base_wd)

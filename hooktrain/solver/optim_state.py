@@ -133,11 +133,15 @@ def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tup
     names, saved_names = _names(groups, known), _names(saved)
     if names is None or saved_names is None:
         sizes, saved_sizes = ([len(g["params"]) for g in some] for some in (groups, saved))
-        if sizes != saved_sizes:
+        in_order = [name for name in (known or {}).values() if name in (names or ())]
+        if names and sizes != saved_sizes == [1] * len(in_order):
+            saved_names = in_order  # MMEngine's rules make a group for each, in the model's order
+        elif sizes != saved_sizes:
             side = "this optimizer has" if names is None else "the saved state has"
             counts = f"groups of the sizes {saved_sizes}, not {sizes}"
             raise ValueError(f"{side} no names, and the saved one {counts}: {_WAY_OUT}")
-        names = saved_names = names or saved_names or [f"#{i}" for i in range(sum(sizes))]
+        else:
+            names = saved_names = names or saved_names or [f"#{i}" for i in range(sum(sizes))]
     if names and not set(names) & set(saved_names):
         problem = f"the state of {saved_names[:3]}, ... has none of {names[:3]}, ..."
         raise ValueError(f"{problem}: {_WAY_OUT}")

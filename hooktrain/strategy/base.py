@@ -28,7 +28,7 @@ from hooktrain.utils.dtensor import map_leaves
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registry import MODELS, unwrap_model
+from hooktrain.utils.registry import MODELS, refuse_overrides, unwrap_model
 
 State = dict[str, Any]
 Callback: TypeAlias = Callable[[State], Any] | None
@@ -37,6 +37,11 @@ Renames: TypeAlias = Sequence[tuple[str, str]]
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
 # A model, its configuration, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
+
+# What strategies for MMEngine override.
+_NOT_CALLED = dict.fromkeys(
+    ("_setup_env", "_setup_distributed", "_set_randomness"), "override setup()"
+) | {"_wrap_model": "override wrap_model()"}
 
 # As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -102,6 +107,8 @@ class BaseStrategy(ABC):
     Raises:
         TypeError: for an unknown name in ``env_kwargs``.
         ValueError: for another ``sync_bn``.
+
+    A subclass that overrides what only MMEngine calls is a TypeError when it is defined.
     """
 
     launcher: Launcher
@@ -112,6 +119,9 @@ class BaseStrategy(ABC):
     optim_wrapper: Wrappers
     param_schedulers: Schedulers
     saves_shards = False
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, _NOT_CALLED)
 
     def __init__(
         self,
@@ -147,7 +157,7 @@ class BaseStrategy(ABC):
             return
         settings = self.environment
         self.launcher = settings.launcher or environment.infer_launcher()
-        self._setup_distributed()
+        self._join_processes()
         self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
         settings.apply()
@@ -155,7 +165,7 @@ class BaseStrategy(ABC):
         if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
 
-    def _setup_distributed(self) -> None:
+    def _join_processes(self) -> None:
         """Join the other processes, unless that is done already."""
         if self.launcher == "none" or self.distributed:
             return

@@ -21,7 +21,7 @@ class SingleDeviceStrategy(BaseStrategy):
         RuntimeError: in :meth:`setup`, if there are other processes.
     """
 
-    def _setup_distributed(self) -> None:
+    def _join_processes(self) -> None:
         if (size := count_processes(self.environment.launcher)) > 1:
             use = "use DDPStrategy or FSDPStrategy, or 'auto'"
             raise RuntimeError(f"SingleDeviceStrategy in one of {size} processes: {use}")

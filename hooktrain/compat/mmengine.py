@@ -1,0 +1,378 @@
+"""What models, hooks, metrics and scripts import from MMEngine, in one place.
+
+``tools/from_mmengine.sed`` makes ``from mmengine.model import BaseModel`` into
+``from hooktrain.compat.mmengine import BaseModel``. A name that is not here is an ImportError
+which says what takes its place.
+"""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import wraps
+from operator import length_hint
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hooktrain import model as models, strategy as strategies
+from hooktrain.checkpoint import load_checkpoint as load_checkpoint
+from hooktrain.checkpoint.agreement import on_main_process
+from hooktrain.engine import *
+from hooktrain.evaluation import DatasetEvaluator
+from hooktrain.model import *
+from hooktrain.solver import *
+from hooktrain.solver.group_scheduler import GroupParamScheduler
+from hooktrain.solver.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
+from hooktrain.strategy import BaseStrategy as BaseStrategy, build_strategy as build_strategy
+from hooktrain.strategy.environment import set_random_seed as set_random_seed
+from hooktrain.utils import comm, registry
+from hooktrain.utils.comm import (
+    get_local_rank as get_local_rank,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    is_main_process as is_main_process,
+)
+from hooktrain.utils.registry import refuse_overrides
+
+barrier = comm.synchronize
+_ParamScheduler = GroupParamScheduler
+MMDistributedDataParallel = StepDistributedDataParallel
+MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
+
+_INSTEAD = {
+    "CheckpointHook": "hooks.PeriodicCheckpointer and hooks.BestCheckpointer",
+    "Config": "LazyConfig of hooktrain.config",
+    "DistSamplerSeedHook": "nothing: the trainer calls set_epoch",
+    "EMAHook": "hooks.EMA(model, decay=1 - momentum, warmup=False)",
+    "EarlyStoppingHook": "hooks.EarlyStopping",
+    "EmptyCacheHook": "hooks.CallbackHook(after_step=lambda trainer: torch.cuda.empty_cache())",
+    "IterTimerHook": "hooks.IterationTimer",
+    "LoggerHook": "hooks.PeriodicWriter(default_writers(folder, max_iter))",
+    "MessageHub": "get_event_storage() of hooktrain.utils.events: iter, history(name)",
+    "NaiveVisualizationHook": "trainer.storage.put_image",
+    "ProfilerHook": "hooks.TorchProfiler",
+    "Runner": "StepTrainer(model, data_loader, optim_wrapper), with hooks",
+    "RuntimeInfoHook": "nothing: the trainer and hooks.LRScheduler record it",
+    "SyncBuffersHook": "create_ddp_model(model, broadcast_buffers=True)",
+}
+
+
+def _refuse(name: str) -> Any:
+    instead = _INSTEAD.get(name, "nothing here, or a name of torch")
+    raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    _refuse(name)
+
+
+class Registry(registry.Registry):
+    """A registry with MMEngine's arguments.
+
+    Args:
+        name: see :class:`hooktrain.utils.registry.Registry`.
+        build_func: called as ``build_func(cfg, ..., registry=self)`` in place of :meth:`build`.
+        parent: shares its objects with this one, whatever their scopes.
+        ignored: such as ``scope`` and ``locations``: import the modules that register.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        build_func: Callable[..., Any] | None = None,
+        parent: registry.Registry | None = None,
+        **ignored: Any,
+    ) -> None:
+        super().__init__(name)
+        self.build_func = build_func
+        if parent is not None:
+            self._objects = parent._objects
+
+    def get(self, name: str) -> Any:
+        """What is registered under a name, with or without a scope; None if nothing is."""
+        return self._objects.get(name, self._objects.get(name.partition(".")[2]))
+
+    def build(self, cfg: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """As the base class does, with ``default_args`` for keys that ``cfg`` lacks."""
+        if self.build_func is not None:
+            return self.build_func(cfg, *args, registry=self, **kwargs)
+        if (kind := cfg.get("type")) in _INSTEAD and kind not in self:
+            _refuse(kind)
+        plain = registry.Registry(self.name)
+        plain._objects = self._objects
+        return plain.build(cfg, *args, **{**kwargs.pop("default_args", {}), **kwargs})
+
+
+for _name in ("DATASETS", "DATA_SAMPLERS", "FUNCTIONS", "METRICS", "TASK_UTILS", "TRANSFORMS"):
+    globals()[_name] = Registry(_name.lower())
+for _name, _registry in vars(registry).items():
+    if isinstance(_registry, registry.Registry):
+        globals()[_name] = Registry(_registry.name, parent=_registry)
+
+
+class BaseModule(nn.Module):
+    """A module whose children's ``init_weights`` are called by its own.
+
+    Args:
+        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``.
+        args: of the next base class.
+        kwargs: of the next base class.
+
+    Attributes:
+        is_init: whether weights were initialised or loaded. If not, trainers initialise them.
+
+    Raises:
+        ValueError: for another ``init_cfg``.
+    """
+
+    def __init__(
+        self, init_cfg: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if init_cfg is not None and init_cfg.get("type") != "Pretrained":
+            raise ValueError(f"initialise weights in init_weights(), not by init_cfg={init_cfg!r}")
+        self.init_cfg = init_cfg
+        self.is_init = False
+        self.register_load_state_dict_post_hook(_is_loaded)  # type: ignore[no-untyped-call]
+
+    def init_weights(self) -> None:
+        """Initialise the children, then load what ``init_cfg`` names."""
+        for child in self.children():
+            if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
+                child.init_weights()  # type: ignore[operator]
+        if self.init_cfg is not None:
+            load_checkpoint(
+                self, self.init_cfg["checkpoint"], prefix=self.init_cfg.get("prefix") or ""
+            )
+        self.is_init = True
+
+
+def _is_loaded(module: Any, _: Any) -> None:
+    module.is_init = True
+
+
+class BaseModel(BaseModule, models.BaseModel):  # type: ignore[no-redef]
+    """:class:`hooktrain.model.BaseModel` with ``init_cfg`` and ``init_weights``."""
+
+    def __init__(self, data_preprocessor: Any = None, init_cfg: Any = None) -> None:
+        super().__init__(init_cfg, data_preprocessor)
+
+
+class Sequential(BaseModule, nn.Sequential):
+    """:class:`torch.nn.Sequential` as a :class:`BaseModule`."""
+
+    def __init__(self, *args: Any, init_cfg: Any = None) -> None:
+        super().__init__(init_cfg, *args)
+
+
+class ModuleList(BaseModule, nn.ModuleList):
+    """:class:`torch.nn.ModuleList` as a :class:`BaseModule`."""
+
+    def __init__(self, modules: Any = None, init_cfg: Any = None) -> None:
+        super().__init__(init_cfg, modules)
+
+
+class ModuleDict(BaseModule, nn.ModuleDict):
+    """:class:`torch.nn.ModuleDict` as a :class:`BaseModule`."""
+
+    def __init__(self, modules: Any = None, init_cfg: Any = None) -> None:
+        super().__init__(init_cfg, modules)
+
+
+class _Runner:
+    """A trainer under the names of a runner."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.logger = logging.getLogger("hooktrain")
+        self.epoch_length = length_hint(trainer.data_loader, 0) or trainer.max_iter
+
+    @property
+    def epoch(self) -> int:
+        return int(self.trainer.iter // self.epoch_length)
+
+    def __getattr__(self, name: str) -> Any:
+        ours = {"max_iters": "max_iter", "train_dataloader": "data_loader"}
+        return getattr(self.trainer, ours.get(name, name))
+
+
+_CALLBACKS = (
+    "give inference_on_dataset callbacks: on_start, before_inference, after_inference, on_end"
+)
+_ELSEWHERE = {
+    f"{when}_{what}{part}": _CALLBACKS
+    for when in ("before", "after")
+    for what in ("val", "test")
+    for part in ("", "_epoch", "_iter")
+} | {
+    "before_save_checkpoint": "return what is to be saved from state_dict()",
+    "after_load_checkpoint": "take what was saved in load_state_dict(state)",
+}
+
+
+def _with_runner(method: Callable[..., Any], outer: str) -> Callable[..., Any]:
+    """An event that the trainer calls without a runner, with that of the whole run around it."""
+
+    @wraps(method)
+    def event(self: Any, runner: Any = None) -> None:
+        of_run = [getattr(type(self), outer)] if runner is None else []  # else of a subclass
+        for each in [method, *of_run] if outer == "after_run" else [*of_run, method]:
+            each(self, runner or _Runner(self.trainer))
+
+    return event
+
+
+class Hook(HookBase):
+    """A hook with the events of MMEngine's training; the trainer is under a runner's names.
+
+    Hooks run in the order of their registration, whatever their priority.
+
+    Raises:
+        TypeError: when a subclass is defined that has other events.
+    """
+
+    priority = "NORMAL"
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, _ELSEWHERE)
+        for name, outer in (("before_train", "before_run"), ("after_train", "after_run")):
+            if name in vars(cls):
+                setattr(cls, name, _with_runner(vars(cls)[name], outer))
+
+    before_train = _with_runner(lambda self, runner: None, "before_run")
+    after_train = _with_runner(lambda self, runner: None, "after_run")
+
+    def before_run(self, runner: Any) -> None:
+        """Called before :meth:`before_train`."""
+
+    def after_run(self, runner: Any) -> None:
+        """Called after :meth:`after_train`."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Called before the first iteration of an epoch, which has ``len(loader)``."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Called after the last iteration of an epoch."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Called before each iteration; the batch is not there yet, and None."""
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Called after each iteration, with its batch and what ``train_step`` returned."""
+
+    def before_step(self) -> None:
+        """Call the events before an iteration."""
+        runner = _Runner(self.trainer)
+        if (place := runner.iter % runner.epoch_length) == 0:
+            self.before_train_epoch(runner)
+        self.before_train_iter(runner, place)
+
+    def after_step(self) -> None:
+        """Call the events after an iteration."""
+        runner = _Runner(self.trainer)
+        place = runner.iter % runner.epoch_length
+        self.after_train_iter(runner, place, runner.last_batch, runner.last_outputs)
+        if place + 1 == runner.epoch_length:
+            self.after_train_epoch(runner)
+
+    def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
+        """Whether this is one of every ``n`` iterations after ``start``."""
+        return n > 0 and runner.iter >= start and (runner.iter + 1 - start) % n == 0
+
+    def every_n_epochs(self, runner: Any, n: int, start: int = 0) -> bool:
+        """Whether this is one of every ``n`` epochs after ``start``."""
+        return n > 0 and runner.epoch >= start and (runner.epoch + 1 - start) % n == 0
+
+    def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
+        """Whether this is one of every ``n`` iterations of an epoch."""
+        return n > 0 and (batch_idx + 1) % n == 0
+
+    def is_last_train_iter(self, runner: Any) -> bool:
+        """Whether this is the last iteration."""
+        return bool(runner.iter + 1 == runner.max_iters)
+
+
+class BaseMetric(DatasetEvaluator):
+    """An evaluator that computes metrics from ``results``, a list for all samples of all ranks.
+
+    Args:
+        collect_device: ``"cpu"`` or ``"gpu"``: results are always brought together on the CPU.
+        prefix: put before the names of the metrics; None is ``default_prefix``.
+        collect_dir: not used.
+
+    Attributes:
+        results: what :meth:`process` has appended.
+        dataset_meta: set it, if the metric needs it.
+    """
+
+    default_prefix: str | None = None
+
+    def __init__(
+        self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: Any = None
+    ) -> None:
+        self.results: list[Any] = []
+        self.prefix = prefix or self.default_prefix
+        self.dataset_meta: Any = None
+
+    def reset(self) -> None:
+        """Forget everything: a new evaluation begins."""
+        self.results.clear()
+
+    @abstractmethod
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """The metrics by name, from the results of all ranks; called on the main process."""
+
+    def evaluate(self, size: int | None = None) -> dict[str, Any]:
+        """The metrics, on every rank. A collective.
+
+        Args:
+            size: of the data set: what is beyond is left out, as padding.
+        """
+        mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.results)
+        results = [result for part in comm.all_gather(mine) for result in part][:size]
+        metrics = on_main_process(lambda: self.compute_metrics(results))
+        self.results.clear()
+        return {self.prefix: metrics} if self.prefix else metrics
+
+
+class _MapLocation(BaseStrategy):
+    """Takes ``map_location``: weights go to where the model is, and the rest is on the CPU."""
+
+    def load_checkpoint(self, filename: Any, *, map_location: Any = "cpu", **options: Any) -> Any:
+        return super().load_checkpoint(filename, **options)
+
+    def resume(self, filename: Any, *, map_location: Any = "default", **options: Any) -> Any:
+        return super().resume(filename, **options)
+
+
+class SingleDeviceStrategy(_MapLocation, strategies.SingleDeviceStrategy):
+    """:class:`hooktrain.strategy.SingleDeviceStrategy` that takes ``map_location``."""
+
+
+class DDPStrategy(_MapLocation, strategies.DDPStrategy):
+    """:class:`hooktrain.strategy.DDPStrategy` that takes ``map_location``."""
+
+
+class FSDPStrategy(_MapLocation, strategies.FSDPStrategy):
+    """:class:`hooktrain.strategy.FSDPStrategy` that takes ``map_location``."""
+
+
+def get_dist_info(group: Any = None) -> tuple[int, int]:
+    """The rank and the number of ranks."""
+    return comm.get_rank(), comm.get_world_size()
+
+
+def master_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called on the main process only, and gives None on the others."""
+    return wraps(function)(lambda *a, **k: function(*a, **k) if comm.is_main_process() else None)
+
+
+def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> None:
+    """Log a message, whichever logger is named, or by the logger that is given."""
+    found = logger if isinstance(logger, logging.Logger) else logging.getLogger("hooktrain")
+    found.log(level, message)

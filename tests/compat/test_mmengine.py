@@ -1,0 +1,306 @@
+"""Code for MMEngine after tools/from_mmengine.sed: models, hooks, metrics, strategies."""
+
+import pickle
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat import mmengine
+from hooktrain.compat.mmengine import (
+    MODELS,
+    BaseMetric,
+    BaseModel,
+    BaseModule,
+    BaseStrategy,
+    DefaultOptimWrapperConstructor,
+    Hook,
+    ModuleList,
+    OptimWrapper,
+    Registry,
+    Sequential,
+    SingleDeviceStrategy,
+    StepTrainer,
+    StochasticWeightAverage,
+    create_ddp_model,
+    hooks,
+)
+from hooktrain.data import build_train_loader
+from hooktrain.evaluation import inference_on_dataset
+from hooktrain.utils import comm, registry
+
+RECIPE = Path(__file__).parents[2] / "tools" / "from_mmengine.sed"
+HERE = "from hooktrain.compat.mmengine import"
+IMPORTS = {
+    "from mmengine.model import (": f"{HERE} (",
+    "    from mmengine.optim.scheduler.lr_scheduler import LinearLR": f"    {HERE} LinearLR",
+    "from mmengine._strategy import DDPStrategy": f"{HERE} DDPStrategy",
+    "from mmengine import MODELS": f"{HERE} MODELS",
+    "import mmengine.dist as dist": "import hooktrain.compat.mmengine as dist",
+    "from mmdet.models import DETECTORS": "from mmdet.models import DETECTORS",
+}
+
+
+def test_the_recipe_changes_the_imports_of_mmengine_alone() -> None:
+    command, lines = ["sed", "-E", "-f", RECIPE], "\n".join(IMPORTS)
+    done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, check=True, text=True)
+    assert done.stdout.splitlines() == [*IMPORTS.values()]
+
+
+NAMES = """\
+AmpOptimWrapper BaseAveragedModel BaseDataPreprocessor ConstantParamScheduler CosineAnnealingLR
+DATASETS DDPStrategy FSDPStrategy HOOKS ImgDataPreprocessor LinearMomentum METRICS
+MMDistributedDataParallel MMSeparateDistributedDataParallel MODEL_WRAPPERS MomentumAnnealingEMA
+ModuleDict OPTIMIZERS OPTIM_WRAPPERS OptimWrapperDict PARAM_SCHEDULERS ReduceOnPlateauLR
+_ParamScheduler barrier build_optim_wrapper convert_sync_batchnorm get_dist_info get_rank
+is_main_process is_model_wrapper load_checkpoint master_only print_log set_random_seed
+"""
+
+
+def test_names_are_there_and_others_say_what_takes_their_place() -> None:
+    assert [name for name in NAMES.split() if not hasattr(mmengine, name)] == []
+    assert mmengine.ConstantParamScheduler.__module__ == "hooktrain.solver.param_scheduler"
+    for name, instead in (("Runner", "StepTrainer"), ("EMAHook", "hooks.EMA"), ("x", "nothing")):
+        with pytest.raises(ImportError, match=f"place of MMEngine's {name}: {instead}"):
+            getattr(mmengine, name)
+    with pytest.raises(ImportError, match="place of MMEngine's LoggerHook: hooks"):
+        mmengine.HOOKS.build({"type": "LoggerHook", "interval": 10})  # type: ignore[attr-defined]
+
+
+def test_registries_take_defaults_scopes_parents_and_builders() -> None:
+    child = Registry("child", parent=MODELS, scope="mine", locations=["mine"])
+
+    @child.register_module(force=True)
+    class Child(nn.Module):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__()
+            self.ab = a, b
+
+    assert MODELS.build({"type": "mine.Child", "a": 1}, default_args={"a": 0, "b": 2}).ab == (1, 2)
+    assert child.get("mine.Child") is child.get("Child") is registry.MODELS.get("Child") is Child
+    assert child.get("Chidl") is None
+    assert type(MODELS.build({"type": "StochasticWeightAverage", "model": nn.Linear(1, 1)})) is (
+        StochasticWeightAverage
+    )
+    echo = Registry("echo", build_func=lambda cfg, registry, **given: (cfg, registry.name, given))
+    assert echo.build({"type": "x"}, b=2) == ({"type": "x"}, "echo", {"b": 2})
+
+
+class Part(BaseModule):
+    def __init__(self, value: float, init_cfg: Any = None) -> None:
+        super().__init__(init_cfg)
+        self.linear = nn.Linear(2, 1)
+        self.value = value
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if self.init_cfg is None:
+            nn.init.constant_(self.linear.weight, self.value)
+
+
+class Net(BaseModel):
+    def __init__(self, init_cfg: Any = None) -> None:
+        super().__init__(data_preprocessor=None, init_cfg=init_cfg)
+        self.parts = ModuleList([Part(0.5), Sequential(Part(0.25))])
+
+    def forward(self, inputs: Tensor, mode: str = "tensor") -> Any:  # type: ignore[override]
+        outputs = self.parts[0].linear(inputs) + self.parts[1][0].linear(inputs)
+        return {"loss": outputs.square().mean()} if mode == "loss" else outputs
+
+    def weights(self) -> list[float]:
+        return [part.weight[0, 0].item() for part in self.modules() if isinstance(part, nn.Linear)]
+
+
+def sgd(model: nn.Module) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_a_trainer_initialises_weights_once_unless_they_were_loaded(tmp_path: Path) -> None:
+    model = Net()
+    assert not pickle.loads(pickle.dumps(model)).is_init
+    StepTrainer(model, [], sgd(model))
+    assert model.weights() == [0.5, 0.25]
+    nn.init.zeros_(model.parts[0].linear.weight)
+    assert create_ddp_model(model) is StepTrainer(model, [], sgd(model)).model
+    assert model.weights() == [0, 0.25]
+    loaded = Net()
+    loaded.load_state_dict(model.state_dict())
+    StepTrainer(loaded, [], sgd(loaded))
+    assert loaded.weights() == [0, 0.25]
+    made = SingleDeviceStrategy(work_dir=tmp_path, device="cpu").prepare(Net())
+    assert (made.is_init, made.weights()) == (True, [0.5, 0.25])
+
+
+def test_init_cfg_loads_a_part_of_a_checkpoint_and_anything_else_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a.linear.weight": torch.ones(1, 2)}}, tmp_path / "x.pth")
+    part = Part(0.0, {"type": "Pretrained", "checkpoint": tmp_path / "x.pth", "prefix": "a."})
+    part.init_weights()
+    assert part.linear.weight.tolist() == [[1, 1]]
+    with pytest.raises(ValueError, match=r"in init_weights\(\), not by init_cfg={'type': 'Normal'"):
+        Net(init_cfg={"type": "Normal"})
+
+
+class Noting(Hook):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before_run(self, runner: Any) -> None:
+        self.seen.append(("run", runner.max_iters, runner.epoch))
+
+    def before_train(self, runner: Any) -> None:
+        super().before_train(runner)
+        self.seen.append("train")
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self.seen.append(("epoch", runner.epoch))
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        self.seen.append((batch_idx, data_batch[0].shape[0], sorted(outputs)))
+        if self.every_n_train_iters(runner, 2) or self.is_last_train_iter(runner):
+            self.seen.append(f"iter {runner.iter}")
+
+    def after_train_epoch(self, runner: Any) -> None:
+        assert self.every_n_epochs(runner, 1)
+        self.seen.append("end of epoch")
+
+    def after_train(self, runner: Any) -> None:
+        self.seen.append("end of train")
+
+    def after_run(self, runner: Any) -> None:
+        self.seen.append("end of run")
+
+
+def test_a_hook_has_mmengines_events_with_the_batch_and_the_outputs() -> None:
+    model, hook = Net(), Noting()
+    trainer = StepTrainer(model, [[torch.ones(3, 2)], [torch.ones(4, 2)]], sgd(model))
+    trainer.register_hooks([hook])
+    trainer.train(max_iter=3)
+    assert hook.seen == [
+        *(("run", 3, 0), "train", ("epoch", 0)),
+        *((0, 3, ["loss"]), (1, 4, ["loss"]), "iter 1", "end of epoch"),
+        *(("epoch", 1), (0, 3, ["loss"]), "iter 2", "end of train", "end of run"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "instead"),
+    [
+        (Hook, "after_val_epoch", "inference_on_dataset callbacks"),
+        (Hook, "before_save_checkpoint", "state_dict"),
+        (BaseStrategy, "_wrap_model", r"override wrap_model\(\)"),
+        (SingleDeviceStrategy, "_setup_env", r"override setup\(\)"),
+        (SingleDeviceStrategy, "_setup_distributed", r"override setup\(\)"),
+        (SingleDeviceStrategy, "_set_randomness", r"override setup\(\)"),
+    ],
+)
+def test_an_override_that_nothing_would_call_is_refused_when_the_class_is_defined(
+    base: type, method: str, instead: str
+) -> None:
+    with pytest.raises(TypeError, match=f"Own.{method} would never be called: .*{instead}"):
+        type("Own", (base,), {method: lambda self: None, "__qualname__": "Own"})
+
+
+class Spread(BaseMetric):
+    default_prefix = "spread"
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.extend(data_samples)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"all": [float(result) for result in results]}
+
+
+def evaluate(data: list[list[float]]) -> dict[str, Any]:
+    batches = [torch.tensor(data[comm.get_rank()])]
+    return inference_on_dataset(lambda batch: batch + 1, batches, Spread())
+
+
+def test_a_metric_gets_the_results_of_all_ranks_in_order() -> None:
+    of_ranks = run_ranks(evaluate, 2, [[1.0, 2.0], [3.0]])
+    assert of_ranks == [{"spread": {"all": [2.0, 3.0, 4.0]}}] * 2
+    metric = Spread(prefix="")
+    metric.process(None, torch.ones(3))
+    assert metric.evaluate(size=2) == {"spread": {"all": [1.0, 1.0]}}
+
+
+RUN = {
+    "optim_wrapper": {
+        "optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9},
+        "paramwise_cfg": {"bias_lr_mult": 2.0},
+    },
+    "param_scheduler": {"type": "StepLR", "step_size": 2, "by_epoch": False},
+}
+
+
+def strategy_run(folder: Path) -> tuple[Any, StepTrainer, Checkpointer]:
+    strategy = SingleDeviceStrategy(work_dir=folder, device="cpu", env_kwargs={"seed": 1})
+    model, wrapper, schedulers = strategy.prepare(Net(), **RUN)
+    data = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    loader = build_train_loader([(row,) for row in data], total_batch_size=4, seed=0)
+    assert len(loader) == 3
+    trainer = StepTrainer(model, loader, wrapper)
+    trainer.register_hooks([hooks.LRScheduler(scheduler=schedulers), hooks.EMA(model)])
+    return strategy, trainer, Checkpointer(model, folder, trainer=trainer)
+
+
+def final(trainer: StepTrainer) -> list[Tensor]:
+    trainer.train(max_iter=7)
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def test_strategies_and_trainers_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+    strategy, trainer, checkpointer = strategy_run(tmp_path)
+    trainer.train(max_iter=3)
+    checkpointer.save("model_0000002", iteration=2)
+    strategy.save_checkpoint(tmp_path / "other" / "iter_3.pth", extra_ckpt={"meta": {"iter": 3}})
+    expected = final(trainer)
+
+    strategy, resumed, _ = strategy_run(tmp_path)
+    rest = strategy.load_or_resume(resume=True)  # the trainer's, with hooks and data
+    assert list(rest) == ["meta"]
+    assert all(map(torch.equal, final(resumed), expected))
+    assert resumed.start_iter == 3
+    assert int(resumed._hooks[1].average.steps) == 7  # type: ignore[attr-defined]
+
+    strategy, resumed, checkpointer = strategy_run(tmp_path / "other")
+    checkpointer.load(tmp_path / "other" / "iter_3.pth")  # the strategy's, without them
+    assert resumed.iter == 2
+    assert resumed.data_loader.batches == 0  # type: ignore[attr-defined]
+    resumed.data_loader.batches = 3  # type: ignore[attr-defined]
+    assert all(map(torch.equal, final(resumed), expected))
+    strategy.load_checkpoint(tmp_path / "other" / "iter_3.pth", map_location="cpu")
+
+
+def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    theirs = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        theirs.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
+    optimizer = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
+    ours = DefaultOptimWrapperConstructor({"optimizer": optimizer}, {"bias_lr_mult": 2.0})(model)
+    assert [len(group["params"]) for group in ours.optimizer.param_groups] == [2, 2]
+    ours.name_parameters(model)
+    ours.load_state_dict(theirs.state_dict())
+    for number, parameter in enumerate(model.parameters()):
+        momentum = ours.optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(momentum, torch.full_like(parameter, number))
+
+
+class Decaying(DefaultOptimWrapperConstructor):
+    def add_params(self, params: Any, module: nn.Module, prefix: str = "", **kwargs: Any) -> None:  # type: ignore[override]
+        super().add_params(params, module, prefix, **kwargs)
+        for group in params:
+            group["lr"] *= self.paramwise_cfg["layer_decay"]
+
+
+def test_a_constructor_has_rules_of_its_own_beside_those_that_are_there() -> None:
+    rules = {"layer_decay": 0.5, "bias_lr_mult": 4.0}
+    wrapper = Decaying({"optimizer": {"type": "mmengine.SGD", "lr": 1.0}}, rules)(nn.Linear(1, 1))
+    assert wrapper.get_lr()["lr"] == [0.5, 2.0]
