@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from torch._C import _log_api_usage_once as _log_api_usage  # noqa: F401
+
 from hooktrain.checkpoint import *
 from hooktrain.checkpoint.surgery import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
 from hooktrain.config import *

@@ -67,6 +67,7 @@ detectron2.utils.collect_env: collect_env_info
 detectron2.utils.comm: all_gather gather get_rank get_world_size is_main_process reduce_dict
 detectron2.utils.env: seed_all_rng
 detectron2.utils.events: EventStorage EventWriter CommonMetricPrinter JSONWriter get_event_storage
+detectron2.utils.logger: _log_api_usage
 detectron2.utils.logger: setup_logger create_small_table log_every_n_seconds log_first_n
 fvcore.common.checkpoint: Checkpointer _IncompatibleKeys _strip_prefix_if_present
 iopath.common.file_io: PathManager PathHandler HTTPURLHandler

@@ -60,8 +60,9 @@ class CommonMetricPrinter(EventWriter):
             elif (other := "[metric]" in name) or _LOSS.search(name):
                 median = f"{name}: {history.recent_median(self._window_size):.4g}"
                 (others if other else losses).append(median)
+        eta = self._get_eta(storage)
         self.logger.info(
-            f" {self._eta(storage, histories)}iter: {storage.iter}"
+            f" {eta and f'eta: {eta}  '}iter: {storage.iter}"
             f"  {'  '.join(losses)}  {'  '.join(others)}"
             f"  {self._times(histories)} {'  '.join(rates) or 'lr: N/A'}  {_peak_memory()}"
         )
@@ -79,10 +80,10 @@ class CommonMetricPrinter(EventWriter):
             text += f"data_time: {mean:.4f}  last_data_time: {history.latest():.4f}  "
         return text
 
-    def _eta(self, storage: EventStorage, histories: Mapping[str, HistoryBuffer]) -> str:
+    def _get_eta(self, storage: EventStorage) -> str:
         if self._max_iter is None:
             return ""
-        left = self._max_iter - storage.iter - 1
+        left, histories = self._max_iter - storage.iter - 1, storage.histories()
         if "time" in histories:
             seconds = histories["time"].recent_median(self._window_size) * left
             storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
@@ -92,7 +93,7 @@ class CommonMetricPrinter(EventWriter):
             if last is None or storage.iter <= last[0]:
                 return ""
             seconds = (now - last[1]) / (storage.iter - last[0]) * left
-        return f"eta: {timedelta(seconds=int(seconds))}  "
+        return str(timedelta(seconds=int(seconds)))
 
 
 def _peak_memory() -> str:
