@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from hooktrain.utils.file_io import delete
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class PeriodicCheckpointer:
     """Calls ``checkpointer.save`` at the iterations where it is due. For loops of your own.
 
@@ -42,23 +44,17 @@ class PeriodicCheckpointer:
             impossible ``file_prefix``.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        period: int,
-        max_iter: int | None = None,
-        max_to_keep: int | None = None,
-        file_prefix: str = "model",
-    ) -> None:
-        for key, number in [("period", period), ("max_to_keep", max_to_keep)]:
+    checkpointer: Checkpointer
+    period: int
+    max_iter: int | None = None
+    max_to_keep: int | None = None
+    file_prefix: str = "model"
+
+    def __post_init__(self) -> None:
+        for key, number in [("period", self.period), ("max_to_keep", self.max_to_keep)]:
             if number is not None and (number < 1 or number % 1):
                 raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}")
-        checkpointer.check_name(file_prefix)
-        self.checkpointer = checkpointer
-        self.period = period
-        self.max_iter = max_iter
-        self.max_to_keep = None if max_to_keep is None else int(max_to_keep)
-        self.file_prefix = file_prefix
+        self.checkpointer.check_name(self.file_prefix)
 
     def step(self, iteration: int, **extra: Any) -> None:
         """Save if ``iteration`` (from 0) ends a period or the run. On all ranks, or one.
@@ -86,7 +82,7 @@ class PeriodicCheckpointer:
             return
         name = f"{self.file_prefix}_{iteration:07d}"
         if self.max_to_keep is not None:
-            extra["on_saved"] = partial(self._delete_old, iteration, self.max_to_keep)
+            extra["on_saved"] = partial(self._delete_old, iteration, int(self.max_to_keep))
         self.checkpointer.save(name, iteration=iteration, on_full=self._go_on, **extra)
 
     def save(self, name: str, **extra: Any) -> None:

@@ -623,15 +623,9 @@ class BaseStrategy(ABC):
 
     def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
         """What is worth knowing about the machine and the software, and about this run."""
-        runtime = {
-            **vars(self.environment),
-            "seed": self.seed,
-            "Distributed launcher": self.launcher,
-            "Distributed training": self.distributed,
-            "GPU number": self.world_size,
-            "Device": str(self.device),
-        }
-        return collect_env(), runtime
+        run = {**vars(self.environment), "seed": self.seed, "Device": str(self.device)}
+        run |= {"Distributed launcher": self.launcher, "Distributed training": self.distributed}
+        return collect_env(), run | {"GPU number": self.world_size}
 
 
 def broadcast_buffers(model: nn.Module) -> None:
