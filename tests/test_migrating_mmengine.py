@@ -1,6 +1,7 @@
 """The scripts of the migration guide from MMEngine: both sides end with the same weights."""
 
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,91 @@ from gloo import run_ranks
 from hooktrain.engine import train_loop
 from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts
 
+RECIPE = Path(__file__).parent.parent / "tools" / "from_mmengine.sed"
+
+# Another model, whose step makes two updates: a wrapper for several processes has this step too.
+SCRIPTS["two-updates-before"] = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mmengine.model import BaseDataPreprocessor, BaseModel, MMDistributedDataParallel
+from mmengine.registry import MODEL_WRAPPERS
+from mmengine.runner import Runner
+
+torch.manual_seed(0)
+train_dataset = [(torch.ones(1), torch.ones(1))] * 50
+train_dataloader = DataLoader(train_dataset, batch_size=2)
+
+
+class Noise(BaseDataPreprocessor):
+    def forward(self, data, training=False):
+        img, label = super().forward(data, training)
+        return (img + 0.1 * torch.randn_like(img) if training else img), label
+
+
+class CustomModel(BaseModel):
+    def __init__(self):
+        super().__init__(data_preprocessor=Noise(), init_cfg=None)
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, img, label, mode="tensor"):
+        feat = self.linear(img)
+        return dict(loss=(feat - label).pow(2)) if mode == "loss" else feat
+
+    def train_step(self, data, optim_wrapper):
+        for training in (True, False):
+            img, label = self.data_preprocessor(data, training)
+            loss, log_vars = self.parse_losses(self(img, label, mode="loss"))
+            optim_wrapper.update_params(loss)
+        return log_vars
+
+
+@MODEL_WRAPPERS.register_module()
+class CustomDistributedDataParallel(MMDistributedDataParallel):
+    def train_step(self, data, optim_wrapper):
+        for training in (True, False):
+            img, label = self.module.data_preprocessor(data, training)
+            loss, log_vars = self.module.parse_losses(self(img, label, mode="loss"))
+            optim_wrapper.update_params(loss)
+        return log_vars
+
+
+model = CustomModel()
+runner = Runner(
+    model=model,
+    work_dir="work_dir",
+    train_dataloader=train_dataloader,
+    train_cfg=dict(by_epoch=True, max_epochs=2),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)),
+    randomness=dict(seed=1),
+)
+runner.train()
+"""
+SCRIPTS["two-updates-after"] = """
+from hooktrain.engine import StepTrainer, create_ddp_model
+
+torch.manual_seed(1)
+parallel = create_ddp_model(model, type="CustomDistributedDataParallel")
+trainer = StepTrainer(parallel, train_dataloader, torch.optim.SGD(model.parameters(), lr=0.01))
+trainer.train(max_iter=2 * len(train_dataloader))
+"""
 PAIRS = ["mmengine", "gan", "two-updates"]
+
+
+def ported(pair: str) -> str:
+    """The script before, by the recipe, up to its runner; then what takes that one's place."""
+    text = SCRIPTS[f"{pair}-before"].replace("from mmengine.runner import Runner\n", "")
+    model, found, _ = text.partition("runner = Runner(")
+    assert found
+    command = ["sed", "-E", "-f", str(RECIPE)]
+    done = subprocess.run(command, input=model, stdout=subprocess.PIPE, check=True, text=True)
+    assert "from mmengine" not in done.stdout
+    return done.stdout + SCRIPTS[f"{pair}-after"]
+
+
+for _pair in PAIRS:
+    SCRIPTS[f"{_pair}-ported"] = ported(_pair)
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +114,14 @@ def before(folder: Path) -> dict[str, Weights]:
 
 @pytest.fixture(scope="module")
 def after(folder: Path) -> dict[str, Weights]:
-    return run_scripts([f"{pair}-after" for pair in PAIRS], folder)
+    return run_scripts([f"{pair}-ported" for pair in PAIRS], folder)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_mmengines_runner_and_the_trainer_end_with_the_same_weights(
     pair: str, before: dict[str, Weights], after: dict[str, Weights]
 ) -> None:
-    assert_same_weights(after[f"{pair}-after"], before[pair])
+    assert_same_weights(after[f"{pair}-ported"], before[pair])
 
 
 def test_a_run_of_mmengine_goes_on_here_from_a_converted_checkpoint(
@@ -45,23 +130,12 @@ def test_a_run_of_mmengine_goes_on_here_from_a_converted_checkpoint(
     monkeypatch.setattr("hooktrain.utils.logger.setup_logger", lambda output: None)
     monkeypatch.chdir(folder / "mmengine-before+mmengine-convert")
     train = "trainer.train("
-    text = SCRIPTS["mmengine-after"].replace(train, f'checkpointer.load("converted.pth")\n{train}')
+    text = SCRIPTS["mmengine-ported"].replace(train, f'checkpointer.load("converted.pth")\n{train}')
     Path("resumed.py").write_text(text.replace('"work_dir', '"resumed'))
     trainer = runpy.run_path("resumed.py")["trainer"]
     assert trainer.start_iter == 75
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert_same_weights(trainer.model.state_dict(), before["mmengine"])
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_the_classes_of_mmengines_script_are_unchanged(pair: str) -> None:
-    def classes(name: str) -> list[str]:
-        parts = SCRIPTS[name].split("\n\n\n")
-        return [part for part in parts if part.startswith(("class ", "@"))]
-
-    theirs = [text.replace("(MMDist", "(StepDist") for text in classes(f"{pair}-before")]
-    assert theirs
-    assert classes(f"{pair}-after") == theirs
 
 
 def run_on_this_rank(paths: list[str]) -> list[tuple[str, Weights]]:
@@ -75,8 +149,8 @@ def test_two_ranks_with_the_same_data_end_with_the_same_weights_as_one(
     folder: Path, after: dict[str, Weights]
 ) -> None:
     names = {
-        "gan-after": "SeparateDistributedDataParallel",
-        "two-updates-after": "CustomDistributedDataParallel",
+        "gan-ported": "SeparateDistributedDataParallel",
+        "two-updates-ported": "CustomDistributedDataParallel",
     }
     paths = [str(folder / name / "script.py") for name in names]
     for of_rank in run_ranks(run_on_this_rank, 2, paths):
