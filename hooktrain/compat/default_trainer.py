@@ -132,7 +132,8 @@ class DefaultTrainer(_WithoutArguments):
         self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
     ) -> None:
         """Load what :meth:`state_dict` returned; detectron2's states load too."""
-        self._trainer.load_state_dict(state_dict, only=only)
+        chosen = {} if only is None else {"only": only}
+        self._trainer.load_state_dict(state_dict, **chosen)
 
     def before_train(self) -> None:
         """Put the writers behind all other hooks, whose metrics they write; then call the hooks."""
