@@ -70,17 +70,13 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
 def parts_of_trainer(state: State) -> State:
     """A checkpoint as strategies and MMEngine have it, if it is a trainer's; else as it is."""
-    trainer = state.get("trainer")
-    if not trainer or "optimizer" not in trainer:
+    if "optimizer" not in (trainer := state.get("trainer", {})):
         return state
     schedulers = trainer.get("hooks", {}).get("LRScheduler", {}).get("schedulers", {})
-    seed = {} if trainer.get("seed") is None else {"seed": trainer["seed"]}
-    return {
-        **{key: value for key, value in state.items() if key != "iteration"},
-        "optimizer": trainer["optimizer"],
-        "param_schedulers": schedulers.get("", schedulers),
-        "meta": {"iter": trainer["iteration"] + 1, **seed},
-    }
+    meta = {"iter": trainer["iteration"] + 1, "seed": trainer.get("seed")}
+    parts = {"optimizer": trainer["optimizer"], "meta": meta}
+    parts["param_schedulers"] = schedulers.get("", schedulers)
+    return {key: value for key, value in state.items() if key != "iteration"} | parts
 
 
 def with_trainer(state: State) -> State:
@@ -92,7 +88,7 @@ def with_trainer(state: State) -> State:
     if schedulers:
         by_name = schedulers if isinstance(schedulers, dict) else {"": schedulers}
         trainer["hooks"] = {"LRScheduler": {"schedulers": by_name}}
-    return {"trainer": {**trainer, "seed": meta.get("seed")}, **state}
+    return {"trainer": trainer | {"seed": meta.get("seed")}, **state}
 
 
 def with_model(state: Any, path: str) -> State:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hooktrain import model as models, strategy as strategies
+from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_checkpoint
 from hooktrain.checkpoint.agreement import on_main_process
 from hooktrain.engine import *
@@ -24,7 +24,7 @@ from hooktrain.model import *
 from hooktrain.solver import *
 from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
-from hooktrain.strategy import BaseStrategy as BaseStrategy, build_strategy as build_strategy
+from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
 from hooktrain.utils import comm, registry
 from hooktrain.utils.comm import (
@@ -338,28 +338,6 @@ class BaseMetric(DatasetEvaluator):
         metrics = on_main_process(lambda: self.compute_metrics(results))
         self.results.clear()
         return {self.prefix: metrics} if self.prefix else metrics
-
-
-class _MapLocation(BaseStrategy):
-    """Takes ``map_location``: weights go to where the model is, and the rest is on the CPU."""
-
-    def load_checkpoint(self, filename: Any, *, map_location: Any = "cpu", **options: Any) -> Any:
-        return super().load_checkpoint(filename, **options)
-
-    def resume(self, filename: Any, *, map_location: Any = "default", **options: Any) -> Any:
-        return super().resume(filename, **options)
-
-
-class SingleDeviceStrategy(_MapLocation, strategies.SingleDeviceStrategy):
-    """:class:`hooktrain.strategy.SingleDeviceStrategy` that takes ``map_location``."""
-
-
-class DDPStrategy(_MapLocation, strategies.DDPStrategy):
-    """:class:`hooktrain.strategy.DDPStrategy` that takes ``map_location``."""
-
-
-class FSDPStrategy(_MapLocation, strategies.FSDPStrategy):
-    """:class:`hooktrain.strategy.FSDPStrategy` that takes ``map_location``."""
 
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:

@@ -45,16 +45,16 @@ class StepTrainer(ModelTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of :class:`ModelTrainer`. A warning says, once, if gradients would be lost."""
-        for name, wrapper in self._wrappers().items() if not self._warned else ():
-            in_use = wrapper.after_backward is not None and wrapper.inner_count > 0
-            if in_use and wrapper.should_update() and wrapper.has_gradients():
-                self._warned = True
-                where = f"optim_wrapper[{name!r}]" if name else "optim_wrapper"
-                logger.warning(
-                    "Gradients of %s live on after train_step, and are not saved: unless it begins "
-                    "with zero_grad(), a resumed run is not exact. End it with zero_grad()",
-                    where,
-                )
+        if not self._warned and any(
+            # Their after_backward is set while this trainer makes the steps.
+            wrapper.after_backward and wrapper.inner_count and wrapper.has_gradients()
+            for wrapper in (self._wrappers().values() if self.can_save else ())
+        ):
+            self._warned = True
+            logger.warning(
+                "Gradients live on after train_step, and are not saved: unless it begins with "
+                "optim_wrapper.zero_grad(), a resumed run is not exact. End train_step with it"
+            )
         return super().state_dict()
 
     def run_step(self) -> None:

@@ -114,20 +114,13 @@ class DefaultOptimWrapperConstructor:
         names = parameter_names(model)
         return [{"params": [*names], "param_names": [*names.values()]}]
 
-    def add_params(
-        self,
-        params: list[ParamGroup],
-        module: nn.Module,
-        prefix: str = "",
-        is_dcn_module: Any = None,
-    ) -> None:
+    def add_params(self, params: Any, module: nn.Module, prefix: str = "", **_: Any) -> None:
         """Add the parameter groups of a module to a list, by the rules in ``paramwise_cfg``.
 
         Args:
             params: the list; a subclass may add groups in other ways.
             module: the model, unwrapped.
             prefix: has to be "", since rules are for names in the whole model.
-            is_dcn_module: not used.
 
         Raises:
             ValueError: for a part of a model.

@@ -141,18 +141,13 @@ class OptimWrapper:
             return cast(AbstractContextManager[Any], parallel.no_sync())
         return NOTHING
 
-    def update_params(
-        self,
-        loss: Tensor,
-        step_kwargs: Mapping[str, Any] | None = None,
-        zero_kwargs: Mapping[str, Any] | None = None,
-    ) -> bool:
+    def update_params(self, loss: Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> bool:
         """Take in the loss of one batch; update where a window of accumulation ends.
 
         Args:
             loss: one tensor; of several losses, their sum.
-            step_kwargs: of :meth:`step`.
-            zero_kwargs: of :meth:`zero_grad`.
+            step_kwargs: a dict of keywords for :meth:`step`.
+            zero_kwargs: a dict of keywords for :meth:`zero_grad`.
 
         Returns:
             Whether the parameters were updated: False inside a window, and where a scaler skips

@@ -457,6 +457,7 @@ class BaseStrategy(ABC):
         self,
         filename: AnyPath,
         *,
+        map_location: Any = "cpu",
         strict: bool = False,
         revise_keys: Renames = (),
         callback: Callback = None,
@@ -465,6 +466,7 @@ class BaseStrategy(ABC):
 
         Args:
             filename: a path, or an address; see :func:`~hooktrain.checkpoint.local_path`.
+            map_location: MMEngine's. Weights go to where the model is, all else to the CPU.
             strict: raise a RuntimeError if there is a difference.
             revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
             callback: called with the content before anything is loaded; it may change it.
@@ -489,6 +491,7 @@ class BaseStrategy(ABC):
         *,
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
+        map_location: Any = "cpu",
         callback: Callback = None,
     ) -> State | None:
         """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
@@ -502,6 +505,7 @@ class BaseStrategy(ABC):
             filename: see :meth:`load_checkpoint`; None is the newest intact one in ``work_dir``.
             resume_optimizer: False begins with a new optimizer.
             resume_param_scheduler: False begins with new schedulers, and with their values.
+            map_location: see :meth:`load_checkpoint`.
             callback: see :meth:`load_checkpoint`.
 
         Returns:
@@ -538,7 +542,8 @@ class BaseStrategy(ABC):
         meta = state.get("meta") or {}
         if "optimizer" in parts:
             self._count_passes(meta.get("iter", 0))
-        if self.environment.seed not in (None, seed := meta.get("seed", self.seed)):
+        seed = self.seed if meta.get("seed") is None else meta["seed"]
+        if self.environment.seed not in (None, seed):
             self.logger.warning("The seed is %d, that of the checkpoint", seed)
         self.seed = seed
         trainer = state.pop("trainer", {"iteration": meta.get("iter", 0) - 1, "seed": seed})

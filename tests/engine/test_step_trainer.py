@@ -309,7 +309,7 @@ def test_gradients_that_live_on_after_a_step_are_said_once_and_where_none_do_it_
     whole, checkpointer = adversaries(tmp_path)
     whole.register_hooks([CallbackHook(after_step=lambda t: checkpointer.save(f"at_{t.iter}"))])
     whole.train(0, 5)
-    said = [r.getMessage() for r in caplog.records if "live on after train_step" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "Gradients live on" in r.getMessage()]
     assert len(said) == (not clears)
     resumed, checkpointer = adversaries(tmp_path)
     checkpointer.load(tmp_path / "at_2.pth")
