@@ -35,7 +35,7 @@ import train_net
 from tabulate import tabulate
 
 from hooktrain.checkpoint.formats import read_checkpoint
-from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
 from hooktrain.engine import default_argument_parser, launch
 from hooktrain.utils import comm
 from hooktrain.utils.events import load_json_metrics
@@ -261,10 +261,10 @@ def run(
 def damage(folder: Path, fault: str, draw: random.Random) -> None:
     """Damage what a killed run has left, so that there is an older checkpoint to go back to."""
     names = [name for name in checkpoint_names(str(folder)) if "best" not in name]
+    newest = folder / read_pointer(str(folder))
     if "pointer" in fault:
         (folder / "last_checkpoint").write_bytes(draw.randbytes(draw.randrange(9)))
-    elif len(names) > 1:
-        newest = folder / max(names)
+    elif len(names) > 1 and newest != folder:
         files = [newest] if newest.is_file() else sorted(newest.iterdir())
         path = draw.choice(files)
         content = bytearray(path.read_bytes())
@@ -349,7 +349,7 @@ class Campaign:
                 raise LostRunError(f"bent: {different[:3]}")
             if left := [path.name for path in folder.rglob("*") if ".tmp-" in path.name]:
                 raise LostRunError(f"temporary files are left: {left}")
-        except LostRunError as error:
+        except Exception as error:
             problem = str(error)
         with self._lock:
             self.struck.update(struck)
@@ -373,8 +373,12 @@ class Campaign:
                 self.attempt(number)
 
         with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(work) for _ in range(jobs)]:
-                done.result()
+            threads = [pool.submit(work) for _ in range(jobs)]
+            try:
+                for thread in threads:
+                    thread.result()
+            except KeyboardInterrupt:
+                self.faults = 0  # the tries that run are the last
 
 
 if __name__ == "__main__":
