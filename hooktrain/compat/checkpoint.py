@@ -180,7 +180,7 @@ class DetectionCheckpointer(Checkpointer):
         return super()._load_model(checkpoint)
 
 
-def strip_prefix_if_present(state_dict: State, prefix: str) -> None:
+def _strip_prefix_if_present(state_dict: State, prefix: str) -> None:
     """Take a prefix off all names, in place, if all have it."""
     if state_dict and all(name.startswith(prefix) for name in state_dict):
         stripped = take_prefix(state_dict, prefix)

@@ -32,9 +32,7 @@ from hooktrain.utils.timer import Timer as Timer
 # isort: split
 # Last, since these replace what has the same names above.
 from hooktrain.compat.checkpoint import *
-from hooktrain.compat.checkpoint import (
-    strip_prefix_if_present as _strip_prefix_if_present,  # noqa: F401
-)
+from hooktrain.compat.checkpoint import _strip_prefix_if_present  # noqa: F401
 from hooktrain.compat.config import *
 from hooktrain.compat.data import *
 from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
@@ -43,7 +41,8 @@ from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *  # type: ignore[assignment]
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
-_OF_DETECTION = ("config", "data", "data.build", "evaluation", "checkpoint", "solver", "utils.env")
+_OF_DETECTION: tuple[str, ...] = ("config", "data", "data.build", "evaluation", "checkpoint")
+_OF_DETECTION += ("utils.env", "engine.defaults")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from gloo import run_ranks
 from hooktrain import checkpoint as core
 from hooktrain.checkpoint import save_file
 from hooktrain.compat.detectron2 import (
@@ -22,6 +23,7 @@ from hooktrain.compat.detectron2 import (
     SimpleTrainer,
     _IncompatibleKeys,
     _strip_prefix_if_present,
+    comm,
     hooks,
 )
 
@@ -283,3 +285,23 @@ def test_detectron2_reads_the_files_of_its_model_zoo(
         model = linear()
         DetectionCheckpointer(model).load(path)
         assert model.weight.item() == expected
+
+
+def outcomes_on_a_rank(folder: Path) -> tuple[str, float]:
+    class ReadByOne(Checkpointer):
+        def _load_file(self, filename: str) -> State:
+            if not comm.is_main_process():
+                raise OSError("only the main process can read it")
+            return super()._load_file(filename)
+
+    with pytest.raises(OSError, match="only the main") as caught:
+        ReadByOne(linear(), folder).resume_or_load("")
+    checkpointer = Checkpointer(linear(), folder)
+    checkpointer.resume_or_load("")
+    return str(caught.value), checkpointer.model.weight.item()
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
+    Checkpointer(linear(2.0), tmp_path).save("model_0000001", iteration=1)
+    first, second = run_ranks(outcomes_on_a_rank, 2, tmp_path)
+    assert first == second == ("only the main process can read it", 2.0)
