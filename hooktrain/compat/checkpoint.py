@@ -28,10 +28,14 @@ def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
     def with_options(self: "Checkpointer", name: str, *args: Any, **extra: Any) -> None:
         known = extra.keys() & {"state", "tag", "on_saved", "on_full"}
         self._options |= {key: extra.pop(key) for key in known}
-        save(self, name, *args, **extra)
+        try:
+            save(self, name, *args, **extra)
+        finally:
+            options, self._options = self._options, {}
         # Of a body that has not called the base class's, and so has written the file itself.
-        on_saved, self._options = self._options.get("on_saved"), {}
-        if on_saved and os.path.isfile(path := os.path.join(self.save_dir, f"{name}.pth")):
+        if (on_saved := options.get("on_saved")) and os.path.isfile(
+            path := os.path.join(self.save_dir, f"{name}.pth")
+        ):
             on_saved(path)
 
     return with_options
@@ -148,12 +152,13 @@ class DetectionCheckpointer(Checkpointer):
     after a path matches names too.
     """
 
-    _query = ""
+    _matches_names = False
 
     def load(self, path: AnyPath | None, *args: Any, **kwargs: Any) -> State:
         """Load the model, and the checkpointables that the file has; see the base class."""
-        path, _, self._query = os.fspath(path or "").partition("?")
-        return super().load(path, *args, **kwargs)
+        name = os.fspath(path or "").removesuffix("?matching_heuristics=True")
+        self._matches_names = name != os.fspath(path or "")
+        return super().load(name, *args, **kwargs)
 
     def _load_file(self, filename: str) -> State:
         if filename.endswith((".pkl", ".pyth")):
@@ -161,7 +166,7 @@ class DetectionCheckpointer(Checkpointer):
             content: State = reader._load_file(self, filename)
         else:
             content = self._torch_load(filename)
-        if self._query == "matching_heuristics=True":
+        if self._matches_names:
             content["matching_heuristics"] = True
         return content
 

@@ -208,6 +208,15 @@ def test_hooks_save_by_a_save_of_ones_own(tmp_path: Path, kind: type[Checkpointe
     }
 
 
+def test_a_save_that_fails_leaves_no_options_to_the_next(tmp_path: Path) -> None:
+    checkpointer = ByHand(linear(), tmp_path / "later")
+    with pytest.raises(FileNotFoundError):
+        checkpointer.save("model_best", tag=False)
+    (tmp_path / "later").mkdir()
+    checkpointer.save("model_0000001")
+    assert checkpointer.has_checkpoint()
+
+
 def test_a_step_of_a_periodic_checkpointer_of_ones_own_is_called(tmp_path: Path) -> None:
     class OnlyOne(hooks.PeriodicCheckpointer):
         def step(self, iteration: int, **extra: Any) -> None:
