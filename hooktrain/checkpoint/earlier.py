@@ -28,8 +28,7 @@ def begin_anew(save_dir: str, kept: str = "") -> None:
         if pointed and pointed != kept:
             names.append(POINTER)
         aside = _set_aside(save_dir, *names)
-        message = "A new run begins: moved %s of an earlier one to %s. To go on with that, stop "
-        message += "this run, move them back, and resume"
+        message = "A new run begins: moved %s of an earlier one to %s. To resume it, move them back"
         logger.warning(message, names, aside)
 
 

@@ -35,8 +35,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         self.broadcast_buffers = broadcast_buffers
 
 
-@MODEL_WRAPPERS.register_module()
-@MODEL_WRAPPERS.register_module(name="MMDistributedDataParallel")
+@MODEL_WRAPPERS.register_module(["StepDistributedDataParallel", "MMDistributedDataParallel"])
 class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`~hooktrain.model.BaseModel`, with its steps.
 

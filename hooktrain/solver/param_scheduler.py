@@ -94,8 +94,23 @@ class ExponentialParamScheduler(GroupParamScheduler):
         return float(self.gamma**k)
 
 
+class _Falling(GroupParamScheduler):
+    """Its floor is ``eta_min``, or ``eta_min_ratio`` times the first value; 0 by default."""
+
+    eta_min: float | None
+    eta_min_ratio: float | None = None
+
+    def _floor(self, base_value: float) -> float:
+        if self.eta_min is None:
+            return base_value * (self.eta_min_ratio or 0.0)
+        if self.eta_min_ratio is not None:
+            given = f"eta_min={self.eta_min!r} or eta_min_ratio={self.eta_min_ratio!r}"
+            raise ValueError(f"give {given}, not both")
+        return self.eta_min
+
+
 @dataclass(eq=False)
-class PolyParamScheduler(GroupParamScheduler):
+class PolyParamScheduler(_Falling):
     """``eta_min + (base - eta_min) * (1 - k / T) ** power``, where ``T`` is the last step."""
 
     NEEDS = ("end",)
@@ -106,30 +121,14 @@ class PolyParamScheduler(GroupParamScheduler):
     def _share(self, k: int) -> float:
         return float((1 - k / max(self.end - self.begin - 1, 1)) ** self.power)
 
-    def _floor(self, base_value: float) -> float:
-        return self.eta_min
-
 
 def half_cosine(k: float, length: float) -> float:
     """``(1 + cos(pi * k / length)) / 2``, which goes from 1 to 0 (SGDR, arXiv:1608.03983)."""
     return (1 + math.cos(math.pi * (k / length))) / 2
 
 
-def cosine_floor(eta_min: float | None, ratio: float | None, base_value: float) -> float:
-    """``eta_min``, or a share of the first value; 0 by default.
-
-    Raises:
-        ValueError: if both are given.
-    """
-    if eta_min is None:
-        return base_value * (ratio or 0.0)
-    if ratio is not None:
-        raise ValueError(f"give eta_min={eta_min!r} or eta_min_ratio={ratio!r}, not both")
-    return eta_min
-
-
 @dataclass(eq=False)
-class CosineAnnealingParamScheduler(GroupParamScheduler):
+class CosineAnnealingParamScheduler(_Falling):
     """``floor + (base - floor) * (1 + cos(pi * k / T_max)) / 2``.
 
     It rises again after ``T_max``, which is the length of the range by default. The floor is
@@ -145,12 +144,9 @@ class CosineAnnealingParamScheduler(GroupParamScheduler):
     def _share(self, k: int) -> float:
         return half_cosine(k, self.T_max or self.end - self.begin)
 
-    def _floor(self, base_value: float) -> float:
-        return cosine_floor(self.eta_min, self.eta_min_ratio, base_value)
-
 
 @dataclass(eq=False)
-class CosineRestartParamScheduler(GroupParamScheduler):
+class CosineRestartParamScheduler(_Falling):
     """Half a cosine in each of the ``periods``, whose lengths in steps are given.
 
     Each starts at its ``restart_weights`` times the first value. After the last one the value
@@ -172,9 +168,6 @@ class CosineRestartParamScheduler(GroupParamScheduler):
         k = min(k, starts[-1] - 1)
         period = bisect_right(starts, k) - 1
         return half_cosine(k - starts[period], self.periods[period])
-
-    def _floor(self, base_value: float) -> float:
-        return cosine_floor(self.eta_min, self.eta_min_ratio, base_value)
 
     def _base(self, i: int, value: Any, floor: float) -> Any:
         starts = [*accumulate(self.periods[:-1], initial=0)]
