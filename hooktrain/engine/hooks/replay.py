@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,7 +34,7 @@ class Replay(HookBase):
     def __init__(self, iteration: int) -> None:
         self._iteration = iteration
         self._rows: list[list[Any]] = []
-        self._handles: list[Any] = []
+        self._undo = ExitStack()
 
     def before_step(self) -> None:
         """Begin to look, in that iteration."""
@@ -43,27 +44,25 @@ class Replay(HookBase):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             self._note(name, "before", tensor)
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_hook(partial(self._note_output, name)))
-        torch.autograd.set_detect_anomaly(True)
+            handle = module.register_forward_hook(partial(self._note_output, name))
+            self._undo.callback(handle.remove)
+        self._undo.enter_context(torch.autograd.set_detect_anomaly(True))
 
     def after_backward(self) -> None:
         """Look at the gradients."""
-        if self._handles:
+        if self.trainer.iter == self._iteration:
             for name, parameter in unwrap_model(self.trainer.model).named_parameters():
                 if parameter.grad is not None:
                     self._note(name, "gradient", parameter.grad)
 
     def after_step(self) -> None:
         """End the process with exit code 0."""
-        if self._handles:
+        if self.trainer.iter == self._iteration:
             raise SystemExit(0)
 
     def after_train(self) -> None:
         """Log the table, also if the iteration failed."""
-        for handle in self._handles:
-            handle.remove()
-        if self._handles:
-            torch.autograd.set_detect_anomaly(False)
+        self._undo.close()
         headers = ["tensor", "when", "not finite", "mean", "rms", "largest"]
         table = tabulate(self._rows, headers=headers, tablefmt="pipe", floatfmt=".4g")
         logger.info("Iteration %d, layer by layer:\n%s", self._iteration, table)

@@ -109,8 +109,7 @@ class JSONWriter(EventWriter):
         if not size:
             return
         if iteration == 0:
-            numbers = (self._path.with_name(f"{self._path.name}.{n}") for n in count(1))
-            free = next(path for path in numbers if not path.exists())
+            free = next(p for n in count(1) if not (p := Path(f"{self._path}.{n}")).exists())
             self._path.rename(free)
             message = "A new run begins: moved the metrics of another from %s to %s"
             logger.info(message, self._path, free)
