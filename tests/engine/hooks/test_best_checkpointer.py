@@ -70,17 +70,6 @@ def test_the_best_value_survives_a_resume(tmp_path: Path) -> None:
     assert saved_iteration(tmp_path) == 0
 
 
-def test_a_value_of_the_final_evaluation_is_saved_with_the_last_finished_iteration(
-    tmp_path: Path,
-) -> None:
-    trainer = linear_trainer()
-    checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
-    put = CallbackHook(after_train=lambda t: t.storage.put_scalar("acc", 1))
-    trainer.register_hooks([put, BestCheckpointer(0, checkpointer, "acc")])
-    trainer.train(0, 3)
-    assert saved_iteration(tmp_path) == 2
-
-
 def test_a_metric_that_is_not_there_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,12 +100,13 @@ def test_a_full_disk_does_not_end_the_run_and_the_next_best_is_saved(
     assert hook.best_metric == 0.25
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"background": True}, {"background": True, "sharded": True}]
+)
 def test_the_best_of_the_final_evaluation_is_there_when_the_run_has_ended(
-    tmp_path: Path, sharded: bool
+    tmp_path: Path, options: dict[str, bool]
 ) -> None:
     trainer = linear_trainer()
-    options = {"background": True, "sharded": sharded}
     checkpointer = Checkpointer(trainer.model, tmp_path, **options, trainer=trainer)
     put = CallbackHook(after_train=lambda t: t.storage.put_scalar("acc", 1))
     trainer.register_hooks([put, BestCheckpointer(0, checkpointer, "acc")])

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,24 +9,19 @@ from hooktrain.utils import comm
 from toy import Idle, linear_trainer
 
 
-def count(period: int, max_iter: int, **kwargs: Any) -> int:
-    calls: list[int] = []
-    Idle(EvalHook(period, lambda: calls.append(1), **kwargs)).train(0, max_iter)  # type: ignore[arg-type, func-returns-value]
-    return len(calls)
-
-
 @pytest.mark.parametrize(
-    ("period", "max_iter", "calls"),
-    [(15, 30, 2), (15, 31, 3), (0, 20, 1), (40, 20, 1), (-1, 20, 1)],
+    ("period", "max_iter", "at_end", "expected"),
+    [
+        *((15, 30, True, 2), (15, 31, True, 3), (0, 20, True, 1), (40, 20, True, 1)),
+        *((-1, 20, True, 1), (10, 20, False, 2)),
+    ],
 )
-def test_it_evaluates_each_period_and_once_at_the_end(
-    period: int, max_iter: int, calls: int
+def test_it_evaluates_each_period_and_once_at_the_end_unless_told_not_to(
+    period: int, max_iter: int, at_end: bool, expected: int
 ) -> None:
-    assert count(period, max_iter) == calls
-
-
-def test_without_the_evaluation_at_the_end_the_last_period_still_counts() -> None:
-    assert count(10, 20, eval_after_train=False) == 2
+    calls: list[int] = []
+    Idle(EvalHook(period, lambda: calls.append(1), at_end)).train(0, max_iter)  # type: ignore[arg-type, func-returns-value]
+    assert len(calls) == expected
 
 
 def test_results_become_metrics_with_slashes() -> None:
@@ -46,19 +40,13 @@ def test_a_run_that_failed_in_its_last_iteration_is_not_evaluated() -> None:
     assert calls == []
 
 
-def test_a_run_that_was_stopped_is_evaluated() -> None:
+def test_each_run_is_evaluated_also_one_that_was_stopped() -> None:
     calls: list[int] = []
-    stop = CallbackHook(after_step=lambda t: t.request_stop("now"))
-    Idle(EvalHook(0, lambda: calls.append(1)), stop).train(0, 9)  # type: ignore[arg-type, func-returns-value]
-    assert calls == [1]
-
-
-def test_the_same_trainer_can_be_trained_and_evaluated_twice() -> None:
-    calls: list[int] = []
-    trainer = Idle(EvalHook(0, lambda: calls.append(1)))  # type: ignore[arg-type, func-returns-value]
+    stop = CallbackHook(after_step=lambda t: t.iter == 1 and t.request_stop("now"))
+    trainer = Idle(EvalHook(0, lambda: calls.append(trainer.iter)), stop)  # type: ignore[arg-type, func-returns-value]
     trainer.train(0, 1)
-    trainer.train(max_iter=2)
-    assert calls == [1, 1]
+    trainer.train(max_iter=9)
+    assert calls == [1, 2]
 
 
 def test_results_that_are_no_numbers_are_refused_by_name() -> None:
