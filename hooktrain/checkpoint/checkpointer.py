@@ -39,6 +39,7 @@ from hooktrain.utils.registry import refuse_overrides, unwrap_model
 _GIVE_UP_SECONDS = 5.0
 
 State = dict[str, Any]
+Names = Iterable[str] | None
 OnFull = Callable[[OSError], object] | None
 
 
@@ -284,7 +285,7 @@ class Checkpointer:
         if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
             self.logger.error("The checkpoint that is being saved is given up")
 
-    def load(self, path: AnyPath | None, checkpointables: Iterable[str] | None = None) -> State:
+    def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
         Nothing is changed unless the file is intact and everything that was asked for is in it.
@@ -359,11 +360,7 @@ class Checkpointer:
         return None
 
     def resume_or_load(
-        self,
-        path: AnyPath | None,
-        *,
-        resume: bool = True,
-        checkpointables: Iterable[str] | None = None,
+        self, path: AnyPath | None, *, resume: bool = True, checkpointables: Names = None
     ) -> State:
         """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``. Collective.
 
@@ -390,7 +387,7 @@ class Checkpointer:
             return self._restore(*found, names)
         return self.load(path, checkpointables=[])
 
-    def _restore(self, path: str, state: State, names: Iterable[str] | None) -> State:
+    def _restore(self, path: str, state: State, names: Names) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
         state = with_trainer(state) if "trainer" in self.checkpointables else state
         chosen = choose_parts(path, state, self.checkpointables, names)
