@@ -59,7 +59,7 @@ _INSTEAD = {
 
 
 def _refuse(name: str) -> Any:
-    instead = _INSTEAD.get(name, "nothing here, or a name of torch")
+    instead = _INSTEAD.get(name, "nothing; for collectives hooktrain.utils.comm, or torch's")
     raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
 
 
@@ -210,6 +210,10 @@ _ELSEWHERE = {
 } | {
     "before_save_checkpoint": "return what is to be saved from state_dict()",
     "after_load_checkpoint": "take what was saved in load_state_dict(state)",
+    "_before_iter": "override before_train_iter",
+    "_after_iter": "override after_train_iter",
+    "_before_epoch": "override before_train_epoch",
+    "_after_epoch": "override after_train_epoch",
 }
 
 
@@ -350,7 +354,16 @@ def master_only(function: Callable[..., Any]) -> Callable[..., Any]:
     return wraps(function)(lambda *a, **k: function(*a, **k) if comm.is_main_process() else None)
 
 
+class MMLogger:
+    """Gives the logger of the package."""
+
+    @staticmethod
+    def get_current_instance() -> logging.Logger:
+        """The logger."""
+        return logging.getLogger("hooktrain")
+
+
 def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> None:
     """Log a message, whichever logger is named, or by the logger that is given."""
-    found = logger if isinstance(logger, logging.Logger) else logging.getLogger("hooktrain")
+    found = logger if isinstance(logger, logging.Logger) else MMLogger.get_current_instance()
     found.log(level, message)
