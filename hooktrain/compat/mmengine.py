@@ -161,6 +161,18 @@ class BaseModel(BaseModule, models.BaseModel):  # type: ignore[no-redef]
         super().__init__(init_cfg, data_preprocessor)
 
 
+class ExponentialMovingAverage(models.ExponentialMovingAverage):  # type: ignore[no-redef]
+    """:class:`hooktrain.model.ExponentialMovingAverage` whose first update copies the weights."""
+
+    def blending_weight(self, steps: int) -> float:
+        """1 at first, then ``momentum``."""
+        return super().blending_weight(steps) if steps else 1.0
+
+
+for _kind in (ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage):
+    registry.MODELS.register(_kind, force=True)
+
+
 class Sequential(BaseModule, nn.Sequential):
     """:class:`torch.nn.Sequential` as a :class:`BaseModule`."""
 

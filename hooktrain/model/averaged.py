@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.utils.dtensor import local_tensor
-from hooktrain.utils.registry import MODELS, unwrap_model
+from hooktrain.utils.registry import unwrap_model
 
 
 class BaseAveragedModel(nn.Module):
@@ -165,7 +165,6 @@ class BaseAveragedModel(nn.Module):
         return groups
 
 
-@MODELS.register_module()
 class ExponentialMovingAverage(BaseAveragedModel):
     """The exponential moving average of a model's weights: ``momentum`` is what comes in.
 
@@ -203,7 +202,6 @@ class ExponentialMovingAverage(BaseAveragedModel):
         return max(self.momentum, 1 - (1 + steps) / (10 + steps) if self.warmup else 0.0)
 
 
-@MODELS.register_module()
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An exponential moving average that forgets fast at first, then more and more slowly.
 
@@ -230,7 +228,6 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         return max(self.momentum, self.gamma / (self.gamma + steps))
 
 
-@MODELS.register_module()
 class StochasticWeightAverage(BaseAveragedModel):
     """The equal average of the weights at each interval (SWA, arXiv:1803.05407).
 

@@ -294,6 +294,15 @@ def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_pa
         assert torch.equal(momentum, torch.full_like(parameter, number))
 
 
+def test_a_moving_average_begins_with_the_weights_of_its_first_update() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    average = MODELS.build({"type": "ExponentialMovingAverage", "momentum": 0.25, "model": model})
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.weight, value)
+        average.update_parameters(model)
+    assert average.module.weight.item() == 1.25
+
+
 class Decaying(DefaultOptimWrapperConstructor):
     def add_params(self, params: Any, module: nn.Module, prefix: str = "", **kwargs: Any) -> None:  # type: ignore[override]
         super().add_params(params, module, prefix, **kwargs)
