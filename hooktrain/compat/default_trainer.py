@@ -2,16 +2,14 @@
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hooktrain.compat.checkpoint import DetectionCheckpointer
-from hooktrain.compat.functions import verify_results
+from hooktrain.compat.functions import of_detectron2, verify_results
 from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
 from hooktrain.engine import AMPTrainer, SimpleTrainer, TrainerBase, hooks
 from hooktrain.engine.defaults import create_ddp_model, default_writers
@@ -23,27 +21,6 @@ from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registry import refuse_signatures
 
 logger = logging.getLogger(__name__)
-
-# How overridden methods are called: on the class or the object, and with what.
-_CALLS = {
-    "build_model": "self, cfg",
-    "build_optimizer": "self, cfg, model",
-    "build_lr_scheduler": "self, cfg, optimizer",
-    "build_train_loader": "self, cfg",
-    "build_test_loader": "cls, cfg, dataset_name",
-    "build_evaluator": "cls, cfg, dataset_name",
-    "test": "self, cfg, model",
-    "build_hooks": "self",
-    "build_writers": "self",
-}
-
-
-def _of_detectron2(module: str, name: str, *args: Any) -> Any:
-    if not find_spec("detectron2"):
-        raise NotImplementedError(
-            f"override the method: {name} is detectron2's, not installed here"
-        )
-    return getattr(import_module(f"detectron2.{module}"), name)(*args)
 
 
 class _WithoutArguments(SimpleTrainer):
@@ -84,7 +61,7 @@ class DefaultTrainer(_WithoutArguments):
     _last_eval_results: Any
 
     def __init_subclass__(cls) -> None:
-        refuse_signatures(cls, _CALLS)
+        refuse_signatures(cls, DefaultTrainer, ("build_test_loader", "build_evaluator"))
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -128,12 +105,9 @@ class DefaultTrainer(_WithoutArguments):
         state: dict[str, Any] = self._trainer.state_dict()
         return state
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], **only: Any) -> None:
         """Load what :meth:`state_dict` returned; detectron2's states load too."""
-        chosen = {} if only is None else {"only": only}
-        self._trainer.load_state_dict(state_dict, **chosen)
+        self._trainer.load_state_dict(state_dict, **only)
 
     def before_train(self) -> None:
         """Put the writers behind all other hooks, whose metrics they write; then call the hooks."""
@@ -190,7 +164,7 @@ class DefaultTrainer(_WithoutArguments):
     @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
         """The model, on its device."""
-        model: nn.Module = _of_detectron2("modeling", "build_model", cfg)
+        model: nn.Module = of_detectron2("build_model")(cfg)
         logger.info("Model:\n%s", model)
         return model
 
@@ -207,15 +181,13 @@ class DefaultTrainer(_WithoutArguments):
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
         """The batches to train on."""
-        loader: Iterable[Any] = _of_detectron2("data", "build_detection_train_loader", cfg)
+        loader: Iterable[Any] = of_detectron2("build_detection_train_loader")(cfg)
         return loader
 
     @classmethod
     def build_test_loader(cls, cfg: Any, dataset_name: str) -> Iterable[Any]:
         """The batches of a data set to evaluate on."""
-        loader: Iterable[Any] = _of_detectron2(
-            "data", "build_detection_test_loader", cfg, dataset_name
-        )
+        loader: Iterable[Any] = of_detectron2("build_detection_test_loader")(cfg, dataset_name)
         return loader
 
     @classmethod
@@ -224,32 +196,25 @@ class DefaultTrainer(_WithoutArguments):
         raise NotImplementedError("override build_evaluator to evaluate")
 
     @classmethod
-    def test(
-        cls,
-        cfg: Any,
-        model: nn.Module,
-        evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
-    ) -> dict[str, Any]:
+    def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> dict[str, Any]:
         """Evaluate a model on each of ``DATASETS.TEST``. A collective: every rank calls it.
 
         Args:
             cfg: the configuration.
             model: the model.
-            evaluators: one for each data set; None takes those of :meth:`build_evaluator`.
+            evaluators: one for each data set, or one for all; None takes those of
+                :meth:`build_evaluator`.
 
         Returns:
             The results by data set; of a single one, its results.
         """
         names = list(cfg.DATASETS.TEST)
-        if evaluators is not None:
-            given = list(evaluators) if isinstance(evaluators, Sequence) else [evaluators]
-            if len(given) != len(names):
-                raise ValueError(f"there are {len(given)} evaluators for the data sets {names}")
+        given = evaluators if isinstance(evaluators, Sequence) else [evaluators] * len(names)
         results: dict[str, Any] = {}
-        for i, name in enumerate(names):
+        for name, judge in list(zip(names, given, strict=True)):
             loader = cls.build_test_loader(cfg, name)
             try:
-                judge = cls.build_evaluator(cfg, name) if evaluators is None else given[i]
+                judge = cls.build_evaluator(cfg, name) if judge is None else judge
             except NotImplementedError:
                 logger.warning("There is no evaluator for %s: override build_evaluator", name)
                 results[name] = {}
@@ -272,22 +237,18 @@ class DefaultTrainer(_WithoutArguments):
         old = cfg.SOLVER.REFERENCE_WORLD_SIZE
         if old in (0, num_workers):
             return cfg
-        cfg, frozen = cfg.clone(), cfg.is_frozen()
+        if cfg.SOLVER.IMS_PER_BATCH % old:
+            raise ValueError(f"IMS_PER_BATCH is no multiple of {old}: {cfg.SOLVER.IMS_PER_BATCH!r}")
+        cfg, frozen, scale = cfg.clone(), cfg.is_frozen(), num_workers / old
         cfg.defrost()
-        solver, scale = cfg.SOLVER, num_workers / old
-        if solver.IMS_PER_BATCH % old:
-            raise ValueError(f"IMS_PER_BATCH={solver.IMS_PER_BATCH!r} is no multiple of {old!r}")
+        solver, test = cfg.SOLVER, cfg.TEST
+        solver.REFERENCE_WORLD_SIZE = num_workers
         solver.IMS_PER_BATCH = round(solver.IMS_PER_BATCH * scale)
         solver.BASE_LR *= scale
-        for node, key in [
-            (solver, "MAX_ITER"),
-            (solver, "WARMUP_ITERS"),
-            (solver, "CHECKPOINT_PERIOD"),
-            (cfg.TEST, "EVAL_PERIOD"),
-        ]:
-            setattr(node, key, round(getattr(node, key) / scale))
+        for key in ("MAX_ITER", "WARMUP_ITERS", "CHECKPOINT_PERIOD"):
+            setattr(solver, key, round(getattr(solver, key) / scale))
         solver.STEPS = tuple(round(step / scale) for step in solver.STEPS)
-        solver.REFERENCE_WORLD_SIZE = num_workers
+        test.EVAL_PERIOD = round(test.EVAL_PERIOD / scale)
         logger.info("Scaled the configuration from %d to %d ranks: %s", old, num_workers, solver)
         if frozen:
             cfg.freeze()

@@ -5,8 +5,6 @@
 itself, where it is installed.
 """
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from torch._C import _log_api_usage_once as _log_api_usage  # noqa: F401
@@ -41,17 +39,8 @@ from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *  # type: ignore[assignment]
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
-_OF_DETECTION: tuple[str, ...] = ("config", "data", "data.build", "evaluation", "checkpoint")
-_OF_DETECTION += ("utils.env", "engine.defaults")
-
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    for module in _OF_DETECTION if find_spec("detectron2") else ():
-        if hasattr(found := import_module(f"detectron2.{module}"), name):
-            return getattr(found, name)
-    raise ImportError(
-        f"hooktrain has no {name!r}. What belongs to detection, and yacs's configurations, are "
-        "detectron2's own: install it beside, or take a copy along (docs/migrating.md)"
-    )
+    return of_detectron2(name)

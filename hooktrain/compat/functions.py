@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,24 @@ from hooktrain.utils import comm
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
+
+# Where the names of detection stand there.
+_OF_DETECTION = "config data data.build evaluation checkpoint utils.env engine.defaults modeling"
+
+
+def of_detectron2(name: str) -> Any:
+    """What belongs to detection: detectron2's own.
+
+    Raises:
+        ImportError: if there is no such name, or detectron2 is not installed.
+    """
+    for module in _OF_DETECTION.split() if find_spec("detectron2") else ():
+        if hasattr(found := import_module(f"detectron2.{module}"), name):
+            return getattr(found, name)
+    raise ImportError(
+        f"hooktrain has no {name!r}. What belongs to detection, and yacs's configurations, are "
+        "detectron2's own: install it beside, or take a copy along (docs/migrating.md)"
+    )
 
 
 def default_setup(cfg: Any, args: Any) -> None:

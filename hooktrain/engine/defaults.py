@@ -232,18 +232,6 @@ def default_hooks(
     return found
 
 
-# How overridden methods are called: on the class or the object, and with what.
-_CALLS = {
-    "build_model": "self, cfg",
-    "build_optimizer": "self, cfg, model",
-    "build_lr_scheduler": "self, cfg, optim_wrapper",
-    "build_train_loader": "self, cfg",
-    "build_test_loader": "cls, cfg",
-    "build_evaluator": "cls, cfg",
-    "test": "self, cfg, model",
-}
-
-
 class DefaultTrainer(StepTrainer, SimpleTrainer):
     """A trainer with the default hooks, built from a lazy configuration.
 
@@ -279,7 +267,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
 
     def __init_subclass__(cls) -> None:
         hint = "; for detectron2's signatures there is hooktrain.compat.detectron2.DefaultTrainer"
-        refuse_signatures(cls, _CALLS, hint)
+        refuse_signatures(cls, DefaultTrainer, ("build_test_loader", "build_evaluator"), hint)
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = resolve(cfg)  # what refers to what a script has changed

@@ -332,28 +332,29 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def refuse_signatures(kind: type, calls: Mapping[str, str], hint: str = "") -> None:
+def refuse_signatures(kind: type, base: type, on_class: Sequence[str], hint: str = "") -> None:
     """Say at once, when a class is defined, that a method does not take what it is called with.
 
     For ``__init_subclass__``.
 
     Args:
         kind: The class.
-        calls: How methods are called, by their names: ``"cls, cfg"`` on the class, ``"self, cfg"``
-            on an object.
+        base: The one whose methods it overrides; what they need is what they are called with.
+        on_class: The class methods that are called on the class, and never on an object.
         hint: More to say.
 
     Raises:
         TypeError: If it defines one of them for other arguments.
     """
-    for name in calls.keys() & vars(kind).keys():
-        owner, *given = calls[name].split(", ")
-        if owner == "self" and inspect.isfunction(vars(kind)[name]):
-            given = [owner, *given]
+    for name in vars(kind).keys() & vars(base).keys():
+        if name.startswith("_") or not callable(original := getattr(base, name)):
+            continue
+        parameters = inspect.signature(original).parameters.values()
+        given = [p.name for p in parameters if p.default is p.empty]
+        plain = [inspect.isfunction(vars(c)[name]) for c in (kind, base)]
+        called = ["self", *given] if plain == [True, False] and name not in on_class else given
         try:
-            inspect.signature(getattr(kind, name)).bind(*given)
+            inspect.signature(getattr(kind, name)).bind(*called)
         except TypeError as error:
-            call = f"{owner}.{name}({', '.join(calls[name].split(', ')[1:])})"
-            raise TypeError(
-                f"{kind.__qualname__}.{name} is called as {call}: {error}{hint}"
-            ) from None
+            text = f"{kind.__qualname__}.{name} is called with ({', '.join(given)}): {error}"
+            raise TypeError(text + hint) from None

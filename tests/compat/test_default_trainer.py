@@ -199,7 +199,7 @@ def test_a_metric_of_a_hook_behind_the_writer_is_in_its_iterations_line(tmp_path
 
 def test_a_signature_that_cannot_work_is_refused_when_the_class_is_made() -> None:
     with pytest.raises(
-        TypeError, match=r"Wrong.build_evaluator is called as cls.build_evaluator\("
+        TypeError, match=r"Wrong.build_evaluator is called with \(cfg, dataset_name\)"
     ):
 
         class Wrong(Trainer):
