@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -118,19 +119,24 @@ def _meeting_place(dist_url: str | None, num_machines: int) -> tuple[dict[str, s
 
 def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...]) -> list[Any]:
     """Start a process for each rank, wait until all have ended, and return their results."""
-    failure, signals, outcomes = "", [], []
+    failure, outcomes = "", []
+    signals: list[int] = []
+    started: list[Any] = []
 
-    def pass_on(signum: int, _frame: object) -> None:
+    def pass_on(signum: int, _frame: object = None) -> None:
         signals.append(signum)
-        for process in filter(SpawnProcess.is_alive, context.processes):
+        for process in filter(SpawnProcess.is_alive, started):
             os.kill(process.pid, signum)
 
     with tempfile.TemporaryDirectory(prefix="hooktrain-") as folder, ExitStack() as stack:
-        arguments = (ranks, variables, folder, work)
-        context: ProcessContext = start_processes(_child, arguments, len(ranks), join=False)  # type: ignore[no-untyped-call]
         if threading.current_thread() is threading.main_thread():  # the others have no handlers
             for number in ENDING:
                 stack.callback(signal.signal, number, signal.signal(number, pass_on))
+        arguments = (ranks, variables, folder, work)
+        context: ProcessContext = start_processes(_child, arguments, len(ranks), join=False)  # type: ignore[no-untyped-call]
+        started += context.processes
+        for early in signals[:]:  # they came when not all processes were there
+            pass_on(early)
         try:
             while not context.join(grace_period=_GRACE_SECONDS):
                 pass
@@ -153,6 +159,8 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
 def _child(index: int, ranks: range, variables: dict[str, str], folder: str, work: Any) -> None:
     """What a started process does: the same as under torchrun, and its result goes to a file."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    for number in ENDING:  # A rank that waits for the others to come knows no KeyboardInterrupt.
+        signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it has died before
         os._exit(1)
@@ -164,10 +172,16 @@ def _child(index: int, ranks: range, variables: dict[str, str], folder: str, wor
         # threads take four times as long as two of one.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(ranks)))
     try:
-        outcome = _run_rank(*work)
+        main_func, *rest = work
+        outcome = _run_rank(partial(_interruptible, main_func), *rest)
     except (SystemExit, KeyboardInterrupt) as error:
         outcome = error
     Path(folder, str(ranks[index])).write_bytes(pickle.dumps(outcome))
+
+
+def _interruptible(main_func: Callable[..., Any], *args: Any) -> Any:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return main_func(*args)
 
 
 def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,24 @@ def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path, number: 
         assert (tmp_path / "saved0").exists()
         assert (tmp_path / "saved1").exists()
         assert not any(map(alive, children))
+
+
+def launch_and_interrupt(folder: Path) -> None:
+    start_one = ForkProcess.start
+
+    def start_and_interrupt(process: ForkProcess) -> None:
+        start_one(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ForkProcess.start = start_and_interrupt  # type: ignore[method-assign]  # of this process only
+    launch_two(folder, heeds=False)
+
+
+def test_a_signal_while_the_ranks_are_started_ends_all(tmp_path: Path) -> None:
+    parent = start(launch_and_interrupt, tmp_path)
+    assert end(parent, 20) in (1, -signal.SIGINT)
+    for file in tmp_path.glob("pid*"):
+        assert not alive(int(file.read_text()))
 
 
 def test_a_signal_that_ends_the_ranks_ends_the_parent_too(tmp_path: Path) -> None:
