@@ -284,7 +284,7 @@ class Environment:
 
         Raises:
             TypeError: for an unknown name.
-        ValueError: for another ``init_backend`` than torch's.
+            ValueError: for another ``init_backend`` than torch's.
         """
         if isinstance(settings, Environment):
             return settings
