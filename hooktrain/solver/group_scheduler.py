@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from hooktrain.solver.optim_wrapper import OptimWrapper
 
 logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound="GroupParamScheduler")
 
 INF = 10**9  # The end of a range without one.
 
@@ -124,8 +126,12 @@ class GroupParamScheduler:
 
     @classmethod
     def build_iter_from_epoch(
-        cls, optimizer: Optimizer | OptimWrapper, *, epoch_length: int | None = None, **kwargs: Any
-    ) -> "GroupParamScheduler":
+        cls: type[S],
+        optimizer: Optimizer | OptimWrapper,
+        *,
+        epoch_length: int | None = None,
+        **kwargs: Any,
+    ) -> S:
         """Make a scheduler that steps in iterations from arguments that count epochs.
 
         Args:

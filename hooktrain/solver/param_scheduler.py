@@ -325,92 +325,119 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         return [max(value * self.factor, low) for value, low in zip(values, least, strict=True)]
 
 
+@dataclass(eq=False)
 class LRSchedulerMixin:
     """Makes the scheduler that follows it among the bases one of the learning rate."""
 
+    param_name: str = field(default="lr", init=False, repr=False)
+
     def __init__(self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any) -> None:
+        # Only for classes that are no dataclasses, as users of MMEngine write them.
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
 
 
+@dataclass(eq=False)
 class MomentumSchedulerMixin:
     """Makes the scheduler that follows it among the bases one of the momentum, or first beta."""
 
+    param_name: str = field(default="momentum", init=False, repr=False)
+
     def __init__(self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any) -> None:
+        # Only for classes that are no dataclasses, as users of MMEngine write them.
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
 
+@dataclass(eq=False)
 class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
     """:class:`ConstantParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
     """:class:`ConstantParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class LinearLR(LRSchedulerMixin, LinearParamScheduler):
     """:class:`LinearParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
     """:class:`LinearParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class StepLR(LRSchedulerMixin, StepParamScheduler):
     """:class:`StepParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
     """:class:`StepParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
     """:class:`MultiStepParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
     """:class:`MultiStepParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
     """:class:`ExponentialParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
     """:class:`ExponentialParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
     """:class:`CosineAnnealingParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
     """:class:`CosineAnnealingParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
     """:class:`CosineRestartParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
     """:class:`CosineRestartParamScheduler` of the momentum."""
 
 
+@dataclass(eq=False)
 class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
     """:class:`OneCycleParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
     """:class:`ReduceOnPlateauParamScheduler` of the learning rate."""
 
 
+@dataclass(eq=False)
 class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
     """:class:`ReduceOnPlateauParamScheduler` of the momentum."""
 

@@ -193,7 +193,7 @@ def test_another_range_than_that_of_the_state_is_used_and_said(
     second = LinearLR(optimizer, 0.0, end=9)
     with caplog.at_level(logging.WARNING):
         second.load_state_dict(first.state_dict())
-    assert "LinearLR(param_name='lr', begin=0, end=9, " in caplog.text
+    assert "LinearLR(begin=0, end=9, " in caplog.text
     assert "had the range [0, 5) when it was saved" in caplog.text
     second.step()
     assert rates(optimizer) == [0.375]
