@@ -87,7 +87,10 @@ class Checkpointer:
 
     # What fvcore's calls and its subclasses override.
     _not_called: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("_load_file", "_load_model", "_convert_ndarray_to_tensor", "_log_incompatible_keys"),
+        (
+            *("_load_file", "_torch_load", "_load_model"),
+            *("_convert_ndarray_to_tensor", "_log_incompatible_keys"),
+        ),
         "derive from hooktrain.compat.detectron2.Checkpointer, which calls it",
     )
 
