@@ -1,7 +1,6 @@
 """The scripts of the migration guide from MMEngine: both sides end with the same weights."""
 
 import runpy
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 
 from gloo import run_ranks
 from hooktrain.engine import train_loop
+from recipes import after_recipe
 from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts
-
-RECIPE = Path(__file__).parent.parent / "tools" / "from_mmengine.sed"
 
 # Another model, whose step makes two updates: a wrapper for several processes has this step too.
 SCRIPTS["two-updates-before"] = """
@@ -88,10 +86,9 @@ def ported(pair: str) -> str:
     text = SCRIPTS[f"{pair}-before"].replace("from mmengine.runner import Runner\n", "")
     model, found, _ = text.partition("runner = Runner(")
     assert found
-    command = ["sed", "-E", "-f", str(RECIPE)]
-    done = subprocess.run(command, input=model, stdout=subprocess.PIPE, check=True, text=True)
-    assert "from mmengine" not in done.stdout
-    return done.stdout + SCRIPTS[f"{pair}-after"]
+    changed = after_recipe("mmengine", model)
+    assert "from mmengine" not in changed
+    return changed + SCRIPTS[f"{pair}-after"]
 
 
 for _pair in PAIRS:

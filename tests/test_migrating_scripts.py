@@ -7,7 +7,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -25,6 +24,7 @@ from hooktrain.data import TrainingSampler
 from hooktrain.engine import StepTrainer
 from hooktrain.solver import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, PolyLR
 from hooktrain.utils import comm
+from recipes import after_recipe
 from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts, write_script
 
 NAMES = [
@@ -38,14 +38,7 @@ NAMES = [
 # The script of MMCV without its imports, up to its runner; then what takes that one's place.
 _BEFORE = re.sub(r"from mmcv.*\n", "", SCRIPTS["mmcv-before"]).partition("runner = Runner(")[0]
 SCRIPTS["mmcv-ported"] = _BEFORE + SCRIPTS["mmcv-after"]
-_RECIPE = Path(__file__).parent.parent / "tools" / "from_detectron2.sed"
-SCRIPTS["detectron2-ported"] = subprocess.run(
-    ["sed", "-E", "-f", _RECIPE],
-    input=SCRIPTS["detectron2-before"],
-    stdout=subprocess.PIPE,
-    check=True,
-    text=True,
-).stdout
+SCRIPTS["detectron2-ported"] = after_recipe("detectron2", SCRIPTS["detectron2-before"])
 
 
 @pytest.fixture(scope="module")

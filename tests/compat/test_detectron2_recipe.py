@@ -1,13 +1,10 @@
 """tools/from_detectron2.sed, and the one module that it makes scripts import from."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from hooktrain.compat import detectron2
+from recipes import after_recipe
 
-RECIPE = Path(__file__).parents[2] / "tools" / "from_detectron2.sed"
 HERE = "from hooktrain.compat.detectron2 import"
 IMPORTS = {
     "from detectron2.engine import (": f"{HERE} (",
@@ -37,14 +34,8 @@ IMPORTS = {
 
 
 def test_the_recipe_changes_the_imports_of_training_and_leaves_those_of_detection() -> None:
-    done = subprocess.run(
-        ["sed", "-E", "-f", RECIPE],
-        input="\n".join(IMPORTS),
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    assert done.stdout.splitlines() == [after or before for before, after in IMPORTS.items()]
+    changed = after_recipe("detectron2", "\n".join(IMPORTS))
+    assert changed.splitlines() == [after or before for before, after in IMPORTS.items()]
 
 
 # By the module of detectron2, fvcore or iopath that scripts import them from.

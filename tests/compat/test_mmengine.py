@@ -1,7 +1,6 @@
 """Code for MMEngine after tools/from_mmengine.sed: models, hooks, metrics, strategies."""
 
 import pickle
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ from hooktrain.compat.mmengine import (
 from hooktrain.data import build_train_loader
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils import comm, registry
+from recipes import after_recipe
 
-RECIPE = Path(__file__).parents[2] / "tools" / "from_mmengine.sed"
 HERE = "from hooktrain.compat.mmengine import"
 IMPORTS = {
     "from mmengine.model import (": f"{HERE} (",
@@ -47,9 +46,8 @@ IMPORTS = {
 
 
 def test_the_recipe_changes_the_imports_of_what_trains_alone() -> None:
-    command, lines = ["sed", "-E", "-f", RECIPE], "\n".join(IMPORTS)
-    done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, check=True, text=True)
-    assert done.stdout.splitlines() == [*IMPORTS.values()]
+    changed = after_recipe("mmengine", "\n".join(IMPORTS))
+    assert changed.splitlines() == [*IMPORTS.values()]
 
 
 NAMES = """\
