@@ -157,11 +157,7 @@ class Checkpointer:
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
         storable(states, shards=True)
         if self.save_to_disk and os.path.isdir(self.save_dir):
-            self._sweep()
-
-    def _sweep(self) -> None:
-        sweep(self.save_dir)
-        self._is_swept = True
+            sweep(self.save_dir)
 
     def save(
         self,
@@ -236,7 +232,8 @@ class Checkpointer:
         """Make the folder, and room in it."""
         os.makedirs(self.save_dir, exist_ok=True)
         if not self._is_swept:
-            self._sweep()
+            sweep(self.save_dir)
+            self._is_swept = True
         make_room(path, is_folder if self.sharded else os.path.isfile)
         make_room(os.path.join(self.save_dir, POINTER))
 

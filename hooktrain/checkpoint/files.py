@@ -18,7 +18,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.dtensor import is_sharded
-from hooktrain.utils.file_io import AnyPath, replacing
+from hooktrain.utils.file_io import AnyPath, atomic_write
 
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
 _TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
@@ -52,7 +52,7 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
 def write_file(state: dict[str, Any], path: AnyPath) -> None:
     """Write what :func:`storable` has returned; see :func:`save_file`."""
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
-    with crc, replacing(path) as temporary, open(temporary, "wb") as file:
+    with crc, atomic_write(path) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
@@ -60,8 +60,6 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def verify_file(path: AnyPath) -> None:

@@ -278,22 +278,16 @@ class TrainerBase:
                 hook.trainer = weakref.proxy(self)
         self._find_acting()
         named = self._named_hooks()
-        names = set(named)
+        needs_all = {name: hook.needs_every_rank for name, hook in named.items()}
         seed = torch.initial_seed() if self.seed is None else self.seed
-        of_main = comm.broadcast((names, self.sync_period, seed))
-        _, self.sync_period, self.seed = of_main
-        if not comm.any_rank(names != of_main[0]):
-            return
-        everywhere = set.intersection(*comm.all_gather(names))
-        missed = []
+        of_ranks = comm.all_gather((needs_all, self.sync_period, seed))
+        _, self.sync_period, self.seed = of_ranks[0]
+        everywhere = set.intersection(*(set(names) for names, _, _ in of_ranks))
         for name, hook in named.items():
             hook.on_every_rank = name in everywhere
-            if hook.needs_every_rank and not hook.on_every_rank:
-                missed.append(name)
-        if comm.any_rank(bool(missed)):
-            raise RuntimeError(
-                f"register on every rank, not only on some: {missed or 'hooks of another rank'}"
-            )
+        needed = {name for names, _, _ in of_ranks for name, needs in names.items() if needs}
+        if missed := sorted(needed - everywhere):
+            raise RuntimeError(f"register on every rank, not only on some: {missed}")
 
     def _run_iterations(self) -> None:
         self.synchronize()  # a stop that was asked for before the first step

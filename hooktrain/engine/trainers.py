@@ -137,11 +137,10 @@ class ModelTrainer(TrainerBase):
         self._losses.tolerate(self.iter)
 
     def _check_finite(self) -> None:
-        super()._check_finite()
+        self._losses.check(self.storage, self._finished)
         if self._meant_so is None:  # no run has begun
             return
-        broken = non_finite(self.model.state_dict()) - self._meant_so
-        if broken:
+        if broken := non_finite(self.model.state_dict()) - self._meant_so:
             iteration = self._finished - 1
             raise FloatingPointError(
                 f"Weights or buffers became infinite or NaN at or before iteration={iteration}, "

@@ -52,8 +52,8 @@ def replacing(path: AnyPath) -> Iterator[Path]:
             the path and the free space.
     """
     target = Path(path).absolute()
-    temporary = _beside(target, f".{target.name}.tmp")
-    aside = _beside(target, f"{target.name}.old")
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{_TOKEN}")
+    aside = target.with_name(f"{target.name}.old-{os.getpid()}-{_TOKEN}")
     try:
         with locked_file(temporary.with_name(f"{temporary.name}.lock")):
             yield temporary
@@ -69,10 +69,6 @@ def replacing(path: AnyPath) -> Iterator[Path]:
             _remove(temporary)
         raise_disk_full(error, target)
         raise
-
-
-def _beside(target: Path, name: str) -> Path:
-    return target.with_name(f"{name}-{os.getpid()}-{_TOKEN}")
 
 
 @contextmanager
@@ -100,7 +96,7 @@ def delete(path: AnyPath) -> None:
     """
     path = Path(path).absolute()
     if path.is_dir():
-        path = path.rename(_beside(path, f".{path.name}.tmp"))
+        path = path.rename(path.with_name(f".{path.name}.tmp-{os.getpid()}-{_TOKEN}"))
     _remove(path)
 
 

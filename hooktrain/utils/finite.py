@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from hooktrain.utils.dtensor import local_tensor
+from hooktrain.utils.dtensor import is_sharded, local_tensor
 
 _REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _DTYPES = _REAL | {torch.complex64, torch.complex128}
@@ -28,7 +28,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
         for name, tensor in tensors.items()
         if isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and not is_lazy(tensor)
         if tensor.layout in _LAYOUTS and not tensor.is_meta
-        for local in [local_tensor(tensor)]
+        for local in [local_tensor(tensor) if is_sharded(tensor) else tensor]
         if (values := local.coalesce().values() if local.is_sparse else local).numel()
     }
     if not found:

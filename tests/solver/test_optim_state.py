@@ -135,7 +135,6 @@ def test_a_state_has_names_and_torch_takes_it_too() -> None:
     state = optimizer_state_dict(optimizer)
     assert list(state["state"]) == ["a.weight", "a.bias", "b.weight", "b.bias"]
     assert state["param_groups"][1]["params"] == ["b.weight", "b.bias"]
-    assert "param_names" not in state["param_groups"][1]
     other = sgd(groups_of(model, "a", "b"))
     other.load_state_dict(through_a_file(state))
     assert same(state_of(model, other), state_of(model, optimizer))
