@@ -1,27 +1,27 @@
 """Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
 
-The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else, with
-tensors without data in the places of the tensors. ``manifest.json`` holds size and digest of each
-file, which are verified before anything is read. The folder gets its name when it is complete.
+The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else: the
+state, with tensors without data in the places of the tensors, and where the parts of each tensor
+are. So torch's own ``.metadata``, a pickle that may run any code, is not read. ``manifest.json``
+holds size and digest of each file, which are verified before anything is read. The folder gets its
+name when it is complete.
 """
 
 import hashlib
 import json
-import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -42,20 +42,6 @@ from hooktrain.utils.file_io import AnyPath, atomic_write, raise_disk_full, repl
 
 STATE = "state.pth"
 _PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-
-# What the metadata is made of, by module, beside constants of torch.
-_KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-}
-_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 # torch warns of a save by one process without a process group, which is fine here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -93,9 +79,10 @@ def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | No
         parts = on_all_ranks(lambda: {p.name: _digest(p) for p in temporary.glob(own)}, group)
 
         def complete() -> None:
-            if unknown := saved - tensors.keys():
+            parts_of = _parts_of(saved)
+            if unknown := parts_of.keys() - tensors.keys():
                 raise ValueError(f"the main process has no {unknown}, which other ranks have")
-            write_file(skeleton, temporary / STATE)
+            write_file({"state": skeleton, "parts": parts_of}, temporary / STATE)
             files = {name: record for part in parts for name, record in part.items()}
             if absent := [name for name in files if not (temporary / name).is_file()]:
                 raise OSError(f"{temporary} lacks {absent}: the ranks do not share the disk")
@@ -154,9 +141,15 @@ def read_folder(
             tensors[name] = torch.empty_like(leaf, device=map_location)
         return tensors[name]
 
-    state: dict[str, Any] = map_leaves(make_room, load_file(Path(folder) / STATE))
+    content = load_file(Path(folder) / STATE)
+    if not isinstance(content, dict) or content.keys() != {"state", "parts"}:
+        raise CorruptCheckpointError(f"{folder} does not say where the parts of its tensors are")
+    state: dict[str, Any] = map_leaves(make_room, content["state"])
+    parts = content["parts"]
+    if lacking := sorted(tensors.keys() - parts.keys()):
+        raise CorruptCheckpointError(f"{folder} lacks the tensors {lacking[:10]}")
     if torch.device(map_location).type != "meta":
-        _read_tensors(tensors, folder)
+        _read_tensors(tensors, parts, folder)
     return state
 
 
@@ -235,7 +228,7 @@ def _namesake(path: str, shape: torch.Size, in_model: Mapping[str, Any]) -> Any:
     return None
 
 
-class _Writer(FileSystemWriter):
+class _Writer(filesystem.FileSystemWriter):
     """Says that a disk is full before the exception is sent to other ranks, without its cause."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,8 +239,8 @@ class _Writer(FileSystemWriter):
             raise
 
 
-def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> set[str]:
-    """Write this rank's part, and the metadata; return the names that all ranks have written."""
+def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> Metadata:
+    """Write this rank's part; return what all ranks have written."""
     is_main = comm.is_main_process()
     own = {n: tensor for n, tensor in tensors.items() if is_main or isinstance(tensor, DTensor)}
     # Copying ahead would use the accelerator, from another thread.
@@ -255,22 +248,40 @@ def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup 
     # Plans are kept: agreeing on them takes the main process 60 us for each tensor of each rank.
     planner = DefaultSavePlanner(**_PLANS, enable_plan_caching=True)
     try:
-        saved = save(own, storage_writer=writer, planner=planner, process_group=group)
+        saved: Metadata = save(own, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         # torch would mix plans that failed with later ones. They fail on all ranks alike.
         SavePlanner._cached_all_plans.clear()
         SavePlanner._cached_save_plan.clear()
         first, _ = next(iter(error.failures.values()))
         raise first from error
-    return set(saved.state_dict_metadata)
+    return saved
 
 
-def _read_tensors(tensors: dict[str, Tensor], folder: AnyPath) -> None:
-    """Do what dcp.load does, except that the metadata is not unpickled without restrictions."""
-    found = _read_metadata(Path(folder))
-    if lacking := [name for name in tensors if name not in found.state_dict_metadata]:
-        raise CorruptCheckpointError(f"{folder} lacks the tensors {lacking[:10]}")
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(**_PLANS)
+def _parts_of(saved: Metadata) -> dict[str, list[Any]]:
+    """Of each part of each tensor its place and shape, its file, and where in the file it is."""
+    entries: dict[str, Any] = saved.state_dict_metadata
+    parts: dict[str, list[Any]] = {name: [] for name in entries}
+    for name, entry in entries.items():
+        for chunk in entry.chunks:
+            info = saved.storage_data[MetadataIndex(name, chunk.offsets)]
+            where = info.relative_path, info.offset, info.length
+            parts[name].append((tuple(chunk.offsets), tuple(chunk.sizes), *where))
+    return parts
+
+
+def _read_tensors(tensors: dict[str, Tensor], parts: dict[str, list[Any]], folder: AnyPath) -> None:
+    """Do what dcp.load does, except that nothing is unpickled without restrictions."""
+    found = Metadata({}, storage_data={})
+    for name, tensor in tensors.items():
+        properties = metadata.TensorProperties(tensor.dtype)
+        entry = metadata.TensorStorageMetadata(properties, tensor.shape, [])
+        found.state_dict_metadata[name] = entry
+        for offsets, sizes, *where in parts[name]:
+            box = torch.Size(offsets), torch.Size(sizes)
+            entry.chunks.append(metadata.ChunkStorageMetadata(*box))
+            found.storage_data[MetadataIndex(name, offsets)] = filesystem._StorageInfo(*where)
+    reader, planner = filesystem.FileSystemReader(folder), DefaultLoadPlanner(**_PLANS)
     planner.set_up_planner(tensors, found, is_coordinator=True)
     reader.set_up_storage_reader(found, is_coordinator=True)
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
@@ -296,40 +307,3 @@ def _read_manifest(folder: Path) -> dict[str, list[Any]]:
         raise CorruptCheckpointError(f"{folder} has no {MANIFEST}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path} is not readable: {error!r}") from error
-
-
-def _build(unpickler: Any) -> None:
-    """Set the attributes of an object, but of no class, function or constant."""
-    target = unpickler.stack[-2]
-    if callable(target) or isinstance(target, Enum):
-        raise pickle.UnpicklingError(f"refused, since it would change {target!r}")
-    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
-
-
-class _Unpickler(pickle._Unpickler):
-    """Knows the few types that the metadata is made of, none of which runs foreign code."""
-
-    dispatch: ClassVar[Any] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
-        if is_constant or name in _KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles members of enums so
-            return lambda _, member: metadata._MEM_FORMAT_ENCODING[member]
-        raise pickle.UnpicklingError(f"refused, since it asks for {module}.{name}. Nothing was run")
-
-
-def _read_metadata(folder: Path) -> metadata.Metadata:
-    path = folder / METADATA
-    with open(path, "rb") as file:
-        try:
-            found = _Unpickler(file).load()
-        except Exception as error:  # a pickle that is not one raises whatever it likes
-            raise CorruptCheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, metadata.Metadata):
-        raise CorruptCheckpointError(f"{path} holds a {type(found).__name__}, no metadata")
-    for name, entry in found.state_dict_metadata.items():
-        if not isinstance(entry, metadata.TensorStorageMetadata):  # torch would unpickle it
-            raise CorruptCheckpointError(f"{path} holds {name!r}, which is no tensor")
-    return found

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_toys import equal
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    Metadata,
-)
 
 from hooktrain.checkpoint import folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -126,7 +121,7 @@ def test_a_damaged_file_is_named_before_anything_is_read(
         path.write_bytes(data[:100] + bytes(100) + data[200:])
     else:
         path.write_bytes(data[:-1] if damage == "truncate" else b"")
-    monkeypatch.setattr(folders, "_read_metadata", must_not_read)
+    monkeypatch.setattr(folders, "_read_tensors", must_not_read)
     monkeypatch.setattr(torch, "load", must_not_read)
     for read in (load_folder, verify_folder):
         # A name that is wrong in the manifest is that of a missing file.
@@ -153,9 +148,12 @@ def test_no_folder_is_told_from_a_broken_one(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-def forge(folder: Path, metadata: bytes) -> Path:
-    """Replace the metadata, and make the manifest fit it."""
-    (folder / ".metadata").write_bytes(metadata)
+def forge(folder: Path, name: str, content: Any) -> Path:
+    """Replace a file by a pickle or by what torch saves, and make the manifest fit it."""
+    if isinstance(content, dict):
+        torch.save(content, folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
     digests = {n: folders._digest(folder / n) for n in names(folder) if n != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(digests))
     return folder
@@ -169,56 +167,26 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-def test_code_in_the_metadata_is_refused_and_not_run(tmp_path: Path) -> None:
-    folder = forge(save(tmp_path / "a", 1), pickle.dumps(Malicious(tmp_path / "ran")))
-    with pytest.raises(CorruptCheckpointError, match=r"asks for \w+\.mkdir\. Nothing was run"):
-        load_folder(folder)
+def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
+    code = Malicious(tmp_path / "ran")
+    for name, content in [("state.pth", {"code": code}), ("__0_0.distcp", code)]:
+        folder = forge(save(tmp_path / "a", 1), name, content)
+        with pytest.raises((CorruptCheckpointError, pickle.UnpicklingError), match="mkdir"):
+            load_folder(folder)
+    # torch's own description of the folder is not read.
+    assert equal(load_folder(forge(save(tmp_path / "a", 1), ".metadata", code)), state_of(1))
     assert names(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
-        b"ctorch.serialization\n_get_layout\n",
-        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R",
-    ],
-    ids=["a class", "a function", "a member of an enum"],
-)
-def test_metadata_cannot_change_what_is_shared(target: bytes, tmp_path: Path) -> None:
-    attributes = b"N}X\x05\x00\x00\x00extraK\x01s\x86"  # (None, {"extra": 1})
-    folder = forge(save(tmp_path / "a", 1), b"\x80\x02" + target + attributes + b"b.")
-    with pytest.raises(CorruptCheckpointError, match="refused, since it would change"):
-        load_folder(folder)
-    assert not hasattr(Metadata, "extra")
-
-
-def test_metadata_holds_neither_pickles_nor_less_than_the_structure(tmp_path: Path) -> None:
+def test_a_folder_says_where_all_of_its_tensors_are(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", 1)
-    metadata = folders._read_metadata(folder)
-    metadata.state_dict_metadata["model.w"] = BytesStorageMetadata()
-    with pytest.raises(CorruptCheckpointError, match=r"'model\.w', which is no tensor"):
-        load_folder(forge(folder, pickle.dumps(metadata)))
-    del metadata.state_dict_metadata["model.w"]
+    content = torch.load(folder / "state.pth", weights_only=True)
+    del content["parts"]["model.w"]
     with pytest.raises(CorruptCheckpointError, match=r"lacks the tensors \['model\.w'\]"):
-        load_folder(forge(folder, pickle.dumps(metadata)))
-
-
-def test_metadata_of_a_python_that_pickles_enums_by_getattr_loads_and_gets_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
-    folder = save(tmp_path / "a", 3)
-    assert b"getattr" in (folder / ".metadata").read_bytes()
-    assert equal(load_folder(folder), state_of(3))
-
-    class Other:
-        def __reduce__(self) -> Any:
-            return getattr, ("text", "upper")
-
-    with pytest.raises(CorruptCheckpointError, match="'upper'"):
-        load_folder(forge(folder, pickle.dumps(Other())))
+        load_folder(forge(folder, "state.pth", content))
+    for other in (content["state"], {"a": 1}):
+        with pytest.raises(CorruptCheckpointError, match="does not say where the parts"):
+            load_folder(forge(folder, "state.pth", other))
 
 
 def test_a_manifest_cannot_refer_to_files_elsewhere(tmp_path: Path) -> None:
