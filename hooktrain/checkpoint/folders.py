@@ -76,14 +76,14 @@ def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | No
         temporary = on_main_process(begin, group)
         saved = _save_tensors(tensors, temporary, group)
         own = f"__{comm.get_rank()}_*"
-        parts = on_all_ranks(lambda: {p.name: _digest(p) for p in temporary.glob(own)}, group)
+        digests = on_all_ranks(lambda: {p.name: _digest(p) for p in temporary.glob(own)}, group)
 
         def complete() -> None:
             parts_of = _parts_of(saved)
             if unknown := parts_of.keys() - tensors.keys():
                 raise ValueError(f"the main process has no {unknown}, which other ranks have")
             write_file({"state": skeleton, "parts": parts_of}, temporary / STATE)
-            files = {name: record for part in parts for name, record in part.items()}
+            files = {name: record for part in digests for name, record in part.items()}
             if absent := [name for name in files if not (temporary / name).is_file()]:
                 raise OSError(f"{temporary} lacks {absent}: the ranks do not share the disk")
             files |= {name: _digest(temporary / name) for name in (METADATA, STATE)}

@@ -5,7 +5,7 @@ import inspect
 import logging
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -125,32 +125,39 @@ def load_model_state(
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     before = copy.deepcopy(in_model) if strict else None
     result = model.load_state_dict(loadable, strict=False)
-    lacking = set(result.missing_keys)
-    if in_model and not strict and in_model.keys() <= lacking:
+    if in_model and not strict and in_model.keys() <= {*result.missing_keys}:
         first = (dict(islice(shapes.items(), 3)) for shapes in (saved, ours))
         raise ValueError(
             "nothing in the state fits the model: it has {}, and the model {}. If a prefix differs,"
             " load by load_checkpoint() with prefix= or revise_keys=".format(*first)
         )
-    # A tensor of several names is loaded by one of them. Buffers may have some that no file has.
-    tensors: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
-    tensors += model.named_buffers(remove_duplicate=False)
-    loaded = {id(tensor) for name, tensor in tensors if name in ours.keys() - lacking}
-    known = {name for name, tensor in tensors if id(tensor) in loaded}
-    known |= {name for name, _, _ in incorrect}
+    loaded = ours.keys() - result.missing_keys
+    known = _names_of_same_tensors(model, loaded).union(name for name, *_ in incorrect)
     missing = [name for name in result.missing_keys if name not in known]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
-    rows = [(name, "reshaped", *shapes) for name, *shapes in incorrect]
-    rows += [(name, "missing", "-", ours.get(name, "-")) for name in missing]
-    rows += [(name, "unexpected", saved.get(name, "-"), "-") for name in found.unexpected_keys]
-    if rows:
-        headers = ["name", "difference", "shape in file", "shape in model"]
-        table = tabulate([map(str, row) for row in rows], headers, disable_numparse=True)
+    if table := _table_of(found, saved, ours):
         if before is not None:
             model.load_state_dict(before, strict=False)
             raise RuntimeError(f"nothing was loaded, with strict=True:\n{table}")
         logger.warning("Not loaded, since the file and the model differ in it:\n%s", table)
     return found
+
+
+def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]:
+    """All names of the tensors that have one of these: buffers may have some that no file has."""
+    tensors: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
+    tensors += model.named_buffers(remove_duplicate=False)
+    found = {id(tensor) for name, tensor in tensors if name in names}
+    return {name for name, tensor in tensors if id(tensor) in found}
+
+
+def _table_of(found: IncompatibleKeys, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The differences with the shapes in the file and in the model; "" if there are none."""
+    rows = [(name, "reshaped", *shapes) for name, *shapes in found.incorrect_shapes]
+    rows += [(name, "missing", "-", ours.get(name, "-")) for name in found.missing_keys]
+    rows += [(name, "unexpected", saved.get(name, "-"), "-") for name in found.unexpected_keys]
+    headers = ["name", "difference", "shape in file", "shape in model"]
+    return tabulate([map(str, row) for row in rows], headers, disable_numparse=True) if rows else ""
 
 
 def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
