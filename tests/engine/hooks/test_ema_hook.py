@@ -1,11 +1,13 @@
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA, CallbackHook
-from hooktrain.model import MomentumAnnealingEMA, StochasticWeightAverage
+from hooktrain.model import BaseAveragedModel, MomentumAnnealingEMA, StochasticWeightAverage
 from toy import linear_trainer
 
 
@@ -30,36 +32,6 @@ def test_it_starts_from_the_weights_that_the_training_starts_from() -> None:
     assert torch.equal(ema.average.module.fc.weight, torch.ones(3, 4))
 
 
-def test_the_average_and_its_counter_resume_exactly() -> None:
-    def make() -> tuple[EMA, SimpleTrainer]:
-        trainer = linear_trainer()
-        hook = EMA(trainer.model)
-        trainer.register_hooks([hook])
-        return hook, trainer
-
-    whole, whole_trainer = make()
-    whole_trainer.train(0, 4)
-    _, first_trainer = make()
-    first_trainer.train(0, 4)
-    second, second_trainer = make()
-    second_trainer.model.load_state_dict(first_trainer.model.state_dict())
-    second_trainer.load_state_dict(first_trainer.state_dict())
-    second_trainer.train(max_iter=8)
-    whole_trainer.train(max_iter=8)
-    assert torch.equal(second.average.module.fc.weight, whole.average.module.fc.weight)
-
-
-def test_swap_shows_the_average_inside_and_the_exact_raw_weights_afterwards() -> None:
-    trainer = linear_trainer()
-    ema = EMA(trainer.model)
-    trainer.register_hooks([ema])
-    trainer.train(0, 3)
-    raw = trainer.model.fc.weight.detach().clone()
-    with ema.swap():
-        assert torch.equal(trainer.model.fc.weight, ema.average.module.fc.weight)
-    assert torch.equal(trainer.model.fc.weight, raw)
-
-
 def test_until_it_begins_the_average_is_a_copy() -> None:
     trainer = linear_trainer()
     average = StochasticWeightAverage(trainer.model, interval=2)
@@ -81,12 +53,19 @@ def test_until_it_begins_the_average_is_a_copy() -> None:
     torch.testing.assert_close(seen[5], (weights[2] + weights[4]) / 2)
 
 
-@pytest.mark.parametrize("begin_iter", [1, 3, 4, 5, 6])
-def test_another_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) -> None:
+AVERAGES: dict[str, Callable[[nn.Module], BaseAveragedModel | None]] = {
+    "usual": lambda model: None,
+    "annealing": lambda model: MomentumAnnealingEMA(model, 0.4, 2, interval=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin_iter"), [("usual", 1), *(("annealing", i) for i in (1, 3, 4, 5, 6))]
+)
+def test_any_average_resumes_exactly_before_and_after_it_begins(kind: str, begin_iter: int) -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
         trainer = linear_trainer()
-        average = MomentumAnnealingEMA(trainer.model, 0.4, 2, interval=2)
-        hook = EMA(trainer.model, average=average, begin_iter=begin_iter)
+        hook = EMA(trainer.model, average=AVERAGES[kind](trainer.model), begin_iter=begin_iter)
         trainer.register_hooks([hook])
         return hook, trainer
 
@@ -99,23 +78,25 @@ def test_another_average_resumes_exactly_before_and_after_it_begins(begin_iter: 
     resumed_trainer.train(max_iter=10)
     assert resumed.average.steps == whole.average.steps == 11 - begin_iter
     assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
+    raw = resumed_trainer.model.fc.weight.detach().clone()
+    with resumed.swap():
+        assert torch.equal(resumed_trainer.model.fc.weight, resumed.average.module.fc.weight)
+    assert torch.equal(resumed_trainer.model.fc.weight, raw)
 
 
 def test_a_run_that_ends_before_the_average_begins_is_warned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer = linear_trainer()
-    trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
-    trainer.train(0, 3)
-    assert caplog.records == []
-    trainer = linear_trainer()
-    trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
-    trainer.train(0, 2)
+    for max_iter in (3, 2):
+        assert caplog.records == []
+        trainer = linear_trainer()
+        trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
+        trainer.train(0, max_iter)
     assert "begins after 3 of 2 iterations" in caplog.text
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    model = torch.nn.Linear(1, 1)
+    model = nn.Linear(1, 1)
     average = StochasticWeightAverage(model)
     for arguments in ({"decay": 0.5}, {"warmup": False}):
         with pytest.raises(ValueError, match="give decay and warmup to the average itself"):

@@ -302,12 +302,6 @@ def test_a_hook_with_state_behind_the_checkpointer_is_told(
     assert "['WithState'] come after PeriodicCheckpointer" in caplog.text
 
 
-@pytest.mark.parametrize("period", [0, -1])
-def test_a_period_below_one_is_refused(tmp_path: Path, period: int) -> None:
-    with pytest.raises(ValueError, match=str(period)):
-        run(tmp_path, 1, period=period)
-
-
 def on_main_only(folder: Path) -> Any:
     trainer = linear_trainer()
     checkpointer = Checkpointer(trainer.model, str(folder), trainer=trainer)

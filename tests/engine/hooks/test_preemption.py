@@ -67,25 +67,22 @@ def test_a_signal_saves_at_the_end_of_the_iteration_and_exits_with_its_code(
     assert handlers() == before
 
 
-def test_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("iteration", [7, 9])
+def test_the_run_goes_on_bit_for_bit_also_after_a_signal_in_the_last_iteration(
+    iteration: int, tmp_path: Path
+) -> None:
     expected = linear_trainer()
     expected.train(max_iter=10)
+    before = handlers()
+    preempted = preemptible(tmp_path, signal_at(signal.SIGTERM, iteration))
     with pytest.raises(SystemExit):
-        preemptible(tmp_path, signal_at(signal.SIGTERM, 7)).train(max_iter=10)
+        preempted.train(max_iter=10)
+    assert preempted.iter < preempted.max_iter
     trainer = preemptible(tmp_path)  # its four batches begin anew
     trainer.train(max_iter=10)
-    assert trainer.start_iter == 8
+    assert (trainer.start_iter, trainer.iter) == (iteration + 1, 10)
     assert torch.equal(trainer.model.fc.weight, expected.model.fc.weight)
-
-
-def test_a_signal_in_the_last_iteration_does_not_lose_the_run(tmp_path: Path) -> None:
-    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 9))
-    with pytest.raises(SystemExit):
-        trainer.train(max_iter=10)
-    assert trainer.iter < trainer.max_iter
-    again = preemptible(tmp_path)
-    again.train(max_iter=10)
-    assert again.start_iter == again.iter == 10
+    assert handlers() == before  # also without a signal
 
 
 @pytest.mark.parametrize("reason", ["preempted by SIGTERM", "preempted by hand"])
@@ -95,12 +92,6 @@ def test_a_stop_that_somebody_else_asks_for_is_no_preemption(tmp_path: Path, rea
     assert trainer.succeeded
     assert trainer.stop_reason == reason
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
-
-
-def test_without_a_signal_the_handlers_come_back(tmp_path: Path) -> None:
-    before = handlers()
-    preemptible(tmp_path).train(max_iter=2)
-    assert handlers() == before
 
 
 def test_a_second_signal_ends_at_once_by_the_handlers_from_before(

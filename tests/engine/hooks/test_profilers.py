@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,28 +15,24 @@ from hooktrain.engine.hooks import (
 from toy import linear_trainer
 
 
-def operators(path: Path) -> set[str]:
-    return {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-
-
-def test_torch_profiler_writes_a_trace_of_each_chosen_iteration(tmp_path: Path) -> None:
-    hook = TorchProfiler(lambda t: t.iter in (1, 2), str(tmp_path), save_tensorboard=False)
-    linear_trainer(hook).train(0, 4)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["profiler-trace-iter1.json", "profiler-trace-iter2.json"]
-    assert "aten::linear" in operators(tmp_path / names[0])
-
-
-def test_torch_profiler_writes_for_tensorboard(tmp_path: Path) -> None:
-    linear_trainer(TorchProfiler(lambda t: t.iter == 1, str(tmp_path))).train(0, 2)
-    (trace,) = (tmp_path / "log" / "profiler-tensorboard-iter1").iterdir()
-    assert trace.name.startswith("worker0")
-    assert "aten::linear" in operators(trace)
-
-
-def test_autograd_profiler_writes_a_trace(tmp_path: Path) -> None:
-    linear_trainer(AutogradProfiler(lambda t: t.iter == 1, str(tmp_path))).train(0, 2)
-    assert "aten::linear" in operators(tmp_path / "profiler-trace-iter1.json")
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (TorchProfiler, {"save_tensorboard": False}, "profiler-trace-iter{}.json"),
+        (TorchProfiler, {}, "log/profiler-tensorboard-iter{}/worker0.*"),
+        (AutogradProfiler, {}, "profiler-trace-iter{}.json"),
+    ],
+)
+def test_each_chosen_iteration_gives_a_trace(
+    kind: Any, options: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    linear_trainer(kind(lambda t: t.iter in (1, 2), str(tmp_path), **options)).train(0, 4)
+    traces = [path for i in (1, 2) for path in tmp_path.glob(name.format(i))]
+    assert traces == sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    for trace in traces:
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert "aten::linear" in {event["name"] for event in events}
+    assert len(traces) == 2
 
 
 @pytest.mark.parametrize("kind", [TorchProfiler, AutogradProfiler])
@@ -76,21 +73,12 @@ class FakeDevice:
         pass
 
 
-def test_memory_is_logged_exactly_max_runs_times(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("device", [FakeDevice(), None])
+def test_memory_is_logged_exactly_max_runs_times_where_there_is_an_accelerator(
+    device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = FakeDevice()
     monkeypatch.setattr(torch_memory_stats, "device_module", lambda: device)
     with caplog.at_level("INFO"):
         linear_trainer(TorchMemoryStats(period=2, max_runs=3)).train(0, 20)
-    assert caplog.text.count("max_reserved_mem: 3MB") == 3
-    assert (device.resets, device.summaries) == (3, 1)
-
-
-def test_memory_stats_do_nothing_without_an_accelerator(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch_memory_stats, "device_module", lambda: None)
-    with caplog.at_level("INFO"):
-        linear_trainer(TorchMemoryStats(period=1)).train(0, 2)
-    assert "max_reserved_mem" not in caplog.text
+    assert caplog.text.count("max_reserved_mem: 3MB") == (3 if device else 0)
+    assert device is None or (device.resets, device.summaries) == (3, 1)

@@ -42,14 +42,20 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
+def run(
+    model: nn.Module, batches: list[Any], optimizer: Any = None, *skip: Any, max_iter: int = 4
+) -> SimpleTrainer:
+    kind = StepTrainer if isinstance(model, Two) else SimpleTrainer
+    trainer = kind(model, batches, optimizer or adam(model))
+    trainer.register_hooks([hooks.SkipNonFinite(*skip)])
+    trainer.train(max_iter=max_iter)
+    return trainer
+
+
 def train(poisoned: set[int], *skip: Any, value: float = math.nan, **options: Any) -> SimpleTrainer:
     model = Square()
-    trainer = SimpleTrainer(
-        model, data(poisoned, value=value), OptimWrapper(adam(model), **options)
-    )
-    trainer.register_hooks([hooks.SkipNonFinite(*skip)])
-    trainer.train(max_iter=8)
-    return trainer
+    wrapper = OptimWrapper(adam(model), **options)
+    return run(model, data(poisoned, value=value), wrapper, *skip, max_iter=8)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -89,9 +95,7 @@ def test_a_window_of_accumulation_is_skipped_as_a_whole() -> None:
     model = Square()
     before = [parameter.clone() for parameter in model.parameters()]
     wrapper = OptimWrapper(adam(model), accumulative_counts=2)
-    trainer = SimpleTrainer(model, data({1}), wrapper)
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    trainer.train(max_iter=1)
+    trainer = run(model, data({1}), wrapper, max_iter=1)
     assert all(map(torch.equal, before, model.parameters()))
     trainer.train(max_iter=2)
     assert not any(map(torch.equal, before, model.parameters()))
@@ -100,9 +104,7 @@ def test_a_window_of_accumulation_is_skipped_as_a_whole() -> None:
 def test_a_scaler_skips_and_counts_by_itself() -> None:
     model = Square()
     wrapper = AmpOptimWrapper(adam(model), "float16", loss_scale={"init_scale": 4.0})
-    trainer = SimpleTrainer(model, data({2}), wrapper)
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    trainer.train(max_iter=4)
+    run(model, data({2}), wrapper)
     assert wrapper.skipped_updates == 1
     assert wrapper.grad_scaler.get_scale() == 2.0
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -124,9 +126,7 @@ def test_sparse_gradients_are_looked_at_and_large_ones_are_finite() -> None:
     model = Lookup()
     # The squares of 1e25 are infinite in float32.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-26)
-    trainer = SimpleTrainer(model, [1e25, math.nan, 1e25, math.inf], optimizer)
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    trainer.train(max_iter=4)
+    trainer = run(model, [1e25, math.nan, 1e25, math.inf], optimizer)
     assert trainer.optim_wrapper.skipped_updates == 2
     assert model.table.weight.isfinite().all()
 
@@ -147,42 +147,27 @@ class Two(nn.Module):
         return {"loss_one": loss_one, "loss_two": loss_two}
 
 
-def test_of_several_optimizers_only_the_one_concerned_skips() -> None:
-    model = Two()
+@pytest.mark.parametrize("counts", [1, 2])
+def test_of_several_optimizers_only_the_one_concerned_skips_and_counts(counts: int) -> None:
+    model, before = Two(), Two()
     wrappers = OptimWrapperDict(
-        one=OptimWrapper(adam(model.one)), two=OptimWrapper(adam(model.two))
+        one=OptimWrapper(adam(model.one)),
+        two=OptimWrapper(adam(model.two), accumulative_counts=counts),
     )
-    trainer = StepTrainer(model, data({0}), wrappers)
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    before = Two()
-    trainer.train(max_iter=1)
+    trainer = run(model, data({0}), wrappers, max_iter=counts)  # in the first pass of a window
     assert not torch.equal(model.one.weight, before.one.weight)
     assert torch.equal(model.two.weight, before.two.weight)
     assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
-
-
-def test_each_of_several_optimizers_counts_its_own_under_its_name() -> None:
-    model = Two()
-    wrappers = OptimWrapperDict(
-        one=OptimWrapper(adam(model.one)),
-        two=OptimWrapper(adam(model.two), accumulative_counts=2),
-    )
-    trainer = StepTrainer(model, data({0}), wrappers)  # in the first pass of a window of two
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    trainer.train(max_iter=4)
-    assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
-    assert trainer.storage.history("two.skipped_updates").values() == [(1.0, 1)]
+    assert trainer.storage.history("two.skipped_updates").values() == [(1.0, counts - 1)]
+    trainer.train(max_iter=2 * counts)
     assert model.two.weight.isfinite().all()
-    assert not torch.equal(model.two.weight, Two().two.weight)
+    assert not torch.equal(model.two.weight, before.two.weight)
 
 
 def test_a_buffer_that_is_infinite_by_right_ends_nothing() -> None:
     model = Square()
     model.register_buffer("mask", torch.full((3,), -math.inf))
-    trainer = SimpleTrainer(model, data({1}), adam(model))
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    trainer.train(max_iter=4)
-    assert trainer.optim_wrapper.skipped_updates == 1
+    assert run(model, data({1})).optim_wrapper.skipped_updates == 1
 
 
 def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None:
@@ -192,28 +177,17 @@ def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None
         trainer.train(0, 4)
 
 
-def test_a_poisoned_buffer_ends_the_run() -> None:
-    model = Square(norm=True)
-    trainer = SimpleTrainer(model, data({1}), adam(model))
-    trainer.register_hooks([hooks.SkipNonFinite()])
+def test_a_poisoned_buffer_or_a_loss_that_its_gradients_do_not_show_ends_the_run() -> None:
     with pytest.raises(FloatingPointError, match=r"not finite any more: \['norm.running_mean'"):
-        trainer.train(max_iter=4)
-
-
-def test_a_loss_that_its_gradients_do_not_show_ends_the_run() -> None:
-    class Hidden(Square):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + math.inf
-
-    model = Hidden()
-    trainer = SimpleTrainer(model, data(set()), adam(model))
-    trainer.register_hooks([hooks.SkipNonFinite()])
+        run(Square(norm=True), data({1}))
+    model = Square()
+    model.register_forward_hook(lambda module, _, loss: loss + math.inf)
     with pytest.raises(FloatingPointError, match="iteration=0"):
-        trainer.train(max_iter=4)
+        run(model, data(set()))
 
 
 def test_how_many_there_were_in_a_row_outlives_a_resume(tmp_path: Path) -> None:
-    def run(poisoned: set[int], max_iter: int) -> None:
+    def resume(poisoned: set[int], max_iter: int) -> None:
         model = Square()
         trainer = SimpleTrainer(model, data(poisoned), adam(model))
         checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
@@ -222,9 +196,9 @@ def test_how_many_there_were_in_a_row_outlives_a_resume(tmp_path: Path) -> None:
         checkpointer.resume_or_load("")
         trainer.train(max_iter=max_iter)
 
-    run({1, 2}, 3)
+    resume({1, 2}, 3)
     with pytest.raises(FloatingPointError, match="in 3 iterations in a row, up to iteration 3"):
-        run({0}, 4)  # a list begins anew when a run is resumed
+        resume({0}, 4)  # a list begins anew when a run is resumed
 
 
 def two_ranks(kind: str, poisoned_rank: int) -> tuple[list[Tensor], int, list[float]]:
@@ -279,7 +253,4 @@ def test_empty_gradients_are_finite() -> None:
     model = Square()
     model.none = nn.Parameter(torch.zeros(0, 3))
     model.register_forward_hook(lambda module, _, loss: loss + module.none.sum())
-    trainer = SimpleTrainer(model, data(set()), adam(model))
-    trainer.register_hooks([hooks.SkipNonFinite()])
-    trainer.train(0, 2)
-    assert trainer.optim_wrapper.skipped_updates == 0
+    assert run(model, data(set())).optim_wrapper.skipped_updates == 0
