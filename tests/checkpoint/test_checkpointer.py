@@ -335,32 +335,6 @@ def test_all_files_are_listed(tmp_path: Path) -> None:
     assert checkpointer.get_all_checkpoint_files() == expected
 
 
-def test_the_pointer_moves_only_after_the_file_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpointer = Checkpointer(model_of(3), tmp_path)
-    calls: list[str] = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(descriptor: int) -> None:
-        target = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        calls.append(f"fsync {target.partition('.tmp-')[0]}")
-        real_fsync(descriptor)
-
-    def replace(source: Any, target: Any) -> None:
-        calls.append(f"rename to {os.path.basename(target)}")
-        real_replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    checkpointer.save("a")
-    folder = f"fsync {tmp_path.name}"
-    assert calls == [
-        *("fsync .a.pth", "rename to a.pth", folder),
-        *("fsync .last_checkpoint", "rename to last_checkpoint", folder),
-    ]
-
-
 @pytest.mark.parametrize("overwrite", [False, True], ids=["a new file", "the same file"])
 def test_a_failure_at_any_step_of_a_save_leaves_the_old_or_the_new_state(
     overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

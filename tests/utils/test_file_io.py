@@ -1,14 +1,11 @@
 """Files and folders that are the old or the new one, whatever fails."""
 
-import builtins
 import errno
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +15,7 @@ import pytest
 import torch
 
 import hooktrain
-from hooktrain.utils import file_io
+from faults import fail_at_write
 from hooktrain.utils.file_io import atomic_write, delete, replacing, sweep
 
 
@@ -32,35 +29,6 @@ def write(path: Path, *parts: bytes, then: BaseException | None = None) -> None:
             file.write(part)
         if then is not None:
             raise then
-
-
-class Faulty:
-    """A file whose n-th write fails; all else is left to the real one."""
-
-    def __init__(self, file: Any, fails_at: int, error: OSError) -> None:
-        self._file, self._left, self._error = file, fails_at, error
-
-    def __enter__(self) -> "Faulty":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: Any) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            raise self._error
-        return self._file.write(data)
-
-
-def fail_at_write(monkeypatch: pytest.MonkeyPatch, n: int, error: OSError) -> None:
-    def faulty_open(*args: Any, **kwargs: Any) -> Faulty:
-        return Faulty(builtins.open(*args, **kwargs), n, error)
-
-    monkeypatch.setattr(file_io, "open", faulty_open, raising=False)
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -94,20 +62,7 @@ def test_an_error_in_the_block_leaves_the_old_file(tmp_path: Path, error: BaseEx
     assert names(tmp_path) == ["a.bin"]
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(errno.EIO, "injected")
-
-    monkeypatch.setattr(os, name, fail)
-
-
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "write 1": lambda m: fail_at_write(m, 1, OSError(errno.EIO, "injected")),
-    "write 2": lambda m: fail_at_write(m, 2, OSError(errno.EIO, "injected")),
-    "write 3": lambda m: fail_at_write(m, 3, OSError(errno.EIO, "injected")),
-    "fsync": lambda m: fail_at(m, "fsync"),
-    "replace": lambda m: fail_at(m, "replace"),
-}
+FAULTS = ("write 1", "write 2", "write 3", "fsync", "replace")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -115,12 +70,18 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_failure_at_any_call_leaves_the_old_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, old: bytes | None
 ) -> None:
-    path = tmp_path / "a.bin"
+    def fail(*args: object) -> None:
+        raise error
+
+    path, error = tmp_path / "a.bin", OSError(errno.EIO, "injected")
     if old is not None:
         path.write_bytes(old)
     before = names(tmp_path)
     with monkeypatch.context() as patch:
-        FAULTS[fault](patch)
+        if fault.startswith("write"):
+            fail_at_write(patch, int(fault[-1]), error)
+        else:
+            patch.setattr(os, fault, fail)
         with pytest.raises(OSError, match="injected") as caught:
             write(path, b"n", b"e", b"w")
     assert caught.value.errno == errno.EIO
@@ -179,92 +140,25 @@ def test_a_file_system_that_cannot_flush_folders_is_told_of_once_and_a_failing_o
     assert caplog.text.count(f"{tmp_path} cannot flush folders") == (name in CANNOT)
 
 
-WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(Path(hooktrain.__file__).parent.parent)}
-
-
-def start(program: str, *args: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", program, *map(str, args)]
-    return subprocess.Popen(command, env=WITH_PACKAGE, stdout=subprocess.PIPE, text=True)
+def save_by_torch(file: Any) -> None:
+    torch.save({"a": torch.zeros(1000), "b": torch.ones(1000)}, file)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_told_with_the_path_and_the_free_space(
+def test_a_full_disk_is_told_with_the_path_and_the_free_space_also_where_torch_hides_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1234))
-    fail_at_write(monkeypatch, 1, OSError(number, "full"))
-    with pytest.raises(OSError, match="1,234 bytes free") as caught, atomic_write(path) as file:
-        file.write(b"new")
-    assert caught.value.errno == number
-    assert str(path) in str(caught.value)
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["a.bin"]
-
-
-def test_a_full_disk_is_an_os_error_also_where_torch_makes_another_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.pth"
-    path.write_bytes(b"old")
-    for n in range(1, 6):
-        fail_at_write(monkeypatch, n, OSError(errno.ENOSPC, "full"))
-        with pytest.raises(OSError, match="no space to write") as caught, atomic_write(path) as f:
-            torch.save({"a": torch.zeros(1000), "b": torch.ones(1000)}, f)
-        assert caught.value.errno == errno.ENOSPC
+    writes: list[Callable[[Any], object]] = [lambda file: file.write(b"new"), save_by_torch]
+    for n, fill in [(1, writes[0]), *((n, writes[1]) for n in range(1, 6))]:
+        fail_at_write(monkeypatch, n, OSError(number, "full"))
+        with pytest.raises(OSError, match="1,234 bytes free") as caught, atomic_write(path) as file:
+            fill(file)
+        assert caught.value.errno == number
+        assert f"no space to write {path}: " in str(caught.value)
         assert path.read_bytes() == b"old"
-        assert names(tmp_path) == ["model.pth"]
-
-
-WRITES_TOO_MUCH = """
-import resource, sys
-from hooktrain.utils.file_io import atomic_write
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    with atomic_write(sys.argv[1]) as file:
-        file.write(b"x" * 2000)
-except OSError as error:
-    print(error.errno, error)
-"""
-
-
-def test_a_real_limit_on_file_size_gives_the_clear_error_and_keeps_the_old_file(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
-    output, _ = start(WRITES_TOO_MUCH, path).communicate(timeout=30)
-    assert output.startswith(f"{errno.EFBIG} [Errno {errno.EFBIG}] no space to write {path}: ")
-    assert output.endswith(" bytes free\n")
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["a.bin"]
-
-
-WRITES_FOR_EVER = """
-import sys
-from hooktrain.utils.file_io import atomic_write
-for i in range(10**9):
-    with atomic_write(sys.argv[1]) as file:
-        for _ in range(64):
-            file.write(bytes([i % 256]) * 16384)
-    if i == 0:
-        print("started", flush=True)
-"""
-
-
-def test_a_writer_that_is_killed_at_any_time_leaves_a_complete_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    for i in range(10):
-        with start(WRITES_FOR_EVER, path) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "started\n"
-            time.sleep(0.0037 * i)  # when within a write it strikes is up to chance
-            writer.send_signal(signal.SIGKILL)
-        content = path.read_bytes()
-        assert len(content) == 64 * 16384
-        assert len(set(content)) == 1
-        sweep(tmp_path)
         assert names(tmp_path) == ["a.bin"]
 
 
@@ -297,10 +191,12 @@ def test_what_is_being_written_is_not_swept_by_whomever_and_through_a_link(
         with replacing(folder / "a") as temporary:
             folder_of(temporary, "new") if is_folder else temporary.write_text("new")
             sweep(tmp_path / "link")
-            start(SWEEPS, folder).communicate(timeout=30)
+            command = [sys.executable, "-c", SWEEPS, str(folder)]
+            subprocess.run(command, env=WITH_PACKAGE, timeout=30, check=True)
     assert names(folder) == ["a"]
 
 
+WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(Path(hooktrain.__file__).parent.parent)}
 SWEEPS = "import sys; from hooktrain.utils.file_io import sweep; sweep(sys.argv[1])"
 
 
