@@ -389,7 +389,8 @@ class Checkpointer:
 
     def _restore(self, path: str, state: State, names: Names) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
-        state = with_trainer(state) if "trainer" in self.checkpointables else state
+        if "trainer" in self.checkpointables and names != []:
+            state = with_trainer(state)
         chosen = choose_parts(path, state, self.checkpointables, names)
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state)

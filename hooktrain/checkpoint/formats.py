@@ -1,5 +1,6 @@
 """What a checkpoint is on the disk and what it holds, from any library."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -83,12 +84,29 @@ def with_trainer(state: State) -> State:
     """A checkpoint with a trainer's state, if it is a strategy's or MMEngine's; else as it is."""
     if "optimizer" not in state or "iter" not in state.get("meta", {}):
         return state
+    state, hooks = split_average(state)
     meta, schedulers = state["meta"], state.get("param_schedulers")
-    trainer = {"iteration": meta["iter"] - 1, "optimizer": state["optimizer"]}
     if schedulers:
         by_name = schedulers if isinstance(schedulers, dict) else {"": schedulers}
-        trainer["hooks"] = {"LRScheduler": {"schedulers": by_name}}
+        hooks["LRScheduler"] = {"schedulers": by_name}
+    trainer = {"iteration": meta["iter"] - 1, "optimizer": state["optimizer"], "hooks": hooks}
     return {"trainer": trainer | {"seed": meta.get("seed")}, **state}
+
+
+def split_average(state: State) -> tuple[State, State]:
+    """A checkpoint with the raw weights, and the state of the hook ``EMA`` by its name, if any.
+
+    MMEngine's EMAHook saves the average as the model, and the raw weights in its own place.
+    """
+    if "ema_state_dict" not in state:
+        return state, {}
+    state = dict(state)
+    average = dict(state.pop("ema_state_dict"))
+    model = state["model"] = copy(state["model"])
+    for name, averaged in model.items():
+        model[name] = average[f"module.{name}"]
+        average[f"module.{name}"] = averaged
+    return state, {"EMA": average}
 
 
 def with_model(state: Any, path: str) -> State:

@@ -54,7 +54,7 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> di
     ids = [k for group in state["param_groups"] for k in group["params"]]
     name_of = dict(zip(ids, in_order, strict=True))
     groups = [
-        {**group, "params": [name_of[k] for k in group["params"]]}
+        {**settings_of(group), "params": [name_of[k] for k in group["params"]]}
         for group in state["param_groups"]
     ]
     named = {name_of.get(k, k): item for k, item in state["state"].items()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hooktrain import __version__, solver
 from hooktrain.checkpoint import Checkpointer, load_model_state
-from hooktrain.checkpoint.formats import parts_of_trainer
+from hooktrain.checkpoint.formats import parts_of_trainer, split_average
 from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
@@ -534,6 +534,7 @@ class BaseStrategy(ABC):
             advice = "give resume_optimizer=False or resume_param_scheduler=False"
             raise ValueError(f"{filename} has no {lacking}, only {sorted(state)}: {advice}")
         self.logger.info("Resuming from %s", filename)
+        state, hooks = split_average(state)
         self.load_model_state_dict(state.pop("model"))
         if "optimizer" in parts and not resume_param_scheduler:
             state["optimizer"] = without_schedules(state["optimizer"])
@@ -546,7 +547,8 @@ class BaseStrategy(ABC):
         if self.environment.seed not in (None, seed):
             self.logger.warning("The seed is %d, that of the checkpoint", seed)
         self.seed = seed
-        trainer = state.pop("trainer", {"iteration": meta.get("iter", 0) - 1, "seed": seed})
+        trainer = {"iteration": meta.get("iter", 0) - 1, "seed": seed, "hooks": hooks}
+        trainer = state.pop("trainer", trainer)
         if "optimizer" in parts:
             self.optim_wrapper.resumed = trainer
         if not resume_param_scheduler:

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_toys import SGD, Regression, train
+from strategy_toys import SGD, Regression, batch, train
 from torch import nn
 
 import hooktrain
+from equality import assert_equal
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_file
+from hooktrain.engine import StepTrainer, hooks
 from hooktrain.strategy import SingleDeviceStrategy
 from hooktrain.utils.env import seed_step
 
@@ -261,6 +263,69 @@ def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
     assert strategy.seed == 11
     go(strategy, range(4, 6))
     assert strategy.optim_wrapper.get_lr() == {"lr": [0.0125]}
+
+
+RULES = {"norm_decay_mult": 0.0, "bias_decay_mult": 0.0, "custom_keys": {"last": {"lr_mult": 0.1}}}
+ADAMW = {"optimizer": {"type": "AdamW", "lr": 0.1, "weight_decay": 0.5}, "paramwise_cfg": RULES}
+
+
+def by_epochs(work_dir: Path) -> tuple[SingleDeviceStrategy, StepTrainer, hooks.EMA]:
+    """A run with rules for parameters, a schedule in epochs of two iterations, and an average."""
+    torch.manual_seed(7)
+    schedule = {"type": "MultiStepLR", "milestones": [1, 3], "gamma": 0.5}
+    strategy = prepared(work_dir, dropout=0.0, optim_wrapper=ADAMW, param_scheduler=schedule)
+    ema = hooks.EMA(strategy.model, decay=0.5, warmup=False)
+    trainer = StepTrainer(strategy.model, [batch(8, 0), batch(8, 1)], strategy.optim_wrapper)
+    schedules = hooks.LRScheduler(scheduler=strategy.param_schedulers, epoch_length=2)
+    trainer.register_hooks([schedules, ema])
+    return strategy, trainer, ema
+
+
+def as_mmengine_has_it(strategy: SingleDeviceStrategy, ema: hooks.EMA) -> dict[str, Any]:
+    """A group for each parameter, states by position, the average in place of the weights."""
+    model, saved = strategy.model_state_dict(), strategy.optim_state_dict()
+    rates = {name: dict(g) for g in saved["param_groups"] for name in g["params"]}
+    groups = [{**rates[name], "params": [k]} for k, name in enumerate(model)]
+    values = [group["lr"] for group in groups]
+    schedule = {"milestones": {1: 1, 3: 1}, "gamma": 0.5, "begin": 0, "end": 10**9, "last_step": 2}
+    schedule |= {"param_name": "lr", "by_epoch": True, "verbose": False, "_global_step": 2}
+    schedule |= {"base_values": [g["initial_lr"] for g in groups] + [0.1]}
+    average = ema.state_dict()
+    return {
+        "meta": {"iter": 4, "epoch": 2, "seed": 3},
+        "state_dict": {name: average[f"module.{name}"].clone() for name in model},
+        "ema_state_dict": {"steps": average["steps"]} | {f"module.{n}": model[n] for n in model},
+        "optimizer": {
+            "state": {k: saved["state"][name] for k, name in enumerate(model)},
+            "param_groups": groups,
+            "base_param_settings": {**saved["base_param_settings"], "params": torch.zeros(1)},
+        },
+        "param_schedulers": [schedule | {"_last_value": [*values, 0.05]}],
+    }
+
+
+@pytest.mark.parametrize("by_strategy", [True, False])
+def test_a_run_of_mmengine_with_rules_epochs_and_an_average_goes_on_bit_for_bit(
+    tmp_path: Path, by_strategy: bool
+) -> None:
+    path = tmp_path / "epoch_2.pth"
+    whole, trainer, average = by_epochs(tmp_path)
+    trainer.train(max_iter=4)
+    torch.save(as_mmengine_has_it(whole, average), path)
+    strategy, resumed, ema = by_epochs(tmp_path)
+    checkpointer = Checkpointer(strategy.model, trainer=resumed)
+    checkpointer.load(path, checkpointables=[])
+    assert_equal(strategy.model.state_dict(), average.average.module.state_dict())
+    if by_strategy:
+        strategy.resume(path)
+    else:
+        checkpointer.load(path)
+    for each in (trainer, resumed):
+        each.train(max_iter=8)
+    assert resumed.start_iter == 4
+    assert_equal(strategy.model_state_dict(), whole.model_state_dict())
+    assert_equal(ema.state_dict(), average.state_dict())
+    assert strategy.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr()
 
 
 def test_the_weights_of_a_checkpointer_load(tmp_path: Path) -> None:
