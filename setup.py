@@ -1,9 +1,11 @@
 """Packaging of hooktrain; the settings of the tools stand in pyproject.toml."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hooktrain/__init__.py").read_text())
@@ -11,6 +13,18 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14"]
 PLOT = ["matplotlib>=3.7"]
+
+
+class BuildWithScripts(build_py):
+    """Puts the scripts and configurations into the package, for the command hooktrain."""
+
+    def run(self):
+        super().run()
+        for folder in () if self.editable_mode else ("tools", "configs"):
+            target = Path(self.build_lib, "hooktrain", folder)
+            unwanted = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / folder, target, ignore=unwanted, dirs_exist_ok=True)
+
 
 setup(
     name="hooktrain",
@@ -20,9 +34,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    # With this an editable installation is a path, which mypy and pyright follow too.
+    package_dir={"": "."},
     packages=find_packages(include=["hooktrain", "hooktrain.*"]),
     package_data={"hooktrain": ["py.typed", "demos/digits_data/*"]},
     install_requires=["torch>=2.6", "numpy>=1.24", "tabulate>=0.9", "termcolor>=2.3"],
+    entry_points={"console_scripts": ["hooktrain = hooktrain.__main__:main"]},
+    cmdclass={"build_py": BuildWithScripts},
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,

@@ -1,0 +1,69 @@
+"""The command ``hooktrain``: the scripts and configurations that come with the package."""
+
+import os
+import re
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+from hooktrain.utils.registry import did_you_mean
+
+# In an installed package they lie in its folder, and in a clone beside it.
+_HERE = Path(__file__).parent
+_ROOT = _HERE if (_HERE / "tools").is_dir() else _HERE.parent
+
+_SCRIPTS = {
+    "train": ["train_net.py"],
+    "eval": ["train_net.py", "--eval-only"],
+    "plot": ["plot.py"],
+    "checkpoint": ["checkpoint.py"],
+}
+_USAGE = """usage: hooktrain COMMAND ...
+
+  train --config-file FILE [key=value ...]   train; --help says more
+  eval --config-file FILE [--resume]         evaluate a checkpoint
+  plot RUN ...                               draw the metrics of runs
+  checkpoint inspect|verify|... PATH         look into checkpoints, check them, convert them
+  new FOLDER                                 make a folder with a training script to begin with
+
+configs/digits_cnn.py, configs/digits_gan.py and configs/text_gpt.py come with the package."""
+
+
+def main() -> None:
+    """Run a command: a script takes the place of this process."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h"):
+        sys.stdout.write(f"{_USAGE}\n")
+    elif name == "new":
+        new(*arguments)
+    elif name in _SCRIPTS:
+        script, *options = _SCRIPTS[name]
+        shipped = [str(_ROOT / a) if a.startswith("configs/") else a for a in arguments]
+        chosen = [a if Path(a).exists() else s for a, s in zip(arguments, shipped, strict=True)]
+        command = [sys.executable, str(_ROOT / "tools" / script), *options, *chosen]
+        os.execv(sys.executable, command)
+    else:
+        known = [*_SCRIPTS, "new"]
+        raise SystemExit(f"hooktrain: there is no command {name!r}{did_you_mean(name, known)}")
+
+
+def new(folder: str = "", *rest: str) -> None:
+    """Make a folder with the training script that the README shows."""
+    if not folder or rest:
+        raise SystemExit("usage: hooktrain new FOLDER")
+    if (readme := _ROOT / "README.md").exists():
+        text = readme.read_text("utf-8")
+    else:  # an installed package has it as its description
+        text = distribution("hooktrain").read_text("METADATA") or ""
+    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert script is not None
+    path = Path(folder, "train.py")
+    if path.exists():
+        raise SystemExit(f"hooktrain: {path} is there already")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script[1].replace("output/readme", "output"), encoding="utf-8")
+    sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The command `hooktrain`: what it runs, and what comes with an installed package."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hooktrain.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """What the command has put in the place of its process; run in an empty folder."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, arguments: commands.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    return commands
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["hooktrain", *arguments])
+    main()
+
+
+def test_a_script_takes_the_place_of_the_process(
+    command: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(monkeypatch, "eval", "--config-file", "mine.py", "--resume")
+    script = str(ROOT / "tools" / "train_net.py")
+    assert command == [
+        [sys.executable, script, "--eval-only", "--config-file", "mine.py", "--resume"]
+    ]
+
+
+def test_the_configurations_of_the_package_are_found_unless_there_are_others(
+    command: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call(monkeypatch, "train", "--config-file", "configs/digits_cnn.py")
+    Path("configs").mkdir()
+    Path("configs", "digits_cnn.py").touch()
+    call(monkeypatch, "train", "--config-file", "configs/digits_cnn.py")
+    shipped = str(ROOT / "configs" / "digits_cnn.py")
+    assert [each[-1] for each in command] == [shipped, "configs/digits_cnn.py"]
+
+
+def test_a_new_project_has_the_script_of_the_readme(
+    command: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(monkeypatch, "new", "mine")
+    script = Path("mine", "train.py").read_text()
+    assert script.replace('"output"', '"output/readme"') in (ROOT / "README.md").read_text()
+    compile(script, "train.py", "exec")
+    with pytest.raises(SystemExit, match=r"mine.train\.py is there already"):
+        call(monkeypatch, "new", "mine")
+
+
+def test_without_a_command_or_with_a_wrong_one_it_says_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(monkeypatch)
+    assert "train --config-file FILE" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no command 'plto'; did you mean 'plot'"):
+        call(monkeypatch, "plto")
+    with pytest.raises(SystemExit, match="usage: hooktrain new FOLDER"):
+        call(monkeypatch, "new")
+
+
+def test_an_installed_package_has_the_scripts_and_the_configurations(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    build = [sys.executable, "-W", "ignore", "setup.py", "-q", "build_py", "--build-lib", tmp_path]
+    subprocess.run(build, cwd=ROOT, check=True)
+    for name in ("tools/train_net.py", "configs/common/train.py", "demos/digits_data/README.md"):
+        assert (tmp_path / "hooktrain" / name).is_file(), name

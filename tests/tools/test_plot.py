@@ -1,0 +1,100 @@
+"""tools/plot.py, run in this process: what it reads, draws and says."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from loading import load_tool
+
+plot = load_tool("plot")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"iteration": i, "total_loss": 8.0 / (i + 1), "lr": 0.1, "time": 1.0} for i in range(4)]
+    rows.append({"iteration": 3, "classification/accuracy": 50.0, "eta_seconds": 3.0})
+    (folder / "metrics.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_metrics_are_put_into_panels_and_smoothed(run: Path) -> None:
+    panels = plot.read([run], [], window=2)
+    assert list(panels) == ["losses", "rates", "results", "times"]
+    losses = [(0, 8.0), (1, 6.0), (2, (4 + 8 / 3) / 2), (3, (8 / 3 + 2) / 2)]
+    assert panels["losses"] == {"total_loss": losses}
+    assert panels["results"] == {"classification/accuracy": [(3, 50.0)]}
+
+
+def test_several_runs_share_a_panel_under_their_names(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.json").write_text('{"iteration": 9, "total_loss": 1.0}\n')
+    panels = plot.read([run, tmp_path / "other"], ["total_loss"], window=1)
+    assert list(panels) == ["losses"]
+    assert list(panels["losses"]) == ["other: total_loss", "run: total_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.html", b"<!doctype html>\n<title>a</title>")],
+)
+def test_a_picture_has_the_format_of_its_name(run: Path, name: str, begin: bytes) -> None:
+    assert plot.main([str(run), "--out", str(run / name), "--log"]) == 0
+    assert (run / name).read_bytes().startswith(begin)
+
+
+def test_it_stands_beside_the_metrics_by_default(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot.main([str(run / "metrics.json")]) == 0
+    assert capsys.readouterr().out == f"{run / 'metrics.png'}\n"
+
+
+def test_in_a_terminal_it_is_drawn_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "WIDTH", 21)
+    monkeypatch.setattr(plot, "HEIGHT", 3)
+    lines = {"a": [(0, 1.0), (10, 100.0)], "b": [(5, 10.0), (5, float("nan"))]}
+    assert plot.characters("losses", lines, log=True).splitlines() == [
+        "losses, from 1 to 100",
+        "|                    *",
+        "|          +          ",
+        "|*                    ",
+        "+ iterations 0 to 10 -",
+        "  * a",
+        "  + b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere"], "No such file or directory: 'nowhere'"),
+        (["RUN", "--metrics", "acuracy"], "none of ['acuracy'] in"),
+        (["RUN", "--smooth", "0"], "--smooth must be at least 1, got 0"),
+        (["RUN", "--text", "--out", "a.png"], "a picture needs matplotlib"),
+    ],
+)
+def test_a_mistake_is_a_line(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        plot.main([str(run) if argument == "RUN" else argument for argument in arguments])
+    assert text in capsys.readouterr().err
+
+
+def test_it_is_drawn_again_until_the_user_ends_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert plot.main([str(run), "--text", "--watch", "5"]) == 0
+    assert waited == [5.0, 5.0]
+    assert capsys.readouterr().out.count("losses, from") == 2
