@@ -20,7 +20,9 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 # Where the names of detection stand there.
-_OF_DETECTION = "config data data.build evaluation checkpoint utils.env engine.defaults modeling"
+_OF_DETECTION = (
+    "config data data.build data.common evaluation checkpoint utils.env engine.defaults modeling"
+)
 
 
 def of_detectron2(name: str) -> Any:

@@ -1,7 +1,6 @@
 """iopath's ``PathManager``: files by path or address, as detectron2's scripts open them."""
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +12,9 @@ from hooktrain.utils.file_io import AnyPath
 class PathHandler:
     """What knows the files of some addresses.
 
-    A subclass defines both methods. Its files are opened and looked for at their local paths, so a
-    method ``_open`` need not be there, and is not called.
+    A subclass defines both methods. It may also define how its files are opened, looked for and
+    changed: ``_open``, ``_exists``, ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, which
+    are given the address. What it leaves out is done at the local path.
     """
 
     def _get_supported_prefixes(self) -> list[str]:
@@ -27,15 +27,22 @@ class PathHandler:
 HTTPURLHandler = OneDrivePathHandler = PathHandler  # files on the web are found without
 
 
-def _on_local_path(function: Callable[..., Any]) -> Callable[..., Any]:
+def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: "_PathManager", path: AnyPath, *args: Any, **kwargs: Any) -> Any:
+        known = [prefix for prefix in self._handlers if os.fspath(path).startswith(prefix)]
+        handler = self._handlers.get(max(known, key=len, default=""))
+        if own := getattr(handler, name, None):
+            return own(path, *args, **kwargs)
         return function(self.get_local_path(path), *args, **kwargs)
 
     return method
 
 
 class _PathManager:
-    """Finds, opens and copies files. A process that downloads one waits for no other."""
+    """Finds and opens files. A process that downloads one waits for no other."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, PathHandler] = {}
 
     def __call__(self) -> "_PathManager":
         """Itself: iopath's class has the name of detectron2's object."""
@@ -43,25 +50,24 @@ class _PathManager:
 
     def register_handler(self, handler: PathHandler, allow_override: bool = True) -> None:
         """Take a handler for the addresses that begin with its prefixes."""
-        register_scheme(handler._get_supported_prefixes(), handler._get_local_path, force=True)
+        prefixes = handler._get_supported_prefixes()
+        register_scheme(prefixes, handler._get_local_path, force=True)
+        self._handlers |= dict.fromkeys(prefixes, handler)
 
     def get_local_path(self, path: AnyPath, **kwargs: Any) -> str:
         """The path of a local file, as :func:`~hooktrain.checkpoint.local_path` finds it."""
         return local_path(path, alone=True)
 
-    open = _on_local_path(open)
-    exists = _on_local_path(os.path.exists)
-    isfile = _on_local_path(os.path.isfile)
-    isdir = _on_local_path(os.path.isdir)
-    ls = _on_local_path(os.listdir)
-    mkdirs = _on_local_path(partial(os.makedirs, exist_ok=True))
-    rm = _on_local_path(os.remove)
+    def set_strict_kwargs_checking(self, enable: bool) -> None:
+        """Nothing: a keyword that a method does not know is always an error."""
 
-    def copy(self, src_path: AnyPath, dst_path: AnyPath, overwrite: bool = False) -> bool:
-        """Copy a file; False if there is one already and ``overwrite`` is not set."""
-        if is_free := overwrite or not self.exists(dst_path):
-            shutil.copyfile(self.get_local_path(src_path), self.get_local_path(dst_path))
-        return is_free
+    open = _by_handler("_open", open)
+    exists = _by_handler("_exists", os.path.exists)
+    isfile = _by_handler("_isfile", os.path.isfile)
+    isdir = _by_handler("_isdir", os.path.isdir)
+    ls = _by_handler("_ls", os.listdir)
+    mkdirs = _by_handler("_mkdirs", partial(os.makedirs, exist_ok=True))
+    rm = _by_handler("_rm", os.remove)
 
 
 PathManager = _PathManager()

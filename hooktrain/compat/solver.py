@@ -86,6 +86,21 @@ class WarmupCosineLR(_WarmupLR):
         return 0.5 * (1.0 + math.cos(math.pi * self.last_epoch / self.max_iters))
 
 
+def get_default_optimizer_params(  # type: ignore[no-redef]
+    model: nn.Module, *args: Any, overrides: dict[str, Any] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """:func:`hooktrain.solver.get_default_optimizer_params`, which warns of an override of nothing.
+
+    There that is an error. Models of detection have overrides for parts that not all of them have.
+    """
+    known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    if unused := {rule for rule in overrides or {} if rule.isidentifier()} - known:
+        logger.warning("Overrides of parameters that the model does not have: %s", unused)
+    used = {rule: settings for rule, settings in (overrides or {}).items() if rule not in unused}
+    options["overrides"] = used
+    return solver.get_default_optimizer_params(model, *args, **options)
+
+
 def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
     """Clip before each step as ``SOLVER.CLIP_GRADIENTS`` says: each parameter by itself.
 

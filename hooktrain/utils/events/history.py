@@ -29,7 +29,7 @@ class HistoryBuffer:
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
-        self._entries: deque[tuple[float, int]] = deque(maxlen=max_length)
+        self._data: deque[tuple[float, int]] = deque(maxlen=max_length)
         self.smoothing_hint = True
         self.pending: list[tuple[Any, int]] = []
         self.count = self._non_finite_count = 0
@@ -46,7 +46,7 @@ class HistoryBuffer:
 
     def extend(self, entries: Sequence[tuple[float, int]]) -> None:
         """Add pairs (value, iteration), in order."""
-        self._entries.extend(entries)
+        self._data.extend(entries)
         self.count += len(entries)
         values = [value for value, _ in entries]
         total = reduce(add, values, self._finite_sum)
@@ -62,7 +62,7 @@ class HistoryBuffer:
         Raises:
             IndexError: if there is none.
         """
-        return self._entries[-1][0]
+        return self._data[-1][0]
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values, or of all if fewer; NaN if one is."""
@@ -80,27 +80,27 @@ class HistoryBuffer:
 
     def values(self) -> list[tuple[float, int]]:
         """All values that are kept, as pairs (value, iteration), the oldest first."""
-        return list(self._entries)
+        return list(self._data)
 
     def tail(self, window_size: int) -> list[tuple[float, int]]:
         """The last ``window_size`` pairs (value, iteration), the oldest first."""
-        return list(islice(reversed(self._entries), window_size))[::-1]
+        return list(islice(reversed(self._data), window_size))[::-1]
 
     def since(self, iteration: int) -> list[tuple[float, int]]:
         """The pairs (value, iteration) from ``iteration`` on, the oldest first.
 
         Looks back from the last pair up to the first that is older.
         """
-        return list(takewhile(lambda pair: pair[1] >= iteration, reversed(self._entries)))[::-1]
+        return list(takewhile(lambda pair: pair[1] >= iteration, reversed(self._data)))[::-1]
 
     def recent(self, window_size: int) -> list[float]:
         """The last values that belong to the ``window_size`` iterations up to the latest.
 
         The newest comes first. Empty if there are no values.
         """
-        last = self._entries[-1][1] if self._entries else 0
+        last = self._data[-1][1] if self._data else 0
         first = last - window_size
-        entries = takewhile(lambda pair: first < pair[1] <= last, reversed(self._entries))
+        entries = takewhile(lambda pair: first < pair[1] <= last, reversed(self._data))
         return [value for value, _ in entries]
 
     def recent_median(self, window_size: int) -> float:
@@ -108,7 +108,7 @@ class HistoryBuffer:
         return _median(self.recent(window_size))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._data)
 
     def state_dict(self) -> dict[str, Any]:
         """The last 1000 values, and what the global average needs.
@@ -131,8 +131,8 @@ class HistoryBuffer:
         """Replace everything by what :meth:`state_dict` returned."""
         values, iterations = state_dict["values"].tolist(), state_dict["iterations"].tolist()
         self.pending.clear()
-        self._entries.clear()
-        self._entries.extend(zip(values, iterations, strict=True))
+        self._data.clear()
+        self._data.extend(zip(values, iterations, strict=True))
         self.smoothing_hint = state_dict["smoothing_hint"]
         self.count = state_dict["count"]
         self._non_finite_count = state_dict["non_finite_count"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cached_property
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,6 @@ class TensorboardXWriter(EventWriter):
             raise ImportError("TensorboardXWriter needs: pip install 'hooktrain[tensorboard]'")
         self._unwritten = UnwrittenScalars(window_size)
         self._arguments = {"log_dir": log_dir, **kwargs}
-        self._writer: SummaryWriter | None = None
 
     def write(self) -> None:
         """Write what is new."""
@@ -58,8 +58,6 @@ class TensorboardXWriter(EventWriter):
         if not scalars and not images and not histograms:
             return
         os.makedirs(self._arguments["log_dir"], exist_ok=True)  # also if somebody has deleted it
-        if self._writer is None:
-            self._writer = self._open()
         try:
             for name, value, iteration in scalars:
                 self._writer.add_scalar(name, value, iteration)
@@ -69,14 +67,17 @@ class TensorboardXWriter(EventWriter):
                 self._writer.add_histogram_raw(**histogram)
             self._writer.flush()
         except OSError:
-            self._writer = None  # its thread has ended: the next write makes another file
+            vars(self).pop("_writer", None)  # its thread has ended: the next write opens another
             raise
         self._unwritten.mark_written()
         storage.written["tensorboard"] = storage.iter + 1
 
-    def _open(self) -> "SummaryWriter":
+    # Also what projects of detectron2 call by themselves, at any time.
+    @cached_property
+    def _writer(self) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter
 
+        os.makedirs(self._arguments["log_dir"], exist_ok=True)
         # On a full disk this fails in one line, and the thread of a SummaryWriter in many.
         with TemporaryFile(dir=self._arguments["log_dir"]) as probe:
             probe.write(bytes(4096))
@@ -96,6 +97,5 @@ class TensorboardXWriter(EventWriter):
 
     def close(self) -> None:
         """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if writer := vars(self).pop("_writer", None):
+            writer.close()

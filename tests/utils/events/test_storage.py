@@ -312,3 +312,4 @@ def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     storage.put_scalar("loss", 3.0)
     assert storage._latest_scalars == {"loss": (3.0, 7)}
     assert storage._history["loss"].avg(2) == 2.0
+    assert storage._history["loss"]._data[-1] == (3.0, 7)

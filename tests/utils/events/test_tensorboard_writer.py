@@ -57,6 +57,14 @@ def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> Non
     assert sum(value.bucket) == 12.0
 
 
+def test_the_writer_of_tensorboard_is_there_at_any_time(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path / "folder")
+    for step in range(2):
+        writer._writer.add_scalar("mine", 0.5, step)
+        writer.close()
+    assert scalars(tmp_path / "folder", "mine") == [(0, 0.5), (1, 0.5)]
+
+
 def test_a_folder_that_somebody_has_deleted_is_made_again(tmp_path: Path) -> None:
     writer = TensorboardXWriter(tmp_path / "out")
     with EventStorage() as storage:
