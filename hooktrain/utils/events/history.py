@@ -117,7 +117,7 @@ class HistoryBuffer:
             ``values`` (float64) and ``iterations`` (int64), tensors of one dimension, and plain
             numbers.
         """
-        entries = list(self._entries)[-1000:]
+        entries = list(self._data)[-1000:]
         return {
             "values": torch.tensor([value for value, _ in entries], dtype=torch.float64),
             "iterations": torch.tensor([i for _, i in entries], dtype=torch.int64),
