@@ -6,8 +6,6 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-from hooktrain.utils.registry import did_you_mean
-
 # In an installed package they lie in its folder, and in a clone beside it.
 _HERE = Path(__file__).parent
 _ROOT = _HERE if (_HERE / "tools").is_dir() else _HERE.parent
@@ -43,8 +41,8 @@ def main() -> None:
         command = [sys.executable, str(_ROOT / "tools" / script), *options, *chosen]
         os.execv(sys.executable, command)
     else:
-        known = [*_SCRIPTS, "new"]
-        raise SystemExit(f"hooktrain: there is no command {name!r}{did_you_mean(name, known)}")
+        known = ", ".join([*_SCRIPTS, "new"])
+        raise SystemExit(f"hooktrain: there is no command {name!r}; there are {known}")
 
 
 def new(folder: str = "", *rest: str) -> None:

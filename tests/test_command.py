@@ -63,7 +63,7 @@ def test_without_a_command_or_with_a_wrong_one_it_says_what_there_is(
 ) -> None:
     call(monkeypatch)
     assert "train --config-file FILE" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="there is no command 'plto'; did you mean 'plot'"):
+    with pytest.raises(SystemExit, match="there is no command 'plto'; there are train, eval, plot"):
         call(monkeypatch, "plto")
     with pytest.raises(SystemExit, match="usage: hooktrain new FOLDER"):
         call(monkeypatch, "new")
