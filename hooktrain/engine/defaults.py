@@ -44,11 +44,7 @@ _EXAMPLES = """examples:
 
 
 def create_ddp_model(
-    model: nn.Module,
-    *,
-    type: str | None = None,
-    fp16_compression: bool = False,
-    **kwargs: Any,
+    model: nn.Module, *, type: str | None = None, fp16_compression: bool = False, **kwargs: Any
 ) -> nn.Module:
     """Wrap a model in DistributedDataParallel if there are several ranks.
 
@@ -113,10 +109,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         OSError: if the folder cannot be written to.
     """
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
-        raise ValueError(
-            f"{yacs} would not be used: write train.output_dir and train.seed instead, or take the "
-            "default_setup of hooktrain.compat.detectron2"
-        )
+        instead = "train.output_dir and train.seed, or default_setup of hooktrain.compat.detectron2"
+        raise ValueError(f"{yacs} would not be used: take {instead}")
     train = cfg.get("train", {})
     output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
     if output_dir:
@@ -139,7 +133,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     seed, path = train.get("seed"), Path(output_dir, "config.py")
     resumes = getattr(args, "resume", False) or reads_only or restart_count() > 0
     if output_dir and resumes and (seed is None or seed < 0):
-        seed = comm.broadcast(_saved_seed(path) if comm.is_main_process() else None)
+        if comm.is_main_process() and path.is_file():  # of an earlier start of the run
+            seed = LazyConfig.load(path).get("train", {}).get("seed")
+        seed = comm.broadcast(seed)
     seed = set_random_seed(seed, diff_rank_seed=True)
     if "seed" in train:
         train["seed"] = seed
@@ -152,12 +148,6 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
     if precision := train.get("float32_precision"):
         torch.set_float32_matmul_precision(precision)
-
-
-def _saved_seed(path: Path) -> int | None:
-    """The seed in the configuration that an earlier start of the run has saved, if there is one."""
-    train = LazyConfig.load(path).get("train", {}) if path.is_file() else {}
-    return train.get("seed")
 
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
@@ -496,13 +486,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             self.checkpointer.load(path)
         else:
             self.resume_or_load(resume=False)
-        writing = (
-            hooks.PeriodicWriter,
-            hooks.PeriodicCheckpointer,
-            hooks.BestCheckpointer,
-            hooks.Preemption,
-        )
-        kept = [hook for hook in self._hooks if not isinstance(hook, writing)]
+        saving = (hooks.PeriodicCheckpointer, hooks.BestCheckpointer, hooks.Preemption)
+        silent = (hooks.PeriodicWriter, *saving)
+        kept = [hook for hook in self._hooks if not isinstance(hook, silent)]
         self._hooks.clear()
         self.register_hooks([hooks.Replay(iteration), *kept])
         self.train()

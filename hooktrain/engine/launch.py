@@ -88,10 +88,8 @@ def launch(
     there = environment.find_place(launcher).world_size
     if launcher == "pytorch" or there > 1:
         if world_size not in (1, there):  # 1 is the default
-            raise ValueError(
-                f"num_machines * num_gpus_per_machine is {world_size}, but the launcher "
-                f"({launcher!r}) has started {there} processes: leave these arguments out"
-            )
+            problem = f"num_machines * num_gpus_per_machine is {world_size}, and {launcher!r}"
+            raise ValueError(f"{problem} has started {there} processes: leave these arguments out")
         return _run_rank(main_func, args, launcher, backend, timeout)
     if world_size == 1:
         return main_func(*args)
@@ -106,10 +104,8 @@ def _meeting_place(dist_url: str | None, num_machines: int) -> tuple[dict[str, s
     if num_machines > 1 or dist_url not in (None, "auto"):
         url = urlparse(dist_url or "")
         if url.scheme != "tcp" or not url.hostname or not url.port:
-            raise ValueError(
-                f"dist_url must be an address of machine 0 and a free port of it, such as "
-                f"'tcp://10.0.0.1:29500', got {dist_url!r}"
-            )
+            like = "an address of machine 0 and a free port of it, such as 'tcp://10.0.0.1:29500'"
+            raise ValueError(f"dist_url must be {like}, got {dist_url!r}")
         return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
     # The parent keeps the port that it was given, so that nobody can take it before a child comes.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """Batch norm with the statistics of all ranks together, and exact statistics after training."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -64,13 +63,12 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 def _replace(module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]) -> nn.Module:
     found = [m for m in module.modules() if isinstance(m, kind) and not isinstance(m, new)]
-    made = {norm: _like(norm, new) for norm in found}
-    for parent in list(module.modules()):
+    made: dict[nn.Module | None, nn.Module] = {norm: _like(norm, new) for norm in found}
+    for parent in module.modules():
         # named_children() leaves out the second name of a module.
         for name, child in parent._modules.items():
-            if child in made:
-                parent._modules[name] = made[child]
-    return made.get(module, module)  # type: ignore[call-overload, no-any-return]
+            parent._modules[name] = made.get(child, child)
+    return made.get(module, module)
 
 
 def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
@@ -114,11 +112,34 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
-    seen, bare = 0, unwrap_model(model)
+    bare = unwrap_model(model)
     forward = partial(compute_losses, bare, forward=bare) if isinstance(bare, BaseModel) else model
+    sums, seen = _sums(model, layers, forward, islice(start_workers(data_loader), num_iters))
+    if comm.any_rank(seen < num_iters):
+        raise ValueError(f"a data_loader is too short: this gave {seen} of num_iters={num_iters}")
+    merged = torch.cat(sums, 1)
+    if comm.get_world_size() > 1:
+        dist.all_reduce(merged)
+    parts = torch.split(merged, [each.shape[1] for each in sums], 1)
+    for layer, (count, mean, square) in zip(layers, parts, strict=True):
+        if count[0] > 0:  # waits for the device
+            mean, square = mean / count, square / count
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_((square - mean**2).clamp(min=0))
+
+
+def _sums(
+    model: nn.Module, layers: list[Any], forward: Callable[[Any], Any], batches: Iterable[Any]
+) -> tuple[list[Tensor], int]:
+    """What the layers see in the batches, and how many there were; no buffer is changed.
+
+    Of each layer, by channel: the number of values, their sum and the sum of their squares.
+    """
+    seen = 0
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    saved = [buffer.clone() for buffer in buffers]
     reached: set[nn.Module] = set()  # in the current forward pass
-    # By layer and channel: the number of values, their sum and the sum of their squares. In
-    # float64, so that little cancels where the mean is large; Apple's devices have none.
+    # In float64, so that little cancels where the mean is large; Apple's devices have none.
     dtype = torch.float32 if layers[0].running_mean.device.type == "mps" else torch.float64
     sums = {m: m.running_mean.new_zeros((3, len(m.running_mean)), dtype=dtype) for m in layers}
 
@@ -131,44 +152,19 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
         if values.numel() > 0:
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             dims = [d for d in range(values.dim()) if d != 1]
-            both = torch.var_mean(values, dims, correction=0)
-            var, mean = (v.to(sums[layer]) for v in both)
+            var, mean = (v.to(sums[layer]) for v in torch.var_mean(values, dims, correction=0))
             count = values.numel() // values.shape[1]
             sums[layer] += count * torch.stack([torch.ones_like(mean), mean, var + mean**2])
 
-    with _observing(layers, observe):
-        for batch in islice(start_workers(data_loader), num_iters):
+    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in layers]
+    try:
+        for batch in batches:
             reached.clear()
             forward(batch)
             timer.beat()
             seen += 1
-    flat = [each.flatten() for each in sums.values()]
-    flat.append(flat[0].new_tensor([seen]))
-    merged = torch.cat(flat)
-    if comm.get_world_size() > 1:
-        dist.all_reduce(merged)
-    *parts, total = torch.split(merged, [len(each) for each in flat])
-    # On every rank alike; it waits for the device.
-    if int(total) < num_iters * comm.get_world_size():
-        counts = f"{seen} of num_iters={num_iters} batches, {int(total)} on all ranks"
-        raise ValueError(f"data_loader gave {counts}")
-    for layer, part in zip(layers, parts, strict=True):
-        count, mean, square = part.view(3, -1)
-        if count[0] > 0:  # waits for the device
-            mean, square = mean / count, square / count
-            layer.running_mean.copy_(mean)
-            layer.running_var.copy_((square - mean**2).clamp(min=0))
-
-
-@contextmanager
-def _observing(layers: list[nn.Module], observe: Callable[..., None]) -> Iterator[None]:
-    """Watch the inputs of the layers; at the end their buffers are what they were before."""
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    saved = [buffer.clone() for buffer in buffers]
-    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in layers]
-    try:
-        yield
     finally:
         for hook in hooks:
             hook.remove()
         torch._foreach_copy_(buffers, saved)
+    return list(sums.values()), seen

@@ -114,15 +114,16 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         super().__init__(non_blocking)
         if bgr_to_rgb and rgb_to_bgr:
             raise ValueError("bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them")
-        if (mean is None) != (std is None):
+        given = {"mean": mean, "std": std}
+        self._given = {name: values for name, values in given.items() if values is not None}
+        if len(self._given) == 1:
             raise ValueError(f"mean and std belong together, but got {mean!r} and {std!r}")
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
-        for name, values in (("mean", mean), ("std", std)):
-            if values is not None and len(values) not in (1, 3):
+        for name, values in self._given.items():
+            if len(values) not in (1, 3):
                 raise ValueError(f"{name} must be a list of 1 or 3 numbers, but got {values!r}")
-        self._mean, self._std = mean, std
         self._place_statistics()
 
     def forward(self, data: Mapping[str, Any], training: bool = False) -> dict[str, Any]:
@@ -164,8 +165,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         shapes = [tuple(image.shape) for image in images]
         if {len(shape) for shape in shapes} != {3}:
             raise ValueError(f"inputs must be one or more images of shape (C, H, W), not {shapes}")
-        lengths = {len(values) for values in (self._mean, self._std) if values is not None}
-        needed = 3 if self._reverse or 3 in lengths else shapes[0][0]
+        needed = 3 if self._reverse or 3 in map(len, self._given.values()) else shapes[0][0]
         if {shape[0] for shape in shapes} != {needed}:
             raise ValueError(f"images must have {needed} channels, but their shapes are {shapes}")
         return shapes
@@ -176,11 +176,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def _place_statistics(self) -> None:
         # Not buffers: those lose digits where a model is cast to half precision.
-        if self._mean is not None:
-            self.mean, self.std = (
-                torch.tensor(values, dtype=torch.float32, device=self.device).view(-1, 1, 1)
-                for values in (self._mean, self._std)
-            )
+        for name, values in self._given.items():
+            placed = torch.tensor(values, dtype=torch.float32, device=self.device)
+            setattr(self, name, placed.view(-1, 1, 1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -119,11 +119,10 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}
         rest = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]
         kwargs["broadcast_buffers"] = broadcast_buffers
-        parts = {child: _Part(child, **kwargs) for child in trained}
+        parts: dict[Any, nn.Module] = {child: _Part(child, **kwargs) for child in trained}
         # named_children() leaves out the second name of a child.
         for name, child in module._modules.items():
-            if child in parts:
-                module._modules[name] = parts[child]
+            module._modules[name] = parts.get(child, child)
         self.module = module
         # As DDP does for what is in it.
         for tensor in rest:
@@ -162,15 +161,11 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 class _Part(StepDistributedDataParallel):
     """DDP around a child. What is inside has the names in the state that it has without DDP."""
 
-    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
-        super().__init__(module, **kwargs)
-        self.register_load_state_dict_pre_hook(_add_wrapper)  # type: ignore[no-untyped-call]
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the child."""
         return self.module.state_dict(*args, **kwargs)
 
-
-def _add_wrapper(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
+        super()._load_from_state_dict(state, prefix, *args)

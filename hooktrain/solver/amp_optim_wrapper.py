@@ -45,8 +45,7 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self.device_type = device_type or _device_type(next(parameters))
+        self.device_type = device_type or _device_type(self._parameters()[0])
         dtype = dtype or torch.get_autocast_dtype(self.device_type)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.float16, torch.bfloat16):
@@ -104,8 +103,8 @@ class AmpOptimWrapper(OptimWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; without a scaler in it, the scaler stays as it is."""
         super().load_state_dict(state_dict)
-        scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")  # MMEngine's name
-        if scaler:
+        # The second is MMEngine's name.
+        if scaler := state_dict.get("grad_scaler") or state_dict.get("loss_scaler"):
             self.grad_scaler.load_state_dict(scaler)
 
 

@@ -23,7 +23,6 @@ ParamGroups = Sequence[Mapping[str, Any]]
 Names = Mapping[Tensor, str]
 # By name: the number of a parameter's group, and the parameter, or its state in a saved optimizer.
 Places = dict[str, tuple[int, Any]]
-Pairs = set[tuple[int, int]]  # of a group here, and the saved group that it goes on from
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay as built.
 _KERNELS = ("foreach", "fused", "capturable")
@@ -90,8 +89,8 @@ def load_optimizer_state(
     counts = Counter((here[name][0], saved[name][0]) for name in here if name in saved)
     origins = dict(sorted(counts, key=lambda pair: (counts[pair], -pair[1])))
     heirs = {b: a for a, b in sorted(counts, key=lambda pair: (counts[pair], -pair[0]))}
-    same_groups = {(a, b) for a, b in origins.items() if heirs[b] == a}
-    state = _match(optimizer, states, here, saved, same_groups)
+    kept = {a: b for a, b in origins.items() if heirs[b] == a}
+    state = _match(optimizer, states, here, saved, kept)
     sources = {g: saved_groups[source] for g, source in origins.items()}
     groups = _fit_groups(optimizer.param_groups, sources)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -153,7 +152,7 @@ def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tup
 
 
 def _match(
-    optimizer: Optimizer, states: Mapping[Any, Any], here: Places, saved: Places, same_groups: Pairs
+    optimizer: Optimizer, states: dict[Any, Any], here: Places, saved: Places, kept: dict[int, int]
 ) -> dict[Any, Any]:
     """The state by present positions. A table tells which parameters are not as before."""
     ids = {k for _, k in saved.values()}
@@ -168,7 +167,7 @@ def _match(
         if shape := _other_shape(optimizer, item, parameter):
             rows.append((name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}"))
             continue
-        if (group, before) not in same_groups:
+        if kept.get(group) != before:
             rows.append((name, "moved", f"group {before}", f"group {group}"))
         if item:
             state[position] = {key: _placed(value, parameter) for key, value in item.items()}

@@ -23,13 +23,8 @@ logger = logging.getLogger(__name__)
 ParamGroup = dict[str, Any]
 Rules = Mapping[str, Any]
 
-_NORMS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,  # batch and instance norms, and what is made of them
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
+_BATCH_NORM = nn.modules.batchnorm._NormBase  # of batch and instance norms
+_NORMS = (_BATCH_NORM, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 # Parts of a name that come from a wrapper, not from the model: torch.compile, activation
 # checkpointing and FSDP 1. "module" is one only inside data parallel wrappers.
 WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -375,13 +375,12 @@ class BaseStrategy(ABC):
         """The state of the optimizer and its wrapper."""
         return self.optim_wrapper.state_dict()
 
-    def scheduler_state_dict(self) -> Schedulers:
+    def scheduler_state_dict(self) -> Any:
         """The states of the schedulers; by name, where there are several optimizers.
 
         A pure function of progress has none, which is an empty dict.
         """
-        states: Schedulers = scheduler_states(self.param_schedulers)
-        return states
+        return scheduler_states(self.param_schedulers)
 
     def load_model_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = False, revise_keys: Renames = ()
@@ -525,35 +524,33 @@ class BaseStrategy(ABC):
         state = parts_of_trainer(state)
         if callback is not None:
             callback(state)
-        parts: dict[str, Callable[[Any], None]] = {}
-        if resume_optimizer and hasattr(self, "optim_wrapper"):
-            parts["optimizer"] = self.load_optim_state_dict
-        if resume_param_scheduler and hasattr(self, "param_schedulers"):
-            parts["param_schedulers"] = self.load_scheduler_state_dict
-        if lacking := [part for part in parts if part not in state]:
+        with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
+        with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
+        parts = {"optimizer": with_optimizer, "param_schedulers": with_schedulers}
+        if lacking := [part for part, wanted in parts.items() if wanted and part not in state]:
             advice = "give resume_optimizer=False or resume_param_scheduler=False"
             raise ValueError(f"{filename} has no {lacking}, only {sorted(state)}: {advice}")
         self.logger.info("Resuming from %s", filename)
         state, hooks = split_average(state)
         self.load_model_state_dict(state.pop("model"))
-        if "optimizer" in parts and not resume_param_scheduler:
-            state["optimizer"] = without_schedules(state["optimizer"])
-        for part, load in parts.items():
-            load(state.pop(part))
         meta = state.get("meta") or {}
-        if "optimizer" in parts:
-            self._count_passes(meta.get("iter", 0))
-        seed = self.seed if meta.get("seed") is None else meta["seed"]
-        if self.environment.seed not in (None, seed):
-            self.logger.warning("The seed is %d, that of the checkpoint", seed)
-        self.seed = seed
-        trainer = {"iteration": meta.get("iter", 0) - 1, "seed": seed, "hooks": hooks}
-        trainer = state.pop("trainer", trainer)
-        if "optimizer" in parts:
-            self.optim_wrapper.resumed = trainer
+        done, seed = meta.get("iter", 0), meta.get("seed")
+        self.seed = self.seed if seed is None else seed
+        if self.environment.seed not in (None, self.seed):
+            self.logger.warning("The seed is %d, that of the checkpoint", self.seed)
+        trainer = state.pop("trainer", {"iteration": done - 1, "seed": self.seed, "hooks": hooks})
         if not resume_param_scheduler:
             trainer.get("hooks", {}).pop("LRScheduler", None)
-        seed_step(self.seed, meta.get("iter", 0), self.rank)
+        if with_optimizer:
+            optimizer = state.pop("optimizer")
+            if not resume_param_scheduler:
+                optimizer = without_schedules(optimizer)
+            self.load_optim_state_dict(optimizer)
+            self._count_passes(done)
+            self.optim_wrapper.resumed = trainer
+        if with_schedulers:
+            self.load_scheduler_state_dict(state.pop("param_schedulers"))
+        seed_step(self.seed, done, self.rank)
         return state
 
     def load_or_resume(
@@ -647,5 +644,4 @@ def _broadcast(given: Iterable[Tensor]) -> None:
     tensors = [tensor.detach() for tensor in given]
     if tensors and comm.get_world_size() > 1:
         # What DistributedDataParallel uses for the same purpose; torch has no public name for it.
-        group = dist.distributed_c10d._get_default_group()
-        dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+        dist._broadcast_coalesced(dist.group.WORLD, tensors, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]
