@@ -3,9 +3,11 @@
 import copy
 import logging
 import os
+import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,23 +36,6 @@ from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as PeriodicHook
 from hooktrain.utils import comm
 from hooktrain.utils.dtensor import full_tensors
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part
-
-
-def save(folder: Path, name: str, value: int) -> Path:
-    Checkpointer(model_of(value), folder).save(name, iteration=value)
-    return folder / f"{name}.pth"
-
-
-def outcome(checkpointer: Checkpointer, *path: Path) -> Any:
-    """The weight after a load or, without a path, a resume; or the error."""
-    try:
-        if path:
-            checkpointer.load(*path)
-        else:
-            checkpointer.resume_or_load("")
-    except (OSError, CorruptCheckpointError) as error:
-        return type(error).__name__, str(error)
-    return checkpointer.model.weight[0, 0].item()
 
 
 class NeedsAllRanks:
@@ -98,75 +83,66 @@ def test_one_rank_may_save_alone(tmp_path: Path) -> None:
     assert (tmp_path / "a.pth").exists()
 
 
-def load_on_own_disk(root: Path, name: str) -> tuple[Any, str]:
-    """Load the file, or resume if ``name`` is empty; each rank sees a disk of its own."""
-    records: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    logging.getLogger("hooktrain").addHandler(Collect())
-    os.chdir(root / str(dist.get_rank()))
-    checkpointer = Checkpointer(model_of(0), "out")
-    result = outcome(checkpointer, *([Path("out") / name] if name else []))
-    assert comm.all_gather(dist.get_rank()) == [0, 1]  # no rank has run ahead
-    return result, "\n".join(records)
+def gone(folder: Path) -> None:
+    (folder / "model_0000019.pth").unlink()
 
 
-@pytest.fixture
-def disks(tmp_path: Path) -> list[Path]:
-    """The folder "out" of each of two machines, with the same files in it."""
-    folders = [tmp_path / str(rank) / "out" for rank in range(2)]
-    for folder in folders:
-        for value in (9, 19):
-            save(folder, f"model_{value:07d}", value)
-    return folders
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model_0000019.pth", 100)
 
 
-def test_what_one_rank_cannot_read_is_an_error_on_all(disks: list[Path], tmp_path: Path) -> None:
-    (disks[1] / "model_0000019.pth").unlink()
-    for result, _ in run_ranks(load_on_own_disk, 2, tmp_path, "model_0000019.pth"):
-        assert result[0] == "FileNotFoundError"
-        assert "out/model_0000019.pth" in result[1]
-    # A resume takes one that all can read.
-    results = run_ranks(load_on_own_disk, 2, tmp_path, "")
-    assert [result for result, _ in results] == [9, 9]
-    assert "Passing over the checkpoint out/model_0000019.pth" in results[0][1]
-
-
-def test_all_ranks_resume_from_the_file_that_the_main_process_chose(
-    disks: list[Path], tmp_path: Path
-) -> None:
-    broken = disks[0] / "model_0000019.pth"
-    broken.write_bytes(broken.read_bytes()[:-1])
-    (main, told), (other, _) = run_ranks(load_on_own_disk, 2, tmp_path, "")
-    assert (main, other) == (9, 9)
-    assert "Passing over" in told
-
-
-def test_if_the_main_process_cannot_read_no_rank_goes_on(disks: list[Path], tmp_path: Path) -> None:
-    (disks[0] / "model_0000019.pth").unlink()
-    results = run_ranks(load_on_own_disk, 2, tmp_path, "model_0000019.pth")
-    for (kind, message), _ in results:
-        assert kind == "FileNotFoundError"
-        assert "out/model_0000019.pth" in message
-
-
-def test_if_no_checkpoint_is_intact_every_rank_raises(disks: list[Path], tmp_path: Path) -> None:
-    for path in disks[0].glob("*.pth"):
+def emptied(folder: Path) -> None:
+    for path in folder.glob("*.pth"):
         path.write_bytes(b"")
-    for (kind, message), _ in run_ranks(load_on_own_disk, 2, tmp_path, ""):
-        assert kind == "CorruptCheckpointError"
-        assert "model_0000009.pth" in message
 
 
-def test_all_ranks_start_from_scratch_where_the_main_process_has_nothing(
-    disks: list[Path], tmp_path: Path
-) -> None:
-    shutil.rmtree(disks[0])
-    results = run_ranks(load_on_own_disk, 2, tmp_path, "")
-    assert [result for result, _ in results] == [0, 0]
+# What happens on the disk of which rank, what is loaded (or resumed), and what every rank gets.
+CASES: list[tuple[Callable[[Path], object], int, str, str]] = [
+    (gone, 0, "model_0000019.pth", "FileNotFoundError: .*out/model_0000019.pth"),
+    (gone, 1, "model_0000019.pth", "FileNotFoundError: .*out/model_0000019.pth"),
+    (gone, 1, "", "9.0"),  # one that all can read
+    (cut, 0, "", "9.0"),  # what the main process can read
+    (emptied, 0, "", r"(?s)CorruptCheckpointError: .*model_0000009.pth"),
+    (shutil.rmtree, 0, "", "0.0"),  # from scratch
+]
+
+
+def load_on_own_disks(root: Path) -> list[tuple[str, str]]:
+    """The weight or the error of each case, and what was logged."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    found = []
+    for number, (_, _, name, _) in enumerate(CASES):
+        os.chdir(root / str(number) / str(dist.get_rank()))
+        checkpointer = Checkpointer(model_of(0), "out")
+        try:
+            checkpointer.load(f"out/{name}") if name else checkpointer.resume_or_load("")
+            outcome = str(checkpointer.model.weight[0, 0].item())
+        except (OSError, CorruptCheckpointError) as error:
+            outcome = f"{type(error).__name__}: {error}"
+        found.append((outcome, "\n".join(told)))
+        told.clear()
+        assert comm.all_gather(dist.get_rank()) == [0, 1]  # no rank has run ahead
+    return found
+
+
+def test_ranks_with_disks_of_their_own_load_the_same_or_fail_alike(tmp_path: Path) -> None:
+    for number, (harm, struck, _, _) in enumerate(CASES):
+        for rank in range(2):
+            folder = tmp_path / str(number) / str(rank) / "out"
+            for value in (9, 19):
+                saver = Checkpointer(model_of(value), folder)
+                saver.save(f"model_{value:07d}", iteration=value)
+            if rank == struck:
+                harm(folder)
+    for results in run_ranks(load_on_own_disks, 2, tmp_path):
+        for case, (outcome, told) in zip(CASES, results, strict=True):
+            assert re.match(case[3], outcome), case
+            assert ("Passing over the checkpoint out/model_00000" in told) == (
+                not case[2] and case[0] is not shutil.rmtree
+            )
 
 
 def make_trainer(model: nn.Module, folder: Path, **options: Any) -> SimpleTrainer:
