@@ -20,23 +20,21 @@ from hooktrain.checkpoint import (
 from hooktrain.engine.hooks import BestCheckpointer, Preemption
 
 
-def test_a_save_comes_back_and_the_rest_is_returned(tmp_path: Path) -> None:
-    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9, note=[1, "x"])
+def test_a_save_comes_back_from_files_as_in_detectron2_and_the_rest_is_returned(
+    tmp_path: Path,
+) -> None:
+    saved = model_of(3)
+    Checkpointer(saved, tmp_path, trainer=Counter(5)).save("a", iteration=9, note=[1, "x"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"]
+    assert (tmp_path / "last_checkpoint").read_text() == "a.pth"
+    state = torch.load(tmp_path / "a.pth", weights_only=True)
+    assert list(state) == ["model", "trainer", "iteration", "note"]
+    assert torch.equal(state["model"]["weight"], saved.weight)
     model, trainer = model_of(0), Counter()
     rest = Checkpointer(model, trainer=trainer).load(tmp_path / "a.pth")
-    assert torch.equal(model.weight, torch.full((1, 2), 3.0))
+    assert torch.equal(model.weight, saved.weight)
     assert (trainer.value, trainer.only) == (5, None)
     assert rest == {"iteration": 9, "note": [1, "x"]}
-
-
-def test_the_files_are_as_in_detectron2(tmp_path: Path) -> None:
-    model = model_of(3)
-    Checkpointer(model, tmp_path, trainer=Counter(5)).save("model_0000009", iteration=9)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last_checkpoint", "model_0000009.pth"]
-    assert (tmp_path / "last_checkpoint").read_text() == "model_0000009.pth"
-    state = torch.load(tmp_path / "model_0000009.pth", weights_only=True)
-    assert list(state) == ["model", "trainer", "iteration"]
-    assert torch.equal(state["model"]["weight"], model.weight)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"iteration": 3}, {"model": 3}, {}, torch.ones(1)])
@@ -123,24 +121,20 @@ def test_a_state_that_cannot_come_back_is_refused_by_its_key(tmp_path: Path) -> 
     assert load_file(tmp_path / "a.pth")["iteration"] == 1
 
 
-def test_a_save_without_tag_leaves_the_resume_point(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(model_of(3), tmp_path)
+def test_a_save_without_tag_leaves_the_resume_point_and_only_a_file_of_the_folder_can_be_it(
+    tmp_path: Path,
+) -> None:
+    checkpointer = Checkpointer(model_of(3), tmp_path / "out")
     checkpointer.save("model_0000009", iteration=9)
     checkpointer.save("model_best", tag=False, iteration=4)
-    assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_0000009.pth")
-    assert checkpointer.resume_or_load("") == {"iteration": 9}
-    checkpointer.tag_last_checkpoint("model_best.pth")
-    assert checkpointer.resume_or_load("") == {"iteration": 4}
-
-
-def test_only_a_file_of_the_folder_can_be_tagged(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(model_of(3), tmp_path / "out")
-    checkpointer.save("a")
+    assert checkpointer.get_checkpoint_file() == str(tmp_path / "out" / "model_0000009.pth")
     (tmp_path / "b.pth").touch()
     for name in ("b.pth", "../b.pth"):
         with pytest.raises(FileNotFoundError, match=r"b\.pth"):
             checkpointer.tag_last_checkpoint(name)
-    assert (tmp_path / "out" / "last_checkpoint").read_text() == "a.pth"
+    assert checkpointer.resume_or_load("") == {"iteration": 9}
+    checkpointer.tag_last_checkpoint("model_best.pth")
+    assert checkpointer.resume_or_load("") == {"iteration": 4}
 
 
 def test_a_process_that_does_not_write_still_gathers_the_states(tmp_path: Path) -> None:

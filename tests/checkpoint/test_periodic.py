@@ -71,22 +71,18 @@ def test_whole_numbers_may_be_floats(tmp_path: Path) -> None:
     assert files(tmp_path) == ["model_0000002.pth", "model_0000003.pth"]
 
 
-def test_the_newest_are_kept_and_the_others_left_alone(tmp_path: Path) -> None:
-    for other in ("model_best", "ema_0000004"):
+def test_the_newest_are_kept_also_after_a_resume_and_the_others_left_alone(tmp_path: Path) -> None:
+    others = ["ema_0000004", "model_0090009", "model_best"]  # one of a longer run
+    for other in others:
         Checkpointer(nn.Linear(1, 1), tmp_path).save(other, tag=False)
-    run(tmp_path, 0, 55, period=10, max_iter=55, max_to_keep=2)
-    assert files(tmp_path) == [
-        *("ema_0000004.pth", "model_0000039.pth", "model_0000049.pth"),
-        *("model_best.pth", "model_final.pth"),
-    ]
-
-
-def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
-    run(tmp_path, 0, 30, period=10, max_to_keep=3)
-    run(tmp_path, 30, 50, period=10, max_to_keep=3)
-    assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (29, 39, 49)]
-    run(tmp_path, 50, 60, period=10, max_to_keep=1)
-    assert files(tmp_path) == ["model_0000059.pth"]
+    for start, stop, keep, kept in ((0, 30, 3, (9, 19, 29)), (30, 50, 2, (39, 49))):
+        run(tmp_path, start, stop, period=10, max_to_keep=keep)
+        expected = [*others, *(f"model_{i:07d}" for i in kept)]
+        assert files(tmp_path) == sorted(f"{name}.pth" for name in expected)
+        assert pointer(tmp_path) == f"model_{stop - 1:07d}.pth"
+    run(tmp_path, 50, 55, period=10, max_iter=55, max_to_keep=1)
+    expected = [*others, "model_0000039", "model_0000049", "model_final"]  # none was numbered
+    assert files(tmp_path) == sorted(f"{name}.pth" for name in expected)
 
 
 def test_a_process_that_does_not_write_deletes_nothing(tmp_path: Path) -> None:
@@ -95,13 +91,6 @@ def test_a_process_that_does_not_write_deletes_nothing(tmp_path: Path) -> None:
     PeriodicCheckpointer(checkpointer, 10, max_to_keep=1).step(39)
     assert len(files(tmp_path)) == 3
     PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), ""), 10, max_to_keep=1).step(39)
-
-
-def test_a_new_run_beside_a_longer_old_one_keeps_its_own_files(tmp_path: Path) -> None:
-    run(tmp_path, 90_000, 90_020, period=10)
-    run(tmp_path, 0, 30, period=10, max_to_keep=2)
-    assert files(tmp_path) == [f"model_{i:07d}.pth" for i in (19, 29, 90_009, 90_019)]
-    assert pointer(tmp_path) == "model_0000029.pth"
 
 
 def test_the_resume_point_is_not_deleted(tmp_path: Path) -> None:

@@ -239,40 +239,33 @@ def names(*iterations: int, prefix: str = "model") -> list[str]:
     return [f"{prefix}_{i:07d}.pth" for i in iterations]
 
 
-def test_the_oldest_files_beyond_the_count_go_oldest_first() -> None:
-    assert files_to_delete(names(29, 9, 39, 19), "model", 2, 39) == names(9, 19)
-    assert files_to_delete(names(9, 19), "model", 2, 19) == []
-    assert files_to_delete([], "model", 1, 19) == []
-    # In the order of the numbers, not of the letters.
-    files = names(9_999_999, 10_000_009)
-    assert files_to_delete(files, "model", 1, 10_000_009) == names(9_999_999)
+OTHERS = [
+    *("model_final.pth", "model_best.pth", "last_checkpoint", "metrics.json"),
+    "model_123456.pth",  # six digits
+    *("model_0000001.pt", "model_0000001.pth.bak", ".model_0000001.pth.tmp-1-aaaaaaaa"),
+    *("model_ema_0000001.pth", "xmodel_0000001.pth", *names(1, 2, 3, prefix="other")),
+]
 
 
-def test_only_numbered_files_of_the_prefix_are_looked_at() -> None:
-    others = [
-        "model_final.pth",
-        "model_best.pth",
-        "last_checkpoint",
-        "metrics.json",
-        "model_123456.pth",  # six digits
-        "model_0000001.pt",
-        "model_0000001.pth.bak",
-        ".model_0000001.pth.tmp-1-aaaaaaaa",
-        "model_ema_0000001.pth",
-        "xmodel_0000001.pth",
-        *names(1, 2, 3, prefix="other"),
-    ]
-    assert files_to_delete([*others, *names(1, 2)], "model", 1, 2) == names(1)
-    assert files_to_delete(others, "other", 2, 3) == names(1, prefix="other")
-
-
-def test_the_one_to_resume_from_stays() -> None:
-    assert files_to_delete(names(1, 2, 3, 4), "model", 1, 4, *names(2)) == names(1, 3)
-
-
-def test_files_of_another_longer_run_are_neither_counted_nor_deleted() -> None:
-    files = names(9, 19, 29, 90_009, 90_019)
-    assert files_to_delete(files, "model", 2, newest=29) == names(9)
+@pytest.mark.parametrize(
+    ("there", "prefix", "keep", "newest", "pointed", "deleted"),
+    [
+        (names(29, 9, 39, 19), "model", 2, 39, "", names(9, 19)),  # oldest first
+        (names(9, 19), "model", 2, 19, "", []),
+        ([], "model", 1, 19, "", []),
+        # In the order of the numbers, not of the letters.
+        (names(9_999_999, 10_000_009), "model", 1, 10_000_009, "", names(9_999_999)),
+        # Only numbered files of the prefix.
+        ([*OTHERS, *names(1, 2)], "model", 1, 2, "", names(1)),
+        (OTHERS, "other", 2, 3, "", names(1, prefix="other")),
+        (names(1, 2, 3, 4), "model", 1, 4, *names(2), names(1, 3)),  # not the one to resume from
+        (names(9, 19, 29, 90_009, 90_019), "model", 2, 29, "", names(9)),  # of a longer run
+    ],
+)
+def test_the_oldest_files_beyond_the_count_are_deleted(
+    there: list[str], prefix: str, keep: int, newest: int, pointed: str, deleted: list[str]
+) -> None:
+    assert files_to_delete(there, prefix, keep, newest, pointed) == deleted
 
 
 @pytest.mark.parametrize(

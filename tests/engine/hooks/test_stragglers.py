@@ -59,44 +59,37 @@ def warnings_of(waits: list[float], passes: list[list[float]], max_iter: int) ->
         logger = logging.getLogger(sys.modules[hooks.Stragglers.__module__].__name__)
         logger.addHandler(handler)
         trainer.train(max_iter=max_iter)
+        logger.removeHandler(handler)
         assert not timed._forward_hooks
         assert not timed._forward_pre_hooks
     return said
 
 
-@pytest.mark.parametrize(
-    ("waits", "passes", "max_iter", "expected"),
-    [
-        # Slow in its data, for three periods of two iterations.
-        (
-            [0.25, 1.0],
-            [[0.25], [0.25]],
-            6,
-            ["rank 1: an iteration takes it 1.0000 s for data and 0.2500 s for the forward pass"],
-        ),
-        # Slow in its forward pass, for six periods.
-        (
-            [0.25, 0.25],
-            [[1.0], [0.25]],
-            13,
-            ["rank 0: an iteration takes it 0.2500 s for data and 1.0000 s for the forward pass"]
-            * 2,
-        ),
-        # In two periods of three only.
-        ([0.25, 0.25], [[0.25], [1.0, 1.0, 1.0, 1.0, 0.25, 0.25]], 18, []),
-        # Not by so much.
-        ([0.25, 0.25], [[0.25], [0.375]], 12, []),
-    ],
-)
-def test_the_rank_that_the_others_wait_for_is_named(
-    waits: list[float], passes: list[list[float]], max_iter: int, expected: list[str]
-) -> None:
-    said, nothing = run_ranks(warnings_of, 2, waits, passes, max_iter)
-    assert nothing == []
-    assert len(said) == len(expected)
-    for message, part in zip(said, expected, strict=True):
-        assert part in message
-        assert message.endswith("where 0.5000 s for both are usual")
+# Seconds for data of each rank, for its forward passes in turn, and what is said.
+SLOW = "rank {}: an iteration takes it {:.4f} s for data and {:.4f} s for the forward pass"
+CASES: list[tuple[list[float], list[list[float]], int, list[str]]] = [
+    # Slow in its data, for three periods of two iterations.
+    ([0.25, 1.0], [[0.25], [0.25]], 6, [SLOW.format(1, 1, 0.25)]),
+    # Slow in its forward pass, for six periods.
+    ([0.25, 0.25], [[1.0], [0.25]], 13, [SLOW.format(0, 0.25, 1)] * 2),
+    # In two periods of three only.
+    ([0.25, 0.25], [[0.25], [1.0, 1.0, 1.0, 1.0, 0.25, 0.25]], 18, []),
+    # Not by so much.
+    ([0.25, 0.25], [[0.25], [0.375]], 12, []),
+]
+
+
+def warnings_of_all() -> list[list[str]]:
+    return [warnings_of(*arguments) for *arguments, _ in CASES]
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    main, other = run_ranks(warnings_of_all, 2)
+    assert other == [[]] * len(CASES)
+    for said, (*_, expected) in zip(main, CASES, strict=True):
+        for message, part in zip(said, expected, strict=True):
+            assert part in message
+            assert message.endswith("where 0.5000 s for both are usual")
 
 
 def test_a_single_process_has_nobody_to_compare_with() -> None:
