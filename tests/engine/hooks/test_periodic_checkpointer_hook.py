@@ -169,14 +169,6 @@ def test_a_run_goes_on_when_its_folder_is_gone_or_something_is_in_the_way(
         assert f"Something else has the name of {in_the_way[0]}" in caplog.text
 
 
-def test_only_the_newest_are_kept_also_across_a_resume(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    run(tmp_path, 5, options=options, period=1, max_to_keep=2)
-    run(tmp_path, 8, options=options, period=1, max_to_keep=2)
-    assert names(tmp_path) == ["model_0000005.pth", "model_0000006.pth", "model_final.pth"]
-
-
 def test_a_run_that_is_stopped_early_has_its_final_checkpoint(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

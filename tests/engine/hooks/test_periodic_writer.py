@@ -107,9 +107,12 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {n: [(e.step, e.value) for e in events.Scalars(n)] for n in events.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize("iteration", [10, 19, 30, 59])
-def test_a_preempted_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbed_one(
-    iteration: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "how",
+    [*({"preempted_at": i} for i in (10, 19, 30, 59)), {"broken_at": 32}, {"broken_at": 34}],
+)
+def test_a_preempted_or_failed_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbed_one(
+    how: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Count files from 0: within a second TensorBoard reads the tenth before the ninth.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
@@ -119,22 +122,11 @@ def test_a_preempted_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbe
     assert [m["iteration"] for m in lines if "accuracy" in m] == list(range(2, 60, 3))
     assert [m["iteration"] for m in lines if "loss" in m or "lr" in m] == [19, 39, 59]
 
-    train(twice, preempted_at=iteration)
+    train(twice, **how)
     train(twice)
     assert (twice / "metrics.json").read_text() == (once / "metrics.json").read_text()
     assert points(twice) == points(once)
     assert len(points(once)["accuracy"]) == 20
-
-
-@pytest.mark.parametrize("iteration", [32, 34])
-def test_a_run_that_broke_off_and_was_resumed_has_the_rows_of_an_undisturbed_one(
-    iteration: int, tmp_path: Path
-) -> None:
-    train(tmp_path / "once")
-    train(tmp_path / "twice", broken_at=iteration)
-    train(tmp_path / "twice")
-    once, twice = (tmp_path / run / "metrics.json" for run in ("once", "twice"))
-    assert twice.read_text() == once.read_text()
 
 
 class Full(Recorder):
@@ -146,14 +138,13 @@ class Full(Recorder):
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_and_tried_again_and_an_error_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     writer = Full()
     Idle(PeriodicWriter([writer], period=1)).train(0, 5)
     assert writer.log[-3:] == ["write 4", "write 5", "close"]
     assert caplog.text.count("Full: NOT WRITTEN") == 2
-
-
-def test_a_disk_that_is_full_at_the_end_is_an_error() -> None:
     with pytest.raises(OSError, match="No space left"):
         Idle(PeriodicWriter([Full()], period=9)).train(0, 3)
 
