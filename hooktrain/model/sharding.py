@@ -200,6 +200,7 @@ def _reset(module: nn.Module) -> None:
 def _init_outermost(module: nn.Module) -> None:
     if hasattr(module, "init_weights"):
         _call_whole(module, "init_weights")
+        module.is_init = True  # type: ignore[assignment]
         return
     for child in module.children():
         _init_outermost(child)

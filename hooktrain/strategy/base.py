@@ -259,6 +259,7 @@ class BaseStrategy(ABC):
         """Call the model's ``init_weights``, if it has one. It is still on the CPU, unwrapped."""
         if hasattr(model, "init_weights") and not getattr(model, "is_init", False):
             model.init_weights()  # type: ignore[operator]
+            model.is_init = True  # type: ignore[assignment]
 
     @abstractmethod
     def wrap_model(self, model: nn.Module) -> nn.Module:

@@ -114,6 +114,11 @@ class Net(BaseModel):
         return [part.weight[0, 0].item() for part in self.modules() if isinstance(part, nn.Linear)]
 
 
+class Drawn(Net):
+    def init_weights(self) -> None:
+        nn.init.normal_(self.parts[0].linear.weight)
+
+
 def sgd(model: nn.Module) -> OptimWrapper:
     return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
@@ -132,6 +137,10 @@ def test_a_trainer_initialises_weights_once_unless_they_were_loaded(tmp_path: Pa
     assert loaded.weights() == [0, 0.25]
     made = SingleDeviceStrategy(work_dir=tmp_path, device="cpu").prepare(Net())
     assert (made.is_init, made.weights()) == (True, [0.5, 0.25])
+    drawn = SingleDeviceStrategy(work_dir=tmp_path, device="cpu").prepare(Drawn())
+    weights = drawn.weights()
+    StepTrainer(drawn, [], sgd(drawn))
+    assert drawn.weights() == weights
 
 
 def test_init_cfg_loads_a_part_of_a_checkpoint_and_anything_else_is_refused(tmp_path: Path) -> None:
