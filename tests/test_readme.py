@@ -1,4 +1,4 @@
-"""The README's programs run as they stand there."""
+"""The programs of README.md and docs/guide.md run as they stand there."""
 
 import os
 import re
@@ -12,10 +12,12 @@ from processes import run_program
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+STRICT = "import warnings; warnings.simplefilter('error')\n"
 
 
-LOGGED = "import logging; logging.basicConfig(level=logging.INFO)\n"
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def programs(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def write(folder: Path, program: str) -> Path:
@@ -25,8 +27,7 @@ def write(folder: Path, program: str) -> Path:
 
 
 def run(folder: Path, program: str) -> str:
-    strict = "import warnings; warnings.simplefilter('error')\n"
-    done = run_program(write(folder, strict + program), folder=folder)
+    done = run_program(write(folder, STRICT + program), folder=folder)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -46,32 +47,34 @@ def run_alone(folder: Path, program: str, *launcher: str) -> str:
 
 
 def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(tmp_path: Path) -> None:
-    run_alone(tmp_path, PROGRAMS[0])
+    (program,) = programs(README)
+    run_alone(tmp_path, program)
     output = tmp_path / "output" / "readme"
     assert {"model_0000099.pth", "model_final.pth", "last_checkpoint", "metrics.json"} <= {
         path.name for path in output.iterdir()
     }
     final = (output / "model_final.pth").read_bytes()
-    run(tmp_path, PROGRAMS[0])
+    run(tmp_path, program)
     assert (output / "model_final.pth").read_bytes() == final
 
 
-def test_the_program_with_a_model_that_owns_its_step_trains(tmp_path: Path) -> None:
-    assert "Starting training" in run(tmp_path, LOGGED + PROGRAMS[2])
-    assert len(PROGRAMS) == 3
+def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
+    printed = run(tmp_path, "\n\n".join(programs(GUIDE)))
+    assert "CountBig" in printed
+    assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
 
 
-def test_the_program_with_a_strategy_trains_on_any_number_of_processes(tmp_path: Path) -> None:
-    ranks = r"rank (\d) of {} on cpu: loss 0\.00\d+"
-    assert re.findall(ranks.format(1), run(tmp_path, PROGRAMS[1])) == ["0"]
+def test_the_script_of_the_guide_trains_on_any_number_of_processes(tmp_path: Path) -> None:
+    (program,) = [block for block in programs(GUIDE) if "launch(main)" in block]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = run_alone(tmp_path, PROGRAMS[1], *torchrun)
-    assert sorted(re.findall(ranks.format(2), printed)) == ["0", "1"]
+    printed = run_alone(tmp_path, program, *torchrun)
+    assert sorted(re.findall(r"rank (\d) of 2 on cpu: loss 0\.00\d+", printed)) == ["0", "1"]
     assert "Warning" not in printed
 
 
 @pytest.mark.parametrize(
-    "name", re.findall(r"`((?:hooktrain|tools|configs|tests)/[\w/.]+)`", README)
+    "name",
+    sorted(set(re.findall(r"`((?:hooktrain|tools|configs|tests)/[\w/.]+)`", README + GUIDE))),
 )
-def test_files_that_the_readme_names_exist(name: str) -> None:
+def test_files_that_they_name_exist(name: str) -> None:
     assert (ROOT / name).exists()
