@@ -14,11 +14,13 @@ from hooktrain import checkpoint as core
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
 from hooktrain.checkpoint.formats import with_model
-from hooktrain.checkpoint.surgery import IncompatibleKeys, load_model_state, take_prefix
+from hooktrain.checkpoint.surgery import IncompatibleKeys, load_model_state
 from hooktrain.compat.paths import PathManager
 from hooktrain.utils.file_io import AnyPath
 
 State = dict[str, Any]
+
+_OPTIONS = {"state", "tag", "on_saved", "on_full"}
 
 
 def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
@@ -26,17 +28,15 @@ def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
 
     @wraps(save)
     def with_options(self: "Checkpointer", name: str, *args: Any, **extra: Any) -> None:
-        known = extra.keys() & {"state", "tag", "on_saved", "on_full"}
-        self._options |= {key: extra.pop(key) for key in known}
+        self._options |= {key: extra.pop(key) for key in extra.keys() & _OPTIONS}
         try:
             save(self, name, *args, **extra)
         finally:
             options, self._options = self._options, {}
-        # Of a body that has not called the base class's, and so has written the file itself.
-        if (on_saved := options.get("on_saved")) and os.path.isfile(
-            path := os.path.join(self.save_dir, f"{name}.pth")
-        ):
-            on_saved(path)
+        path = os.path.join(self.save_dir, f"{name}.pth")
+        # Left by a body that has not called the base class's, and has written the file itself.
+        if "on_saved" in options and os.path.isfile(path):
+            options["on_saved"](path)
 
     return with_options
 
@@ -55,8 +55,7 @@ class Checkpointer(core.Checkpointer):
             on a disk.
 
     Args:
-        model: None for none.
-        save_dir: as all other arguments, that of the base class.
+        model: None for none. The other arguments are those of the base class.
     """
 
     _not_called: ClassVar[dict[str, str]] = {}
@@ -65,13 +64,11 @@ class Checkpointer(core.Checkpointer):
         if "save" in vars(cls):
             cls.save = _keep_options(cls.save)  # type: ignore[method-assign]
 
-    def __init__(
-        self, model: nn.Module | None, save_dir: AnyPath = "", **checkpointables: Any
-    ) -> None:
+    def __init__(self, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self.path_manager: Any = PathManager
         self._options: State = {}
         self._reported: IncompatibleKeys | None = None
-        super().__init__(nn.Module() if model is None else model, save_dir, **checkpointables)
+        super().__init__(nn.Module() if model is None else model, *args, **kwargs)
 
     def save(self, name: str, **extra: Any) -> None:
         """Write a checkpoint, and make it the one to resume from; see the base class."""
@@ -183,11 +180,3 @@ class DetectionCheckpointer(Checkpointer):
                 c2_conversion=checkpoint.get("__author__") == "Caffe2",
             )
         return super()._load_model(checkpoint)
-
-
-def _strip_prefix_if_present(state_dict: State, prefix: str) -> None:
-    """Take a prefix off all names, in place, if all have it."""
-    if state_dict and all(name.startswith(prefix) for name in state_dict):
-        stripped = take_prefix(state_dict, prefix)
-        state_dict.clear()
-        state_dict.update(stripped)

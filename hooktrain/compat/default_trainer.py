@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,8 @@ logger = logging.getLogger(__name__)
 class _WithoutArguments(SimpleTrainer):
     """So that ``super(DefaultTrainer, self).__init__()`` may come before there is a model."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self) -> None:
         TrainerBase.__init__(self)
-        if args or kwargs:
-            self._trainer = SimpleTrainer(*args, **kwargs)
 
 
 class DefaultTrainer(_WithoutArguments):
@@ -102,8 +100,7 @@ class DefaultTrainer(_WithoutArguments):
 
     def state_dict(self) -> dict[str, Any]:
         """That of the ``_trainer``."""
-        state: dict[str, Any] = self._trainer.state_dict()
-        return state
+        return self._trainer.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **only: Any) -> None:
         """Load what :meth:`state_dict` returned; detectron2's states load too."""
@@ -179,16 +176,14 @@ class DefaultTrainer(_WithoutArguments):
         return build_lr_scheduler(cfg, optimizer)
 
     @classmethod
-    def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
+    def build_train_loader(cls, cfg: Any) -> Any:
         """The batches to train on."""
-        loader: Iterable[Any] = of_detectron2("build_detection_train_loader")(cfg)
-        return loader
+        return of_detectron2("build_detection_train_loader")(cfg)
 
     @classmethod
-    def build_test_loader(cls, cfg: Any, dataset_name: str) -> Iterable[Any]:
+    def build_test_loader(cls, cfg: Any, dataset_name: str) -> Any:
         """The batches of a data set to evaluate on."""
-        loader: Iterable[Any] = of_detectron2("build_detection_test_loader")(cfg, dataset_name)
-        return loader
+        return of_detectron2("build_detection_test_loader")(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: Any, dataset_name: str) -> DatasetEvaluator:
@@ -228,28 +223,12 @@ class DefaultTrainer(_WithoutArguments):
     def auto_scale_workers(cfg: Any, num_workers: int) -> Any:
         """The configuration for ``num_workers`` ranks, if it says for how many it was written.
 
-        Batch size and learning rate grow with the number of ranks; iterations and periods shrink.
+        detectron2 itself scales it, where that is installed.
 
         Args:
             cfg: with ``SOLVER.REFERENCE_WORLD_SIZE``; 0 leaves everything as it is.
             num_workers: the number of ranks.
         """
-        old = cfg.SOLVER.REFERENCE_WORLD_SIZE
-        if old in (0, num_workers):
+        if cfg.SOLVER.REFERENCE_WORLD_SIZE in (0, num_workers):
             return cfg
-        if cfg.SOLVER.IMS_PER_BATCH % old:
-            raise ValueError(f"IMS_PER_BATCH is no multiple of {old}: {cfg.SOLVER.IMS_PER_BATCH!r}")
-        cfg, frozen, scale = cfg.clone(), cfg.is_frozen(), num_workers / old
-        cfg.defrost()
-        solver, test = cfg.SOLVER, cfg.TEST
-        solver.REFERENCE_WORLD_SIZE = num_workers
-        solver.IMS_PER_BATCH = round(solver.IMS_PER_BATCH * scale)
-        solver.BASE_LR *= scale
-        for key in ("MAX_ITER", "WARMUP_ITERS", "CHECKPOINT_PERIOD"):
-            setattr(solver, key, round(getattr(solver, key) / scale))
-        solver.STEPS = tuple(round(step / scale) for step in solver.STEPS)
-        test.EVAL_PERIOD = round(test.EVAL_PERIOD / scale)
-        logger.info("Scaled the configuration from %d to %d ranks: %s", old, num_workers, solver)
-        if frozen:
-            cfg.freeze()
-        return cfg
+        return of_detectron2("DefaultTrainer").auto_scale_workers(cfg, num_workers)

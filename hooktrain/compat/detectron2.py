@@ -8,6 +8,9 @@ itself, where it is installed.
 from typing import Any
 
 from torch._C import _log_api_usage_once as _log_api_usage  # noqa: F401
+from torch.nn.modules.utils import (
+    consume_prefix_in_state_dict_if_present as _strip_prefix_if_present,  # noqa: F401
+)
 
 from hooktrain.checkpoint import *
 from hooktrain.checkpoint.surgery import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
@@ -30,7 +33,6 @@ from hooktrain.utils.timer import Timer as Timer
 # isort: split
 # Last, since these replace what has the same names above.
 from hooktrain.compat.checkpoint import *
-from hooktrain.compat.checkpoint import _strip_prefix_if_present  # noqa: F401
 from hooktrain.compat.config import *
 from hooktrain.compat.data import *
 from hooktrain.compat.default_trainer import *  # type: ignore[assignment]

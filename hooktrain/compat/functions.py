@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hooktrain import evaluation
 from hooktrain.config import ConfigDict
@@ -21,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Where the names of detection stand there.
 _OF_DETECTION = (
-    "config data data.build data.common evaluation checkpoint utils.env engine.defaults modeling"
+    *("config", "data", "data.build", "data.common", "evaluation", "checkpoint", "modeling"),
+    *("engine.defaults", "utils.env", "utils.collect_env"),
 )
 
 
@@ -31,7 +33,7 @@ def of_detectron2(name: str) -> Any:
     Raises:
         ImportError: if there is no such name, or detectron2 is not installed.
     """
-    for module in _OF_DETECTION.split() if find_spec("detectron2") else ():
+    for module in _OF_DETECTION if find_spec("detectron2") else ():
         if hasattr(found := import_module(f"detectron2.{module}"), name):
             return getattr(found, name)
     raise ImportError(
@@ -48,8 +50,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     """
     if "OUTPUT_DIR" not in cfg:
         return defaults.default_setup(cfg, args)
-    names = {"output_dir": "OUTPUT_DIR", "seed": "SEED", "cudnn_benchmark": "CUDNN_BENCHMARK"}
-    train = {name: getattr(cfg, key, None) for name, key in names.items()}
+    keys = ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK")
+    train = {key.lower(): getattr(cfg, key, None) for key in keys}
     defaults.default_setup(ConfigDict(train=train), args)
     if cfg.OUTPUT_DIR and comm.is_main_process():
         Path(cfg.OUTPUT_DIR, "config.yaml").write_text(cfg.dump(), encoding="utf-8")
@@ -80,8 +82,8 @@ def retry_if_cuda_oom(func: Callable[..., Result]) -> Callable[..., Result]:
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
         logger.info("The device's memory is full: %s computes on the CPU", func)
-        on_host = {k: _to_cpu(v) for k, v in kwargs.items()}
-        return func(*(_to_cpu(arg) for arg in args), **on_host)
+        args, kwargs = tree_map(_to_cpu, (args, kwargs))
+        return func(*args, **kwargs)
 
     return wrapped
 

@@ -6,7 +6,6 @@
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -61,12 +60,7 @@ class WarmupMultiStepLR(_WarmupLR):
     """``lr * warmup * gamma ** k``, where ``k`` milestones are reached, in iterations."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        milestones: Sequence[int],
-        gamma: float = 0.1,
-        *args: Any,
-        **kw: Any,
+        self, optimizer: Optimizer, milestones: list[int], gamma: float = 0.1, *args: Any, **kw: Any
     ) -> None:
         self.milestones, self.gamma = sorted(milestones), gamma
         super().__init__(optimizer, *args, **kw)
@@ -109,19 +103,13 @@ def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
         optimizer: an optimizer, or a class of them.
 
     Returns:
-        The optimizer, or a subclass that clips.
+        The optimizer, or for a class what makes optimizers that clip.
     """
     options = cfg.SOLVER.CLIP_GRADIENTS
     if not options.ENABLED:
         return optimizer
     if isinstance(optimizer, type):
-        kind: Any = optimizer
-
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            kind.__init__(self, *args, **kwargs)
-            maybe_add_gradient_clipping(cfg, self)
-
-        return type(f"{kind.__name__}WithGradientClip", (kind,), {"__init__": init})
+        return lambda *args, **kw: maybe_add_gradient_clipping(cfg, optimizer(*args, **kw))
     by_norm = partial(clip_grad_norm_, norm_type=options.NORM_TYPE)
     clip: Any = {"value": clip_grad_value_, "norm": by_norm}[options.CLIP_TYPE]
 
@@ -147,8 +135,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Optimizer:
     )
     options = {"nesterov": tree.NESTEROV, "weight_decay": tree.WEIGHT_DECAY}
     optimizer = SGD(groups, tree.BASE_LR, tree.MOMENTUM, **options)
-    built: Optimizer = maybe_add_gradient_clipping(cfg, optimizer)
-    return built
+    return maybe_add_gradient_clipping(cfg, optimizer)  # type: ignore[no-any-return]
 
 
 def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
