@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    args = default_argument_parser().parse_args()
+    args = default_argument_parser().parse_intermixed_args()
     if not args.config_file:
         raise SystemExit("train_net.py: --config-file is missing, such as configs/digits_cnn.py")
     launch(

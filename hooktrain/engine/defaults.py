@@ -83,7 +83,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add("--machine-rank", type=int, default=0, help="this machine's number, from 0")
     add("--dist-url", default="auto", help="where the processes meet, such as tcp://host:port")
     changes = "changes of the configuration, each as key.subkey=value, +new.key=value or ~key"
-    add("opts", nargs=argparse.REMAINDER, help=changes)
+    add("opts", nargs="*", help=changes)
     return parser
 
 

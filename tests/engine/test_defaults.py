@@ -56,7 +56,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_arguments_are_those_that_scripts_expect() -> None:
-    args = default_argument_parser().parse_args(["--config-file", "c.py", "--resume", "a=1", "b=2"])
+    # In any order: what comes behind the changes of the configuration is not lost.
+    args = default_argument_parser().parse_args(["--config-file", "c.py", "a=1", "b=2", "--resume"])
     assert vars(args) == {
         "config_file": "c.py",
         "resume": True,
