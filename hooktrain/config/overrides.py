@@ -17,8 +17,8 @@ from hooktrain.utils.registry import did_you_mean
 # What literal_eval does not read, but command lines and other config languages write.
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None, "": ""}
 _WORDS |= {word: float(word) for word in ("inf", "-inf", "nan")}
-# True or False in some languages, and a text in others.
-_UNCLEAR = ("yes", "no", "on", "off")
+# True or False in some languages, and a text in others: only in the place of a bool is it clear.
+_SWITCHES = {"yes": True, "no": False, "on": True, "off": False}
 
 
 def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
@@ -26,8 +26,9 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
     - ``a.b=3`` sets an existing key. The value is a Python literal (number, quoted string, list,
       tuple, dict), one of true, false, none, null, inf, -inf, nan in any case, or else a plain
-      string, all after the first ``=``; yes, no, on and off need quotes. It replaces what was
-      there; dicts are not merged.
+      string, all after the first ``=``. It replaces what was there; dicts are not merged. In the
+      place of True or False, yes, no, on and off are clear too; elsewhere they need quotes. In the
+      place of an integer, ``1e4`` is one.
     - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
       index that is its length appends.
     - ``~a.b`` deletes a key or a list item.
@@ -44,7 +45,8 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
         KeyError: If a key does not exist. The message quotes the override, and suggests the
             nearest key.
         ValueError: If an override has no ``=``, an empty key, or an unfinished literal, or says
-            yes, no, on or off without quotes; or if a reference names nothing.
+            yes, no, on or off without quotes; if another word is to replace True or False; or if a
+            reference names nothing.
     """
     restore_references(cfg)
     for override in overrides:
@@ -66,11 +68,24 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     if sign == "~":
         del node[_find(node, parts, override)]
         return
-    value = to_config(parse_value(text, override))
     if sign == "+" and isinstance(node, list) and parts[-1] == str(len(node)):
-        node.append(value)
+        node.append(to_config(parse_value(text, override)))
     else:
-        node[_find(node, parts, override)] = value
+        key = _find(node, parts, override)
+        old = node.get(key) if isinstance(node, dict) else node[key]
+        node[key] = to_config(_replacement(old, text, override))
+
+
+def _replacement(old: Any, text: str, override: str) -> Any:
+    """The value of an override; True, False and whole numbers stay what they are."""
+    is_switch = isinstance(old, bool)
+    if is_switch and (word := text.strip().lower()) in _SWITCHES:
+        return _SWITCHES[word]
+    value = parse_value(text, override)
+    if is_switch and isinstance(value, str):
+        raise ValueError(f"the override {override!r} replaces {old!r}: write true or false")
+    is_whole = type(old) is int and isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 def _find(node: Any, parts: Sequence[str], override: str) -> Any:
@@ -96,7 +111,7 @@ def parse_value(text: str, override: str) -> Any:
         # In brackets, so that 7#x is no 7 with a comment.
         return ast.literal_eval(f"({word})")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as err:
-        if word[:1] in tuple("[({'\"") or word.lower() in _UNCLEAR:
+        if word[:1] in tuple("[({'\"") or word.lower() in _SWITCHES:
             raise ValueError(
                 f"the override {override!r}: {text!r} is no Python literal, but looks like a value;"
                 " write true or false, and put quotes around a text, also in a list, dict or tuple"

@@ -48,6 +48,32 @@ def test_a_value_is_a_python_literal_or_else_a_string(text: str, expected: Any) 
     assert type(cfg.train.name) is type(expected) or isinstance(cfg.train.name, type(expected))
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("max_iter=1e4", 10_000),
+        ("max_iter=1.5", 1.5),
+        ("amp.enabled=yes", True),
+        ("amp.enabled=Off", False),
+        ("amp.enabled={'dtype': 1}", {"dtype": 1}),
+        ("lr=1e4", 10_000.0),
+    ],
+)
+def test_a_value_is_understood_as_what_it_replaces(override: str, expected: Any) -> None:
+    cfg = ConfigDict(max_iter=1, lr=0.1, amp={"enabled": not expected})
+    name = override.partition("=")[0]
+    value = apply_overrides(cfg, [override])
+    for part in name.split("."):
+        value = value[part]
+    assert value == expected
+    assert type(value) is (ConfigDict if isinstance(expected, dict) else type(expected))
+
+
+def test_a_word_in_the_place_of_a_bool_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'train.amp.enabled=treu' replaces False: write true or"):
+        apply_overrides(config(), ["train.amp.enabled=treu"])
+
+
 def test_the_config_itself_is_changed_in_order_and_returned() -> None:
     cfg = config()
     changes = ["train.max_iter=2", "train.max_iter=3", "train.amp={'dtype': 'bf16'}"]
