@@ -101,35 +101,43 @@ def test_labels_and_outputs_that_do_not_fit_are_refused(
         evaluate((torch.tensor(labels, dtype=kind), torch.zeros(shape)))
 
 
-def _evaluate_share(shares: list[list[int]], with_bad_label: bool) -> Any:
-    labels, logits = random_samples(30)
-    if with_bad_label and dist.get_rank() == 1:
-        labels += 3
-    evaluator = ClassificationEvaluator(NAMES)
+# The samples of each of two ranks, and what they get: a result, or all of them the same error.
+SHARES: list[tuple[list[list[int]], str]] = [
+    ([list(range(7)), list(range(7, 30))], ""),
+    ([[], list(range(30))], ""),
+    ([[], []], "there is no sample to evaluate, on any rank"),
+    ([[0], [31]], "1 labels are out of range: not in [0, 3)"),
+]
+
+
+def evaluate_shares() -> list[Any]:
+    """The results, and how many tables this rank has logged for each."""
+    labels, logits = random_samples(32)
+    labels[31] = 3
     tables: list[str] = []
     logger = logging.getLogger("hooktrain.evaluation.metrics")
     logger.info = lambda *args: tables.append(args[0])  # type: ignore[method-assign, assignment]
-    for index in shares[dist.get_rank()]:
-        evaluator.process({"label": labels[index, None]}, logits[index, None])
-    try:
-        return evaluator.evaluate(), len(tables)
-    except ValueError as error:
-        return str(error)
+    found: list[Any] = []
+    for shares, _ in SHARES:
+        evaluator = ClassificationEvaluator(NAMES)
+        tables.clear()
+        for index in shares[dist.get_rank()]:
+            evaluator.process({"label": labels[index, None]}, logits[index, None])
+        try:
+            found.append((evaluator.evaluate(), len(tables)))
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize("first_share", [7, 0])
-def test_ranks_get_the_same_results_from_uneven_shares(first_share: int) -> None:
-    labels, logits = random_samples(30)
-    whole = evaluate((labels, logits))
-    shares = [list(range(first_share)), list(range(first_share, 30))]
-    (first, tables), (second, other_tables) = run_ranks(_evaluate_share, 2, shares, False)
-    assert first == second
-    assert (tables, other_tables) == (1, 0)
-    assert first["classification"] == pytest.approx(whole, rel=1e-14)
-
-
-def test_all_ranks_fail_together() -> None:
-    empty = run_ranks(_evaluate_share, 2, [[], []], False)
-    assert empty == ["there is no sample to evaluate, on any rank"] * 2
-    bad = run_ranks(_evaluate_share, 2, [[0], [1]], True)
-    assert bad == ["1 labels are out of range: not in [0, 3)"] * 2
+def test_ranks_get_the_same_results_or_errors_from_uneven_shares() -> None:
+    labels, logits = random_samples(32)
+    whole = evaluate((labels[:30], logits[:30]))
+    for (_, error), *outcomes in zip(SHARES, *run_ranks(evaluate_shares, 2), strict=True):
+        if error:
+            assert outcomes == [error, error]
+        else:
+            (first, tables), (second, other_tables) = outcomes
+            assert first == second
+            assert (tables, other_tables) == (1, 0)
+            assert first["classification"] == pytest.approx(whole, rel=1e-14)

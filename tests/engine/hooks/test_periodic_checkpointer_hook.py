@@ -28,13 +28,30 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"background": request.param}
 
 
-def run(folder: Path, max_iter: int, *hooks: Any, options: Any = None, **kwargs: Any) -> Any:
+def run(
+    folder: Path,
+    max_iter: int,
+    *hooks: Any,
+    options: Any = None,
+    resume: bool = True,
+    parts: list[str] | None = None,
+    **kwargs: Any,
+) -> Any:
     trainer = linear_trainer(*hooks, gather_metric_period=1)
     checkpointer = Checkpointer(trainer.model, folder, **(options or {}), trainer=trainer)
     trainer.register_hooks([PeriodicCheckpointer(checkpointer, **kwargs)])
-    checkpointer.resume_or_load("", resume=True)
+    checkpointer.resume_or_load("", resume=resume, checkpointables=parts)
     trainer.train(max_iter=max_iter)
     return trainer
+
+
+def fail_at(iteration: int) -> CallbackHook:
+    return CallbackHook(before_step=lambda trainer: 1 // (trainer.iter != iteration))
+
+
+def run_and_fail(folder: Path, iteration: int, *hooks: Any, **kwargs: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(folder, 6, fail_at(iteration), *hooks, **{"period": 2, **kwargs})
 
 
 def names(folder: Path) -> list[str]:
@@ -59,21 +76,13 @@ def test_a_run_that_begins_anew_is_never_resumed_from_an_earlier_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, 4, period=2)
-
-    def begin(fail_at: int) -> None:
-        trainer = linear_trainer(CallbackHook(before_step=lambda t: 1 // (t.iter != fail_at)))
-        checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-        trainer.register_hooks([PeriodicCheckpointer(checkpointer, period=2)])
-        with pytest.raises(ZeroDivisionError):
-            trainer.train(max_iter=6)
-
-    begin(fail_at=1)  # before its first checkpoint
+    run_and_fail(tmp_path, 1, resume=False)  # before its first checkpoint
     assert "moved ['model_0000001.pth', 'model_final.pth', 'last_checkpoint']" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["earlier-1"]
     resumed = run(tmp_path, 3, period=2)
     assert resumed.start_iter == 0
     assert "Not resuming from ['earlier-1']" in caplog.text
-    begin(fail_at=3)
+    run_and_fail(tmp_path, 3, resume=False)
     assert names(tmp_path) == ["earlier-1", "earlier-2", "model_0000001.pth"]
     assert run(tmp_path, 6, period=2).start_iter == 2
 
@@ -82,12 +91,11 @@ def test_a_run_that_begins_anew_is_never_resumed_from_an_earlier_one(
 def test_a_new_run_in_a_used_folder_leaves_the_earlier_one_complete(
     sharded: bool, tmp_path: Path
 ) -> None:
-    def train(max_iter: int, fail_at: int = -1) -> None:
+    def train(max_iter: int, failing: int = -1) -> None:
         accuracy = CallbackHook(
-            after_step=lambda t: t.storage.put_scalar("accuracy", 9 * max_iter - t.iter),
-            before_step=lambda t: 1 // (t.iter != fail_at),
+            after_step=lambda t: t.storage.put_scalar("accuracy", 9 * max_iter - t.iter)
         )
-        trainer = linear_trainer(accuracy)
+        trainer = linear_trainer(accuracy, fail_at(failing))
         checkpointer = Checkpointer(trainer.model, tmp_path, sharded=sharded, trainer=trainer)
         other = Checkpointer(trainer.model, tmp_path, sharded=sharded)  # as for a second model
         trainer.register_hooks(
@@ -107,7 +115,7 @@ def test_a_new_run_in_a_used_folder_leaves_the_earlier_one_complete(
     assert names(tmp_path) == sorted(["embeddings.pth", *run, *numbered])
     old = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
     with pytest.raises(ZeroDivisionError):
-        train(3, fail_at=2)
+        train(3, failing=2)
     mine = [f"{name}_0000001{end}" for name in ("model", "second")]
     assert names(tmp_path) == sorted(["earlier-1", "embeddings.pth", run[0], *mine])
     moved = {path.name: path.stat().st_ino for path in (tmp_path / "earlier-1").iterdir()}
@@ -117,24 +125,13 @@ def test_a_new_run_in_a_used_folder_leaves_the_earlier_one_complete(
 def test_a_run_from_parts_of_an_earlier_one_begins_with_the_same_until_it_has_saved(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path, 4, period=2)
-
-    def begin(fail_at: int) -> None:
-        trainer = linear_trainer(CallbackHook(before_step=lambda t: 1 // (t.iter != fail_at)))
-        torch.nn.init.zeros_(trainer.model.fc.weight)
-        checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-        trainer.register_hooks([PeriodicCheckpointer(checkpointer, period=2)])
-        checkpointer.resume_or_load("", checkpointables=["model"])
-        weights.append(trainer.model.fc.weight.clone())
-        with pytest.raises(ZeroDivisionError):
-            trainer.train(max_iter=6)
-
-    weights: list[torch.Tensor] = []
+    earlier = run(tmp_path, 4, period=2).model.fc.weight
+    seen: list[torch.Tensor] = []
     for _ in range(3):
-        begin(fail_at=1)
+        look = CallbackHook(before_train=lambda t: seen.append(t.model.fc.weight.clone()))
+        run_and_fail(tmp_path, 1, look, parts=["model"])
         assert names(tmp_path) == ["earlier-1", "model_final.pth"]
-        assert weights[0].any()
-        assert torch.equal(weights[0], weights[-1])
+        assert torch.equal(seen[-1], earlier)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -182,13 +179,7 @@ def test_a_run_that_is_stopped_early_has_its_final_checkpoint(
 def test_a_failed_run_leaves_no_final_checkpoint_but_the_one_that_was_under_way(
     options: dict[str, Any], sharded: bool, tmp_path: Path
 ) -> None:
-    def fail(trainer: Any) -> None:
-        if trainer.iter == 3:
-            raise OSError("broken")
-
-    options = {**options, "sharded": sharded}
-    with pytest.raises(OSError, match="broken"):
-        run(tmp_path, 4, CallbackHook(before_step=fail), options=options, period=3)
+    run_and_fail(tmp_path, 3, options={**options, "sharded": sharded}, period=3)
     assert names(tmp_path) == ["model_0000002" if sharded else "model_0000002.pth"]
     assert pointer(tmp_path) == names(tmp_path)[0]
 
