@@ -84,8 +84,8 @@ def _replacement(old: Any, text: str, override: str) -> Any:
     value = parse_value(text, override)
     if is_switch and isinstance(value, str):
         raise ValueError(f"the override {override!r} replaces {old!r}: write true or false")
-    is_whole = type(old) is int and isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole else value
+    is_power = type(old) is int and isinstance(value, float) and "e" in text.lower()
+    return int(value) if is_power and value.is_integer() else value
 
 
 def _find(node: Any, parts: Sequence[str], override: str) -> Any:

@@ -53,6 +53,7 @@ def test_a_value_is_a_python_literal_or_else_a_string(text: str, expected: Any) 
     [
         ("max_iter=1e4", 10_000),
         ("max_iter=1.5", 1.5),
+        ("max_iter=2.0", 2.0),
         ("amp.enabled=yes", True),
         ("amp.enabled=Off", False),
         ("amp.enabled={'dtype': 1}", {"dtype": 1}),
@@ -163,7 +164,7 @@ LITERALS = st.recursive(
 @settings(deadline=None, max_examples=100, database=None)
 @given(LITERALS)
 def test_the_repr_of_any_value_is_read_back(value: Any) -> None:
-    raw = apply_overrides(ConfigDict(a=0), [f"a={value!r}"])["a"]
+    raw = apply_overrides(ConfigDict(a=None), [f"a={value!r}"])["a"]
     assert raw == value
     assert repr(raw) == repr(value)
 
