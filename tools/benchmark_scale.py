@@ -40,7 +40,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hooktrain.checkpoint.files import load_file, save_file, verify_file
-from hooktrain.checkpoint.folders import load_folder, save_folder
+from hooktrain.checkpoint.folders import save_folder
+from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
@@ -202,7 +203,7 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
         "sha256 alone": lambda: hashlib.sha256(content).digest(),
         "verify_file (all checksums)": lambda: verify_file(ours),
         "load_file (verified)": lambda: load_file(ours),
-        "load_folder (verified)": lambda: load_folder(sharded),
+        "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
     }
     buffers.stage(state)
     return {name: total / seconds_of(step, rounds) for name, step in steps.items()}
@@ -258,7 +259,7 @@ def costs(speed: dict[str, float], billions: float, ranks: int) -> list[Any]:
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"]
     background = share / speed["save_folder (sha256, fsync)"]
-    restore = share / speed["load_folder (verified)"]
+    restore = share / speed["read_folder (verified)"]
     return [billions, ranks, 12 * billions, share, blocked, background, restore]
 
 

@@ -94,24 +94,6 @@ def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | No
         on_main_process(complete, group)
 
 
-def load_folder(folder: AnyPath, model: nn.Module | None = None) -> dict[str, Any]:
-    """Verify a folder, each rank a part of it, then load it on every rank. Collective.
-
-    Args:
-        folder: of :func:`save_folder`, by any number of ranks.
-        model: see :func:`read_folder`.
-
-    Raises:
-        CorruptCheckpointError: on every rank, if a file is missing, truncated or altered.
-        OSError: on every rank, if there is no such folder, or it cannot be read.
-    """
-    rank, size = comm.get_rank(), comm.get_world_size()
-    on_all_ranks(lambda: verify_folder(folder, slice(rank, None, size)))
-    states: list[dict[str, Any]] = []
-    on_all_ranks(lambda: states.append(read_folder(folder, model)))
-    return states[0]
-
-
 def read_folder(
     folder: AnyPath, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
 ) -> dict[str, Any]:

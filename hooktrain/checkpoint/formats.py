@@ -8,6 +8,7 @@ from torch import nn
 
 from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file, verify_file
+from hooktrain.utils import comm
 
 State = dict[str, Any]
 
@@ -54,18 +55,22 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
     Args:
         path: every rank must be able to read it. The main process decides what it is.
-        model: of a folder, each rank reads no more than its shards of what this model has sharded.
+        model: of a folder, each rank verifies a part of the files, and reads no more than its
+            shards of what this model has sharded.
 
     Raises:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
         OSError: on every rank, if one cannot open it.
     """
-    if on_main_process(lambda: is_folder(path)):
-        from hooktrain.checkpoint.folders import load_folder
-
-        return with_model(load_folder(path, model), path)
     states: list[State] = []
-    on_all_ranks(lambda: states.append(read_checkpoint(path)))
+    if on_main_process(lambda: is_folder(path)):
+        from hooktrain.checkpoint.folders import read_folder, verify_folder
+
+        part = slice(comm.get_rank(), None, comm.get_world_size())
+        on_all_ranks(lambda: verify_folder(path, part))
+        on_all_ranks(lambda: states.append(with_model(read_folder(path, model), path)))
+    else:
+        on_all_ranks(lambda: states.append(read_checkpoint(path)))
     return states[0]
 
 

@@ -18,7 +18,8 @@ from checkpoint_toys import equal
 
 from hooktrain.checkpoint import folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
-from hooktrain.checkpoint.folders import load_folder, read_folder, save_folder, verify_folder
+from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
+from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.utils.file_io import is_disk_full, sweep
 
 FILES = [".metadata", "__0_0.distcp", "manifest.json", "state.pth"]
@@ -50,7 +51,7 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     state["sets"] = {1, "a"}
     state["norm"] = torch.nn.BatchNorm1d(2).state_dict()
     save_folder(state, tmp_path / "a")
-    loaded = load_folder(tmp_path / "a")
+    loaded = read_checkpoint(tmp_path / "a")
     assert loaded["norm"]._metadata == {"": {"version": 2}}
     assert equal(loaded.pop("sparse").to_dense(), torch.eye(3))
     del state["sparse"]
@@ -59,8 +60,8 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 def test_the_layout_of_tensors_comes_back(tmp_path: Path) -> None:
     weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    save_folder({"weight": weight}, tmp_path / "a")
-    assert load_folder(tmp_path / "a")["weight"].stride() == weight.stride()
+    save_folder({"model": {"weight": weight}}, tmp_path / "a")
+    assert read_checkpoint(tmp_path / "a")["model"]["weight"].stride() == weight.stride()
 
 
 def test_the_folder_holds_its_files_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_two_tensors_of_one_dotted_name_are_refused(tmp_path: Path) -> None:
 def test_a_sharded_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
     save(tmp_path / "a", 2)
-    assert equal(load_folder(tmp_path / "a"), state_of(2))
+    assert equal(read_checkpoint(tmp_path / "a"), state_of(2))
     assert names(tmp_path) == ["a"]
 
 
@@ -123,7 +124,7 @@ def test_a_damaged_file_is_named_before_anything_is_read(
         path.write_bytes(data[:-1] if damage == "truncate" else b"")
     monkeypatch.setattr(folders, "_read_tensors", must_not_read)
     monkeypatch.setattr(torch, "load", must_not_read)
-    for read in (load_folder, verify_folder):
+    for read in (read_checkpoint, verify_folder):
         # A name that is wrong in the manifest is that of a missing file.
         with pytest.raises(CorruptCheckpointError, match=r"missing|altered|" + re.escape(name)):
             read(tmp_path / "a")
@@ -141,11 +142,10 @@ def test_every_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_no_folder_is_told_from_a_broken_one(tmp_path: Path) -> None:
-    for read in (load_folder, verify_folder):
-        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-            read(tmp_path / "a")
-        with pytest.raises(CorruptCheckpointError, match=r"has no manifest\.json"):
-            read(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        verify_folder(tmp_path / "a")
+    with pytest.raises(CorruptCheckpointError, match=r"has no manifest\.json"):
+        verify_folder(tmp_path)
 
 
 def forge(folder: Path, name: str, content: Any) -> Path:
@@ -172,9 +172,9 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     for name, content in [("state.pth", {"code": code}), ("__0_0.distcp", code)]:
         folder = forge(save(tmp_path / "a", 1), name, content)
         with pytest.raises((CorruptCheckpointError, pickle.UnpicklingError), match="mkdir"):
-            load_folder(folder)
+            read_checkpoint(folder)
     # torch's own description of the folder is not read.
-    assert equal(load_folder(forge(save(tmp_path / "a", 1), ".metadata", code)), state_of(1))
+    assert equal(read_checkpoint(forge(save(tmp_path / "a", 1), ".metadata", code)), state_of(1))
     assert names(tmp_path) == ["a"]
 
 
@@ -183,10 +183,10 @@ def test_a_folder_says_where_all_of_its_tensors_are(tmp_path: Path) -> None:
     content = torch.load(folder / "state.pth", weights_only=True)
     del content["parts"]["model.w"]
     with pytest.raises(CorruptCheckpointError, match=r"lacks the tensors \['model\.w'\]"):
-        load_folder(forge(folder, "state.pth", content))
+        read_checkpoint(forge(folder, "state.pth", content))
     for other in (content["state"], {"a": 1}):
         with pytest.raises(CorruptCheckpointError, match="does not say where the parts"):
-            load_folder(forge(folder, "state.pth", other))
+            read_checkpoint(forge(folder, "state.pth", other))
 
 
 def test_a_manifest_cannot_refer_to_files_elsewhere(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_whatever_call_breaks_the_old_or_the_new_one_is_there(
             assert target.exists() or not replace
         sweep(parent)
         assert names(parent) in ([], ["a"])
-        found = load_folder(target)["iteration"] if target.exists() else None
-        assert found is None or equal(load_folder(target), state_of(found))
+        found = read_checkpoint(target)["iteration"] if target.exists() else None
+        assert found is None or equal(read_checkpoint(target), state_of(found))
         assert found in ({1, 2} if replace else {None, 2})
         assert broke or found == 2
         outcomes.add((broke, found))
@@ -276,7 +276,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_folder(limit: int, tmp_path: Path
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert is_disk_full(caught.value)
     assert names(tmp_path) == ["a"]
-    assert equal(load_folder(tmp_path / "a"), state_of(1))
+    assert equal(read_checkpoint(tmp_path / "a"), state_of(1))
 
 
 def test_all_is_on_the_disk_before_the_folder_gets_its_name_and_then_the_name(

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, folders
-from hooktrain.checkpoint.folders import load_folder, save_folder, split_state
+from hooktrain.checkpoint.folders import save_folder, split_state
+from hooktrain.checkpoint.formats import read_checkpoint, read_on_all_ranks
 from hooktrain.utils import comm
 
 
@@ -140,7 +141,7 @@ def test_what_2_ranks_saved_is_loaded_whole_without_a_process_group(
     name: str, saved: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     folder, expected = saved
-    assert equal(whole(load_folder(folder / name)), expected)
+    assert equal(whole(read_checkpoint(folder / name)), expected)
     sizes = [(folder / name / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert sizes[1] > sizes[0] / 3  # each rank has written its part
 
@@ -178,7 +179,7 @@ def fail_on_rank_1(folder: Path) -> list[str]:
         path = folder / "good" / "__0_0.distcp"  # the second file: rank 1 compares its digest
         path.write_bytes(path.read_bytes().replace(b"PK", b"KP"))
     comm.synchronize()
-    found.append(outcome(load_folder, folder / "good"))
+    found.append(outcome(read_on_all_ranks, folder / "good", nn.Linear(1, 1)))
     return found
 
 
@@ -197,7 +198,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Pa
     assert "__0_0.distcp was altered" in altered
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "main"]
     # Of what is not sharded, the main process's is saved.
-    assert equal(load_folder(tmp_path / "main"), small_state(1))
+    assert equal(read_checkpoint(tmp_path / "main"), small_state(1))
 
 
 def die_in_a_save(folder: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
     save_folder(small_state(1), tmp_path / "a")
     with pytest.raises(RuntimeError):
         run_ranks(die_in_a_save, 2, tmp_path)
-    assert equal(load_folder(tmp_path / "a"), small_state(1))
+    assert equal(read_checkpoint(tmp_path / "a"), small_state(1))
     left = [path.name for path in tmp_path.iterdir() if path.name != "a"]
     assert all(name.startswith(".a.tmp-") for name in left)
     Checkpointer(nn.Linear(1, 1), tmp_path).save("b")

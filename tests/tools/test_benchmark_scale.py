@@ -53,12 +53,12 @@ def test_the_costs_of_a_checkpoint_follow_from_its_size(
     lines = [cells(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
     names = [line[0] for line in lines]
     assert "copy into kept memory" in names
-    assert "load_folder (verified)" in names
+    assert "read_folder (verified)" in names
     assert list(tmp_path.iterdir()) == []
     speed = {
         "copy into kept memory": 10.0,
         "save_folder (sha256, fsync)": 0.5,
-        "load_folder (verified)": 1.0,
+        "read_folder (verified)": 1.0,
     }
     # 12 bytes a parameter; a hundredth of 120 GB for each of 100 ranks.
     assert tool.costs(speed, 10, 100) == pytest.approx([10, 100, 120, 1.2, 0.12, 2.4, 1.2])

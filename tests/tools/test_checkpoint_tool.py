@@ -10,7 +10,7 @@ from loading import load_tool
 from torch import nn
 
 from hooktrain.checkpoint.files import load_file, save_file
-from hooktrain.checkpoint.folders import load_folder
+from hooktrain.checkpoint.formats import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_converted_state_resumes_model_and_optimizer(
     file: Path, folder: Path, tool: Callable[..., int]
 ) -> None:
     results = []
-    for state in (load_file(file), load_folder(folder)):
+    for state in (load_file(file), read_checkpoint(folder)):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         optimizer = torch.optim.AdamW(model.parameters())
         model.load_state_dict(state["model"])
