@@ -106,6 +106,7 @@ OBJECTS = {
     "hooks": hooks,
     "model": model.BaseModel,
     "optim_wrapper": TRAINER.optim_wrapper,
+    "self": model.BaseModel,
     "strategy": strategy.SingleDeviceStrategy(),
     "torch": torch,
     "trainer": TRAINER,

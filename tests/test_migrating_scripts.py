@@ -29,12 +29,15 @@ from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts, w
 
 NAMES = [
     "plain-before",
-    "plain-after",
+    "plain-ported",
     "mmcv-ported",
     "detectron2-ported",
 ]
 
 
+# The plain script up to its loop; then the trainer.
+_BEFORE = SCRIPTS["plain-before"].partition("iteration = 0")[0]
+SCRIPTS["plain-ported"] = _BEFORE + SCRIPTS["plain-after"]
 # The script of MMCV without its imports, up to its runner; then what takes that one's place.
 _BEFORE = re.sub(r"from mmcv.*\n", "", SCRIPTS["mmcv-before"]).partition("runner = Runner(")[0]
 SCRIPTS["mmcv-ported"] = _BEFORE + SCRIPTS["mmcv-after"]
@@ -54,13 +57,13 @@ def weights(folder: Path) -> dict[str, Weights]:
 def test_the_plain_loop_and_the_trainer_end_with_the_same_weights(
     weights: dict[str, Weights],
 ) -> None:
-    assert_same_weights(weights["plain-after"], weights["plain-before"])
+    assert_same_weights(weights["plain-ported"], weights["plain-before"])
 
 
 def test_the_trainer_that_failed_and_was_started_again_ends_with_the_same_weights(
     tmp_path: Path, weights: dict[str, Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(write_script("plain-after", tmp_path).parent)
+    monkeypatch.chdir(write_script("plain-ported", tmp_path).parent)
     monkeypatch.setattr("hooktrain.utils.logger.setup_logger", lambda: None)
     updates, step = [], torch.optim.SGD.step
 
@@ -159,6 +162,17 @@ def test_a_model_of_mmcv_that_makes_its_update_itself_makes_it_once() -> None:
     assert trainer.storage.latest()["loss_disc"][1] == 3
 
 
+_WRAPPER = """
+from hooktrain.engine import create_ddp_model
+from hooktrain.model import StepDistributedDataParallel
+
+class ToyDistributedDataParallel(StepDistributedDataParallel):
+    def train_step(self, data, optimizer=None):
+        return self(*data)
+
+"""
+
+
 def run_in_ranks(folder: str, text: str) -> Weights:
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -172,9 +186,8 @@ def run_in_ranks(folder: str, text: str) -> Weights:
 def test_two_ranks_train_the_model_of_mmcv_as_one_does(
     tmp_path: Path, weights: dict[str, Weights]
 ) -> None:
-    text = "from hooktrain.engine import create_ddp_model\n" + SCRIPTS["mmcv-wrapper"]
-    wrapped = 'create_ddp_model(model, type="ToyDistributedDataParallel")'
-    text += SCRIPTS["mmcv-ported"].replace("StepTrainer(model,", f"StepTrainer({wrapped},")
+    wrapped = "create_ddp_model(model, type=ToyDistributedDataParallel)"
+    text = _WRAPPER + SCRIPTS["mmcv-ported"].replace("StepTrainer(model", f"StepTrainer({wrapped}")
     for state in run_ranks(run_in_ranks, 2, str(tmp_path), text):
         assert_same_weights(state, weights["mmcv-ported"])
 
