@@ -53,9 +53,11 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> di
     ids = [k for group in state["param_groups"] for k in group["params"]]
     name_of = dict(zip(ids, in_order, strict=True))
     groups = [
-        {**settings_of(group), "params": [name_of[k] for k in group["params"]]}
+        {**group, "params": [name_of[k] for k in group["params"]]}
         for group in state["param_groups"]
     ]
+    for group in groups:
+        group.pop("param_names", None)  # the same, or as they are called in a part of the model
     named = {name_of.get(k, k): item for k, item in state["state"].items()}
     return {**state, "state": named, "param_groups": groups}
 

@@ -97,16 +97,14 @@ class OptimWrapper:
         groups = self.optimizer.param_groups
         return {"momentum": [float(g.get("momentum", g.get("betas", [0.0])[0])) for g in groups]}
 
-    def _parameters(self) -> list[Any]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def name_parameters(self, model: nn.Module) -> None:
         """Let saved states have the names of the parameters in a model; trainers call it."""
         self._model = model
 
     def _parameter_names(self) -> Mapping[Tensor, str]:
         """By parameter. Looked up once, and again when the optimizer has got another one."""
-        if self._model is not None and not set(self._parameters()) <= self._names.keys():
+        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        if self._model is not None and not parameters <= self._names.keys():
             self._names = parameter_names(self._model)
         return self._names
 
@@ -222,7 +220,8 @@ class OptimWrapper:
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
-        parameters = [p for p in self._parameters() if p.grad is not None]
+        groups = self.optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         if kind == "value" and parameters:  # torch refuses to clip nothing by value
             nn.utils.clip_grad_value_(parameters, limit)
         elif parameters:
@@ -238,12 +237,14 @@ class OptimWrapper:
             return
         # The same without torch's preparations for its profiler and compiler, which take longer
         # (7 us a step) than all the rest for a small model.
-        for parameter in self._parameters():
-            parameter.grad = None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient that was not cleared."""
-        return any(parameter.grad is not None for parameter in self._parameters())
+        groups = self.optimizer.param_groups
+        return any(p.grad is not None for group in groups for p in group["params"])
 
     def count_skipped_update(self) -> None:
         """Note that an update was skipped, and log how many were."""
