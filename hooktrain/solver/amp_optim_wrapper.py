@@ -45,7 +45,8 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = device_type or _device_type(self._parameters()[0])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.device_type = device_type or _device_type(next(parameters))
         dtype = dtype or torch.get_autocast_dtype(self.device_type)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.float16, torch.bfloat16):
