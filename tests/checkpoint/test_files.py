@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_toys import equal, small_state
+from checkpoint_toys import equal, overwrite, small_state
 from torch import nn
 
 from faults import fail_at_write
@@ -137,7 +137,7 @@ def damaged(path: Path, versions: Iterable[bytes]) -> int:
     """How many of these versions of a file are detected; the others hold its state all the same."""
     state, detected = load_file(path), 0
     for content in versions:
-        path.write_bytes(content)
+        overwrite(path, content)
         try:
             assert equal(load_file(path), state), "a file differs silently"
         except CorruptCheckpointError:
@@ -169,7 +169,7 @@ def test_every_truncation_is_detected(tmp_path: Path) -> None:
     save_file(small_state(), path)
     raw = path.read_bytes()
     for length in range(len(raw)):
-        path.write_bytes(raw[:length])
+        overwrite(path, raw[:length])
         with pytest.raises(CorruptCheckpointError, match=r"a\.pth"):
             verify_file(path)
 

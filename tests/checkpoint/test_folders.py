@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_toys import equal
+from checkpoint_toys import equal, overwrite
 
 from hooktrain.checkpoint import folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -133,10 +133,9 @@ def test_a_damaged_file_is_named_before_anything_is_read(
 def test_every_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     path = save(tmp_path / "a", 1) / "manifest.json"
     good = path.read_bytes()
-    for position in range(len(good)):
+    for position, byte in enumerate(good):
         for bit in (1, 4, 32):
-            changed = bytes([good[position] ^ bit])
-            path.write_bytes(good[:position] + changed + good[position + 1 :])
+            overwrite(path, good[:position] + bytes([byte ^ bit]) + good[position + 1 :])
             with pytest.raises(CorruptCheckpointError):
                 verify_folder(tmp_path / "a")
 
