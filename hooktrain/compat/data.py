@@ -1,7 +1,7 @@
 """What detectron2's loaders are made of beside data sets and samplers."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,29 +9,6 @@ from torch.utils.data import IterableDataset
 
 from hooktrain import data as core
 from hooktrain.utils.env import seed_all_rng
-
-
-class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
-    """Batches of samples that are all wider than high, or all not.
-
-    Args:
-        dataset: of dicts with ``width`` and ``height``.
-        batch_size: samples in a batch.
-    """
-
-    def __init__(self, dataset: Iterable[Any], batch_size: int) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self._buckets: list[list[Any]] = [[], []]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for sample in self.dataset:
-            bucket = self._buckets[sample["width"] <= sample["height"]]
-            bucket.append(sample)
-            if len(bucket) == self.batch_size:
-                batch = bucket[:]
-                bucket.clear()
-                yield batch
 
 
 class MapDataset(core.MapDataset):

@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hooktrain.compat.detectron2 import (
-    AspectRatioGroupedDataset,
     DatasetFromList,
     InferenceSampler,
     MapDataset,
@@ -17,15 +16,6 @@ from hooktrain.compat.detectron2 import (
     trivial_batch_collator,
     worker_init_reset_seed,
 )
-
-
-def test_batches_are_of_wide_samples_or_of_high_ones() -> None:
-    sizes = [(2, 1), (1, 2), (1, 1), (3, 1), (1, 3)]
-    samples = [{"width": w, "height": h} for w, h in sizes]
-    batches = [
-        [(d["width"], d["height"]) for d in b] for b in AspectRatioGroupedDataset(samples, 2)
-    ]
-    assert batches == [[(1, 2), (1, 1)], [(2, 1), (3, 1)]]
 
 
 class Squares(IterableDataset[int]):

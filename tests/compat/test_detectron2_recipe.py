@@ -43,7 +43,7 @@ NAMES = """
 detectron2.checkpoint: DetectionCheckpointer PeriodicCheckpointer
 detectron2.config: LazyCall LazyConfig instantiate
 omegaconf: OmegaConf DictConfig ListConfig
-detectron2.data: DatasetFromList MapDataset ToIterableDataset AspectRatioGroupedDataset
+detectron2.data: DatasetFromList MapDataset ToIterableDataset
 detectron2.data.build: trivial_batch_collator worker_init_reset_seed
 detectron2.data.samplers: TrainingSampler RepeatFactorTrainingSampler InferenceSampler
 detectron2.engine: HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer create_ddp_model
