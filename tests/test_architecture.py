@@ -14,7 +14,6 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 # A module may import from a lower floor, or from its own folder without going round in a circle.
 FLOORS = {
     "hooktrain.utils": 0,
-    "hooktrain.utils.logger": 1,
     "hooktrain.utils.events": 1,
     "hooktrain.config": 1,
     "hooktrain.solver": 2,

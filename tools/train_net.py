@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return DefaultTrainer.test(cfg, model)
 
     trainer = DefaultTrainer(cfg)
-    logger.info("Hooks:\n%s", trainer.describe_hooks())
+    logger.debug("Hooks:\n%s", trainer.describe_hooks())
     if args.replay is not None:
         trainer.replay(args.replay)
     # torchrun's --max-restarts goes on by itself.

@@ -18,6 +18,7 @@ from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.checkpoint.files import CorruptCheckpointError, verify_file
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import AnyPath, atomic_write
+from hooktrain.utils.logger import show_progress
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,13 @@ def _write_download(url: str, path: str) -> None:
     digest = hashlib.sha256()
     request = Request(url, headers={"User-Agent": "hooktrain"})  # some hosts refuse urllib's own
     with urlopen(request, timeout=_TIMEOUT_SECONDS) as response, atomic_write(path) as file:
+        expected = response.headers["Content-Length"]
         while chunk := response.read(_CHUNK_BYTES):
             file.write(chunk)
             digest.update(chunk)
+            show_progress("Downloading MiB", file.tell() >> 20, int(expected or 0) >> 20)
         # A connection that is cut ends the data, and raises nothing.
-        expected, received = response.headers["Content-Length"], file.tell()
+        received = file.tell()
         if expected is not None and received != int(expected):
             raise ConnectionError(f"received {received:,} of {int(expected):,} bytes")
         named = _DIGEST.search(os.path.basename(path))

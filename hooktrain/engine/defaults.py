@@ -30,7 +30,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from hooktrain.utils.locks import lock_folder
-from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.logger import LEVELS, setup_logger
 from hooktrain.utils.registry import refuse_signatures, unwrap_model
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add("--config-file", default="", metavar="FILE", help="path of the configuration")
     add("--resume", action="store_true", help="go on after the last checkpoint, if there is one")
     add("--eval-only", action="store_true", help="evaluate only")
+    levels = "what the terminal shows; log.txt has everything"
+    add("--log-level", choices=tuple(LEVELS), default="normal", help=levels)
     add("--replay", type=int, metavar="N", help="show all layers in the past iteration N")
     add("--num-gpus", type=int, default=1, help="processes, each with its GPU, per machine")
     add("--num-machines", type=int, default=1, help="number of machines")
@@ -99,9 +101,9 @@ def default_setup(cfg: Any, args: Any) -> None:
             takes that of the configuration in the folder), ``train.cudnn_benchmark`` and
             ``train.float32_precision`` are looked at. Each rank is seeded with the seed plus its
             rank.
-        args: the command line's arguments; of them, ``config_file``, ``resume``, ``eval_only`` and
-            ``replay``, if there. With the last two, nothing but the log is written, and another
-            run may be using the folder. A restart by torchrun is a resume too.
+        args: the command line's arguments; of them, ``config_file``, ``resume``, ``log_level``,
+            ``eval_only`` and ``replay``, if there. With the last two, nothing but the log is
+            written, and another run may be using the folder. A restart by torchrun is a resume too.
 
     Raises:
         RuntimeError: if another run is using the output folder.
@@ -122,13 +124,14 @@ def default_setup(cfg: Any, args: Any) -> None:
         if not reads_only:
             lock_folder(output_dir)
     comm.synchronize()
-    setup_logger(output_dir or None, distributed_rank=rank)
+    level = getattr(args, "log_level", "normal")
+    setup_logger(output_dir or None, distributed_rank=rank, level=level)
     logger.info("Rank of current process: %d. World size: %d", rank, comm.get_world_size())
-    logger.info("Environment info:\n%s", collect_env_info())
-    logger.info("Command line arguments: %s", args)
+    logger.debug("Environment info:\n%s", collect_env_info())
+    logger.debug("Command line arguments: %s", args)
     if config_file := getattr(args, "config_file", ""):
         text = Path(config_file).read_text(encoding="utf-8")
-        logger.info("Contents of %s:\n%s", config_file, text)
+        logger.debug("Contents of %s:\n%s", config_file, text)
 
     seed, path = train.get("seed"), Path(output_dir, "config.py")
     resumes = getattr(args, "resume", False) or reads_only or restart_count() > 0

@@ -249,7 +249,10 @@ class TrainerBase:
                 f"train() needs max_iter, and start_iter between 0 and that, but got "
                 f"start_iter={start!r} and max_iter={max_iter!r}"
             )
-        logger.info("Starting training from iteration %d", start)
+        if start == max_iter:
+            logger.info("Nothing is left to train: all %d iterations are done", max_iter)
+        else:
+            logger.info("Starting training from iteration %d", start)
         if start != self._finished:
             self.storage = EventStorage(start)
         self.iter = self.start_iter = start

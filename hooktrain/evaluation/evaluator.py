@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import repeat
 from operator import length_hint
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.utils import comm, timer
 from hooktrain.utils.dtensor import is_sharded
+from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.registry import did_you_mean
 from hooktrain.utils.workers import start_workers
 
@@ -101,7 +101,8 @@ def inference_on_dataset(
     A model that owns its steps has its ``test_step`` called, any other is called itself.
 
     A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
-    submodules is back in the mode it was in. A line shows the progress at most every five seconds.
+    submodules is back in the mode it was in. A bar on the terminal shows the progress; where nobody
+    watches one, a line does, at most every five seconds.
 
     With several ranks each one calls this with its own share of the data, which may be empty. The
     ranks of a sharded model compute together: those with fewer batches call it with stand-ins,
@@ -213,7 +214,7 @@ class _Progress:
         self._total, self._accelerator = total, accelerator
         self.batches = self._warmup = 0
         self._seconds = dict.fromkeys(("Dataloading", "Inference", "Eval"), 0.0)
-        self._lap_end = self._last_line = time.perf_counter()
+        self._start = self._lap_end = self._last_line = time.perf_counter()
 
     def lap(self, name: str) -> None:
         """Count the time since the last lap under a name."""
@@ -222,11 +223,13 @@ class _Progress:
         self._lap_end = now
 
     def end_batch(self) -> None:
-        """Count a batch, and log a line if it is time."""
+        """Count a batch, and show that."""
         self.lap("Eval")
         timer.beat()
         self.batches += 1
-        if self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES:
+        left = (self._lap_end - self._start) / self.batches * (self._total - self.batches)
+        watched = show_progress("Evaluating", self.batches, self._total, max(0.0, left))
+        if not watched and self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._log_line()
         if self.batches == min(_WARMUP_BATCHES, self._total - 1):
             self._synchronize()
@@ -240,7 +243,7 @@ class _Progress:
         text = "Total inference %stime: %s (%.6f s / iter per device, on %d devices)"
         whole, compute = sum(self._seconds.values()), self._seconds["Inference"]
         for name, seconds in (("", whole), ("pure compute ", compute)):
-            logger.info(text, name, timedelta(seconds=int(seconds)), seconds / measured, ranks)
+            logger.info(text, name, pretty_seconds(seconds), seconds / measured, ranks)
 
     def _synchronize(self) -> None:
         """Wait for the accelerator."""
@@ -257,5 +260,5 @@ class _Progress:
         done = str(self.batches)
         if self._total >= 0:
             left = mean["Total"] * max(0, self._total - self.batches)
-            done, times = f"{done}/{self._total}", f"{times} ETA={timedelta(seconds=int(left))}"
+            done, times = f"{done}/{self._total}", f"{times} ETA={pretty_seconds(left)}"
         logger.info("Inference done %s. %s", done, times)

@@ -1,8 +1,9 @@
-"""Logging to the terminal and to a file, and helpers that log less often than they are called."""
+"""Logging to the terminal and to a file, a progress bar, and helpers that log less often."""
 
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -15,7 +16,9 @@ from typing import Any, Literal
 from tabulate import tabulate
 from termcolor import colored
 
-_DATE_FORMAT = "%m/%d %H:%M:%S"
+LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+_COLUMNS = 100  # the longest line of metrics on the terminal
+_SECONDS_BETWEEN_BARS = 0.1
 _KeyPart = Literal["caller", "message"]
 
 
@@ -38,10 +41,29 @@ class _Handler(logging.Handler):
 class _StdoutHandler(_Handler, logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
     """Writes to what ``sys.stdout`` is now, not to what it was when logging was set up."""
 
+    bar = ""  # what stands in the last line, for all loggers
+    drawn_at = 0.0
+
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # the process was started without one
             self.stream = sys.stdout
             super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _StdoutHandler.erase() + super().format(record)
+
+    @staticmethod
+    def erase() -> str:
+        """What makes the last line empty; notebooks know no better way."""
+        bar, _StdoutHandler.bar = _StdoutHandler.bar, ""
+        return bar and f"\r{' ' * len(bar)}\r"
+
+    def draw(self, bar: str) -> None:
+        """Put a bar into the last line, or nothing."""
+        with self.lock, suppress(OSError):  # type: ignore[union-attr]
+            sys.stdout.write(self.erase() + bar)
+            sys.stdout.flush()
+        _StdoutHandler.bar, _StdoutHandler.drawn_at = bar, time.monotonic()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """After a closed pipe, as of ``| head``, what is printed goes nowhere and fails nowhere."""
@@ -55,23 +77,38 @@ class _FileHandler(_Handler, logging.FileHandler):
     """A log file."""
 
 
-class _ColorFormatter(logging.Formatter):
-    """Green time and name, red level from WARNING on; colours where the terminal has them."""
+class _TerminalFormatter(logging.Formatter):
+    """The time in green, the level in red from WARNING on; colours where the terminal has them."""
 
-    def __init__(self, name: str, abbrev_name: str) -> None:
-        super().__init__("%(asctime)s", datefmt=_DATE_FORMAT)  # what makes the base set asctime
-        self._name = name
-        self._abbrev_name = abbrev_name
+    def __init__(self, rename: tuple[str, str] | None, color: bool) -> None:
+        super().__init__("%(asctime)s", datefmt="%H:%M:%S")  # what makes the base set asctime
+        self._rename = rename  # None shows no names
+        self._plain = not color
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        name = record.name
-        if name == self._name or name.startswith(self._name + "."):
-            name = self._abbrev_name + name[len(self._name) :]
-        header = colored(f"[{record.asctime} {name}]:", "green")
+        header, message = record.asctime, _fold(record.message, _COLUMNS - 9)
+        if self._rename is not None:
+            name, abbreviated = self._rename
+            inside = f"{record.name}.".startswith(f"{name}.")
+            header += " " + (abbreviated + record.name[len(name) :] if inside else record.name)
+        header = colored(header, "green", no_color=self._plain or None)
         if record.levelno < logging.WARNING:
-            return f"{header} {record.message}"
-        attributes = ["blink"] if record.levelno < logging.ERROR else ["blink", "underline"]
-        return f"{header} {colored(record.levelname, 'red', attrs=attributes)} {record.message}"
+            return f"{header} {message}"
+        attrs = ["blink"] if record.levelno < logging.ERROR else ["blink", "underline"]
+        level = colored(record.levelname, "red", attrs=attrs, no_color=self._plain or None)
+        return f"{header} {level} {message}"
+
+
+def _fold(message: str, columns: int) -> str:
+    """Break a line that is too long between its fields, which two blanks part."""
+    if len(message) <= columns or "\n" in message:
+        return message
+    lines = [""]
+    for field in message.split("  "):
+        if lines[-1] and len(lines[-1]) + len(field) + 2 > columns:
+            lines.append("")
+        lines[-1] += f"  {field}" if lines[-1] else field
+    return f"\n{' ' * 9}".join(lines)
 
 
 def setup_logger(
@@ -83,8 +120,12 @@ def setup_logger(
     abbrev_name: str | None = None,
     enable_propagation: bool = False,
     configure_stdout: bool = True,
+    level: str = "normal",
 ) -> logging.Logger:
-    """Make a logger show everything from DEBUG on, on the terminal and in a file.
+    """Make a logger write to the terminal, and everything from DEBUG on to a file.
+
+    Lines on the terminal have the time; those in the file have date, name and level too. On a
+    terminal that a person watches, and in a notebook, a progress bar stands below the lines.
 
     Calling it again replaces what the last call for this name set up, and closes its file. Handlers
     that others have added stay.
@@ -96,24 +137,32 @@ def setup_logger(
             and not to the terminal.
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR decide).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: replaces ``name`` in coloured lines; None is "ht" for "hooktrain", and the
-            name itself for others.
+        abbrev_name: replaces ``name`` where the terminal shows it; None is "ht" for "hooktrain",
+            and the name itself for others.
         enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.
+        level: what the terminal shows: ``"quiet"`` is warnings and errors, ``"normal"`` is from
+            INFO on, and ``"debug"`` is everything, each line with the name of its logger.
 
     Returns:
         The logger.
+
+    Raises:
+        ValueError: for another ``level``.
     """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}")
     close_logger(name)
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
-    plain = logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", _DATE_FORMAT)
     if configure_stdout and distributed_rank == 0:
         stdout = _StdoutHandler(sys.stdout)
+        stdout.setLevel(LEVELS[level])
         if abbrev_name is None:
             abbrev_name = "ht" if name == "hooktrain" else name
-        stdout.setFormatter(_ColorFormatter(name, abbrev_name) if color else plain)
+        rename = (name, abbrev_name) if level == "debug" else None
+        stdout.setFormatter(_TerminalFormatter(rename, color))
         logger.addHandler(stdout)
     if output is not None:
         path = Path(output)
@@ -123,7 +172,8 @@ def setup_logger(
             path = path.with_name(f"{path.name}.rank{distributed_rank}")
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _FileHandler(path, encoding="utf-8")
-        file.setFormatter(plain)
+        line = "[%(asctime)s] %(name)s %(levelname)s: %(message)s"
+        file.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
         logger.addHandler(file)
     return logger
 
@@ -137,6 +187,43 @@ def close_logger(name: str = "hooktrain") -> None:
             handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
+
+
+def show_progress(what: str, done: int, total: int, seconds_left: float | None = None) -> bool:
+    """Draw a progress bar below the lines on the terminal, if a person watches one.
+
+    The next line takes its place. It is drawn ten times a second at most.
+
+    Args:
+        what: what takes so long.
+        done: how much of it is done; all of it removes the bar.
+        total: all there is to do; less than 1 if that is unknown.
+        seconds_left: the time that is left, if it is known.
+
+    Returns:
+        Whether somebody watches, so that lines about the same are not needed.
+    """
+    handlers = logging.getLogger("hooktrain").handlers
+    ours = [h for h in handlers if isinstance(h, _StdoutHandler) and h.level <= logging.INFO]
+    if not ours or sys.stdout is None:
+        return False
+    # A notebook's stream is no terminal, and does what we need of one.
+    if not sys.stdout.isatty() and not type(sys.stdout).__module__.startswith("ipykernel"):
+        return False
+    if 0 < total <= done:
+        ours[0].draw("")
+    elif not ours[0].bar or time.monotonic() - ours[0].drawn_at >= _SECONDS_BETWEEN_BARS:
+        share = f"{done / total:4.0%} [{'#' * (30 * done // total):-<30}] " if total > 0 else ""
+        bar = f"{what} {share}{done}{f'/{total}' if total > 0 else ''}"
+        bar += "" if seconds_left is None else f"  eta: {pretty_seconds(seconds_left)}"
+        ours[0].draw(bar[: shutil.get_terminal_size().columns - 1])
+    return True
+
+
+def pretty_seconds(seconds: float) -> str:
+    """Hours, minutes and seconds, such as 27:00:05."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 _calls: defaultdict[object, Iterator[int]] = defaultdict(count)

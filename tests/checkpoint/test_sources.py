@@ -221,9 +221,14 @@ def test_a_server_that_does_not_answer_is_an_error_with_the_address(server: Any)
         local_path("http://127.0.0.1:9/a.pth")
 
 
-def test_a_file_of_unknown_length_is_taken(server: Any) -> None:
+def test_a_file_of_unknown_length_is_taken_and_its_progress_shown(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(sources, "show_progress", lambda *args: drawn.append(args))
     path = local_path(f"{server.url}/unknown-length/model.pth")
     assert Path(path).read_bytes() == GOOD
+    assert drawn == [("Downloading MiB", len(GOOD) >> 20, 0)]
 
 
 class FakeWeights(dict[str, Any]):

@@ -66,18 +66,28 @@ def test_the_arguments_are_those_that_scripts_expect() -> None:
         "num_machines": 1,
         "machine_rank": 0,
         "dist_url": "auto",
+        "log_level": "normal",
         "replay": None,
         "opts": ["a=1", "b=2"],
     }
 
 
-def test_setup_saves_the_configuration_and_logs_into_the_folder(folder: Path) -> None:
-    cfg = config(folder)
-    default_setup(cfg, Namespace(config_file=str(CONFIG), eval_only=False))
-    log = (folder / "log.txt").read_text()
-    assert "Rank of current process: 0. World size: 1" in log
-    assert "train.max_iter = 2000" in log  # the file's own text
+@pytest.mark.parametrize("level", [None, "normal", "debug"])
+def test_setup_saves_the_configuration_and_logs_into_the_folder(
+    level: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg, args = config(folder), Namespace(config_file=str(CONFIG), eval_only=False)
+    if level:
+        args.log_level = level
+    default_setup(cfg, args)
+    log, printed = (folder / "log.txt").read_text(), capsys.readouterr().out
     assert LazyConfig.load(str(folder / "config.py")) == cfg
+    assert "Rank of current process: 0. World size: 1" in log
+    assert "Rank of current process: 0. World size: 1" in printed
+    # What is long is in the file, among it the text of the configuration's own file.
+    for text in ("PyTorch built with", "train.max_iter = 2000"):
+        assert text in log
+        assert (text in printed) == (level == "debug")
 
 
 def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:

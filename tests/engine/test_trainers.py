@@ -399,10 +399,16 @@ def test_all_ranks_reach_the_same_verdict_on_a_loss_that_is_not_finite_on_one() 
     assert first.startswith("3: Loss became infinite or NaN at iteration=2!")
 
 
-def test_training_logs_from_where_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_logs_from_where_it_starts_and_that_nothing_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = make()
     with caplog.at_level(logging.INFO):
-        make().train(0, 1)
-    assert "Starting training from iteration 0" in caplog.text
+        trainer.train(0, 2)
+        trainer.train(max_iter=2)
+    first, *_, last = caplog.messages
+    assert first == "Starting training from iteration 0"
+    assert last == "Nothing is left to train: all 2 iterations are done"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, "float16"])

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gloo import run_ranks
 from hooktrain.evaluation import (
     DatasetEvaluator,
+    evaluator,
     inference_context,
     inference_on_dataset,
 )
@@ -225,6 +226,19 @@ def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has
         f"Total inference pure compute time: {timedelta(seconds=seconds[1])} "
         "(1.000000 s / iter per device, on 1 devices)",
     ]
+
+
+def test_who_watches_a_terminal_sees_a_bar_in_place_of_these_lines(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(evaluator, "show_progress", lambda *args: drawn.append(args) or True)
+    slow = Slow(clock, 3, (0.5, 1.0, 2.5))
+    slow.__class__ = type("Sized", (Slow,), {"__len__": lambda self: 3})
+    with caplog.at_level(logging.INFO, LOGGER):
+        inference_on_dataset(slow, slow, slow)  # type: ignore[arg-type]
+    assert drawn == [("Evaluating", i, 3, 12.0 - 4 * i) for i in (1, 2, 3)]
+    assert "Inference done" not in caplog.text
 
 
 def _evaluate_own_share() -> list[Any]:

@@ -21,10 +21,12 @@ from hooktrain.utils.logger import (
     log_every_n_seconds,
     log_first_n,
     setup_logger,
+    show_progress,
 )
 
 NAME = "hooktrain_of_this_test"
-TIME = r"\d\d/\d\d \d\d:\d\d:\d\d"
+TIME = r"\d\d:\d\d:\d\d"
+DATE = r"\d{4}-\d\d-\d\d"
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +44,101 @@ def colors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger_module, "colored", always_colored)
 
 
-def test_a_line_on_the_terminal_has_time_name_and_message_from_debug_on(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [
+        ("quiet", "WARNING warning"),
+        ("normal", "info|WARNING warning"),
+        ("debug", "{0} debug|{0} info|{0} WARNING warning"),
+    ],
+)
+def test_a_level_chooses_what_the_terminal_shows_and_the_file_has_everything_with_dates(
+    level: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logger(name=NAME, color=False).debug("hello")
-    assert re.fullmatch(rf"\[{TIME}\] {NAME} DEBUG: hello\n", capsys.readouterr().out)
+    logger = setup_logger(tmp_path, name=NAME, color=False, level=level)
+    for name in ("debug", "info", "warning"):
+        getattr(logger, name)(name)
+    lines = [rf"{TIME} {line}\n" for line in shown.format(NAME).split("|")]
+    assert re.fullmatch("".join(lines), capsys.readouterr().out)
+    levels = ("DEBUG: debug", "INFO: info", "WARNING: warning")
+    lines = [rf"\[{DATE} {TIME}\] {NAME} {line}\n" for line in levels]
+    assert re.fullmatch("".join(lines), (tmp_path / "log.txt").read_text())
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of \['quiet', 'normal', 'debug'\], but got 'loud'"):
+        setup_logger(name=NAME, level="loud")
+
+
+def test_a_line_of_fields_fits_100_columns_on_the_terminal_and_is_whole_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = "  ".join(f"loss_{i}: {i / 10}" for i in range(20))
+    logger = setup_logger(tmp_path, name=NAME, color=False)
+    logger.info(fields)
+    logger.info("one\n" + "x" * 120)
+    *folded, _, long = capsys.readouterr().out.splitlines()
+    assert [line[9:16] for line in folded] == ["loss_0:", "loss_7:", "loss_13", "loss_19"]
+    assert "  ".join(line[9:] for line in folded) == fields
+    assert max(map(len, folded)) <= 100
+    assert long == "x" * 120
+    assert fields in (tmp_path / "log.txt").read_text()
+
+
+class Screen(io.StringIO):
+    """A terminal that somebody watches."""
+
+    watched = True
+
+    def isatty(self) -> bool:
+        return self.watched
+
+
+class NotebookStream(Screen):
+    __module__ = "ipykernel.iostream"
+    watched = False
+
+
+@pytest.mark.parametrize("kind", [Screen, NotebookStream])
+def test_a_bar_stands_below_the_lines_of_all_loggers_where_somebody_watches(
+    kind: type[Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", screen := kind())
+    monkeypatch.setenv("COLUMNS", "52")
+    setup_logger(color=False)
+    other = setup_logger(name=NAME, color=False)
+    try:
+        for now, done in ((10.0, 1), (10.05, 2), (10.2, 3), (11.0, 4)):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            assert show_progress("Evaluating", done, 4, 3605 - done)
+        show_progress("Downloading", 7, 0)
+        other.info("hello")
+    finally:
+        close_logger("hooktrain")
+    bars = [
+        "Evaluating  25% [#######-----------------------] 1/",
+        "Evaluating  75% [######################--------] 3/",
+        "",
+        "Downloading 7",
+    ]
+    expected = "".join(bar + f"\r{' ' * len(bar)}\r" * bool(bar) for bar in bars)
+    assert re.fullmatch(re.escape(expected) + rf"{TIME} hello\n", screen.getvalue())
+
+
+def test_nothing_is_drawn_where_nobody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not show_progress("Evaluating", 1, 4)  # logging is not set up
+    try:
+        setup_logger()
+        assert not show_progress("Evaluating", 1, 4)  # to a pipe or a file
+        monkeypatch.setattr(sys, "stdout", screen := Screen())
+        for options in ({"level": "quiet"}, {"configure_stdout": False}, {"distributed_rank": 1}):
+            setup_logger(**options)  # type: ignore[arg-type]
+            assert not show_progress("Evaluating", 1, 4)
+    finally:
+        close_logger("hooktrain")
+    assert (screen.getvalue(), capsys.readouterr().out) == ("", "")
 
 
 def test_colours_mark_time_and_name_and_levels_from_warning_on(
@@ -55,7 +147,7 @@ def test_colours_mark_time_and_name_and_levels_from_warning_on(
     logger = setup_logger(name=NAME)
     for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
         logger.log(level, "hello")
-    header = rf"\x1b\[32m\[{TIME} {NAME}\]:\x1b\[0m "
+    header = rf"\x1b\[32m{TIME}\x1b\[0m "
     info, warning, error, critical = capsys.readouterr().out.splitlines()
     assert re.fullmatch(header + "hello", info)
     assert re.fullmatch(header + r"\x1b\[5m\x1b\[31mWARNING\x1b\[0m hello", warning)
@@ -66,9 +158,9 @@ def test_colours_mark_time_and_name_and_levels_from_warning_on(
 def test_names_are_abbreviated_on_the_terminal_and_whole_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logger(tmp_path / "a/b", name=NAME, abbrev_name="ht")
+    setup_logger(tmp_path / "a/b", name=NAME, abbrev_name="ht", level="debug")
     logging.getLogger(f"{NAME}.engine").info("hello")
-    assert capsys.readouterr().out.endswith(" ht.engine]: hello\n")
+    assert capsys.readouterr().out.endswith(" ht.engine hello\n")
     assert f"] {NAME}.engine INFO: hello" in (tmp_path / "a/b/log.txt").read_text()
 
 

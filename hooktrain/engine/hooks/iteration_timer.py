@@ -2,9 +2,9 @@
 
 import logging
 import time
-from datetime import timedelta
 
 from hooktrain.engine.train_loop import HookBase
+from hooktrain.utils.logger import pretty_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,7 @@ class IterationTimer(HookBase):
         if self._timed:
             seconds, count = self._steps_seconds, self._timed
             message = "Overall training speed: %d iterations in %s (%.4f s / it)"
-            logger.info(message, count, _pretty(seconds), seconds / count)
+            logger.info(message, count, pretty_seconds(seconds), seconds / count)
         total, hooks = now - self._run_start, now - self._timed_start - self._steps_seconds
-        logger.info("Total training time: %s (%s on hooks)", _pretty(total), _pretty(hooks))
-
-
-def _pretty(seconds: float) -> str:
-    return str(timedelta(seconds=int(seconds)))
+        spent = pretty_seconds(total), pretty_seconds(hooks)
+        logger.info("Total training time: %s (%s on hooks)", *spent)

@@ -1,36 +1,41 @@
-"""One line about the state of the run, for people."""
+"""Lines about the state of the run, for people."""
 
 import logging
+import math
 import re
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from statistics import fmean
 
 from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
-from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
-from hooktrain.utils.events.writer import EventWriter
+from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
+from hooktrain.utils.logger import pretty_seconds, setup_logger, show_progress
 
 # A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
 # but neither glossy nor lossless_ratio.
 _LOSS = re.compile(r"[lL]oss(es)?(?![a-z])[^/]*$")
+_FOR_FILES = ("eta_seconds", "rank_data_time")
+_LOSSES, _MARKED, _OTHERS, _TIME, _DATA_TIME, _RATES = range(6)  # the order in a line
 
 
 class CommonMetricPrinter(EventWriter):
-    """Logs the iteration, losses, times, learning rate and memory in one line.
+    """Logs what is new: a line of losses, times and rates, and one of each evaluation's results.
 
-    These are the metrics whose names say that they are a loss (``total_loss``, ``rpn/loss_box``)
-    or contain ``[metric]``, and those called ``time``, ``data_time`` and ``lr``, or with several
-    optimizers ``generator.lr`` and the like. For others, write a printer of your own. The main
-    process logs, the others do not.
+    Every result of an evaluation is shown, and whatever else was put with ``smoothing_hint=False``.
+    Of other metrics, those whose names say that they are a loss (``rpn/loss_box``) or contain
+    ``[metric]``, and those without a ``/`` in their names, such as ``grad_norm``; the rest is for
+    the files. The only loss in ``total_loss`` is not shown again, and a ``data_time`` of less than
+    a tenth of ``time`` not at all. The main process logs, the others do not. If nobody has set up
+    logging, :func:`~hooktrain.utils.logger.setup_logger` is called.
 
-    The time that is left is estimated from the median of the last ``time``, and put into the
-    storage as ``eta_seconds``. Without ``time`` it comes from the clock, between two writes.
+    The time that is left comes from the clock: what an iteration has taken since the first line of
+    this run, with everything around it, such as evaluations and saves. In the first line it comes
+    from ``time``, if there is that. It is put into the storage as ``eta_seconds``.
 
     Args:
-        max_iter: where the run ends, for the time that is left; nothing is logged from there on.
-        window_size: losses are medians, ``data_time`` the mean, over so many iterations.
+        max_iter: where the run ends, for the time that is left.
+        window_size: losses and the like are medians, times are means, over so many iterations.
 
     Attributes:
         logger: what it logs to; a subclass may have another.
@@ -39,64 +44,92 @@ class CommonMetricPrinter(EventWriter):
     logger = logging.getLogger(__name__)
 
     def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
+        if not self.logger.hasHandlers():
+            setup_logger(distributed_rank=comm.get_rank())
         self._max_iter = max_iter
         self._window_size = window_size
-        # The iteration and the clock at the last write.
-        self._last_write: tuple[int, float] | None = None
+        self._unwritten = UnwrittenScalars(window_size)
+        # The iteration and the clock at the first write.
+        self._first_write: tuple[int, float] | None = None
+        self._peak = ""
 
     def write(self) -> None:
-        """Log the line."""
+        """Log the lines."""
         storage = get_event_storage()
-        ended = self._max_iter is not None and storage.iter >= self._max_iter
-        if ended or not comm.is_main_process():
+        if not comm.is_main_process():
             return
-        histories = storage.histories()
-        losses: list[str] = []
-        others: list[str] = []
-        rates: list[str] = []
-        for name, history in histories.items():
-            if name == "lr" or name.endswith(".lr"):
-                rates.append(f"{name}: {history.latest():.5g}")
-            elif (other := "[metric]" in name) or _LOSS.search(name):
-                median = f"{name}: {history.recent_median(self._window_size):.4g}"
-                (others if other else losses).append(median)
-        eta = self._get_eta(storage)
-        self.logger.info(
-            f" {eta and f'eta: {eta}  '}iter: {storage.iter}"
-            f"  {'  '.join(losses)}  {'  '.join(others)}"
-            f"  {self._times(histories)} {'  '.join(rates) or 'lr: N/A'}  {_peak_memory()}"
-        )
+        # A line for an iteration, and one for the results of its evaluation.
+        lines: dict[tuple[int, bool], dict[str, str]] = {}
+        end, eta = self._max_iter or 0, ""
+        if storage.iter < end:
+            lines[storage.iter, False] = {}  # also without metrics
+            eta = self._get_eta(storage)
+        hints = storage.smoothing_hints()
+        for name, value, iteration in self._unwritten.find(storage):
+            kind, smoothed = _kind(name), hints[name]
+            if name in _FOR_FILES or (smoothed and kind == _OTHERS and "/" in name):
+                continue
+            if kind in (_TIME, _DATA_TIME):
+                value = fmean(storage.history(name).recent(self._window_size))
+            line = lines.setdefault((iteration, not smoothed and kind < _TIME), {})
+            line[name] = f"{value:.4g}" if kind < _TIME else f"{value:.3g}"
+        self._unwritten.mark_written()
+        storage.written["console"] = storage.iter + 1
+        for (iteration, is_result), texts in sorted(lines.items()):
+            fields = [f"iter: {iteration}", *_fields(texts)]
+            if iteration == storage.iter and not is_result:
+                fields = [*([f"eta: {eta}"] if eta else []), *fields, *self._new_peak()]
+            self.logger.info("  ".join(fields))
+        if storage.iter < end:
+            show_progress("Training", storage.iter + 1, end)
 
     def rewind(self, iteration: int) -> None:
         """Forget the clock: the time between two runs says nothing about either."""
-        self._last_write = None
+        self._first_write = None
+        storage = get_event_storage()
+        self._unwritten.skip(storage, storage.written.get("console", 0))
 
-    def _times(self, histories: Mapping[str, HistoryBuffer]) -> str:
-        text = ""
-        if (history := histories.get("time")) is not None:
-            text += f"time: {history.global_avg():.4f}  last_time: {history.latest():.4f}  "
-        if (history := histories.get("data_time")) is not None:
-            mean = history.avg(self._window_size)
-            text += f"data_time: {mean:.4f}  last_data_time: {history.latest():.4f}  "
-        return text
+    def close(self) -> None:
+        """Remove the progress bar."""
+        show_progress("Training", 1, 1)
 
     def _get_eta(self, storage: EventStorage) -> str:
         if self._max_iter is None:
             return ""
-        left, histories = self._max_iter - storage.iter - 1, storage.histories()
-        if "time" in histories:
-            seconds = histories["time"].recent_median(self._window_size) * left
-            storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
+        now, left = time.perf_counter(), self._max_iter - storage.iter - 1
+        self._first_write = self._first_write or (storage.iter, now)
+        first, since = self._first_write
+        if storage.iter > first:
+            seconds = (now - since) / (storage.iter - first) * left
+        elif "time" in storage.histories():
+            seconds = storage.history("time").recent_median(self._window_size) * left
         else:
-            now = time.perf_counter()
-            last, self._last_write = self._last_write, (storage.iter, now)
-            if last is None or storage.iter <= last[0]:
-                return ""
-            seconds = (now - last[1]) / (storage.iter - last[0]) * left
-        return str(timedelta(seconds=int(seconds)))
+            return ""
+        storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
+        return pretty_seconds(seconds)
+
+    def _new_peak(self) -> list[str]:
+        """The most memory that the accelerator has lent to tensors, if it tells and that grew."""
+        peak = getattr(device_module(), "max_memory_allocated", None)
+        before, self._peak = self._peak, f"max_mem: {peak() / 2**20:.0f}M" if peak else ""
+        return [self._peak] if self._peak != before else []
 
 
-def _peak_memory() -> str:
-    """The most memory that tensors have taken on the current accelerator, if it tells."""
-    peak = getattr(device_module(), "max_memory_allocated", None)
-    return f"max_mem: {peak() / 2**20:.0f}M" if peak else ""
+def _kind(name: str) -> int:
+    if name in ("time", "data_time"):
+        return _TIME if name == "time" else _DATA_TIME
+    if name == "lr" or name.endswith(".lr"):
+        return _RATES
+    if "[metric]" in name:
+        return _MARKED
+    return _LOSSES if _LOSS.search(name) else _OTHERS
+
+
+def _fields(texts: dict[str, str]) -> list[str]:
+    names = sorted(texts, key=_kind)
+    losses = [name for name in names if _kind(name) == _LOSSES]
+    if losses[:1] == ["total_loss"] and len(losses) == 2 and len({*map(texts.get, losses)}) == 1:
+        names.remove(losses[1])
+    if float(texts.get("data_time", math.inf)) < float(texts.get("time", 0)) / 10:
+        names.remove("data_time")
+    return [f"{name}: {texts[name]}" for name in names]

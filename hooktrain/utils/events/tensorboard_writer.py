@@ -90,9 +90,7 @@ class TensorboardXWriter(EventWriter):
         """Let TensorBoard hide what earlier files have at and after ``iteration``."""
         self.close()
         storage = get_event_storage()
-        end = storage.written.get("tensorboard", 0)
-        entries = ((name, i) for name, h in storage.histories().items() for _, i in h.values())
-        self._unwritten.rewind((name, i) for name, i in entries if i < end)
+        self._unwritten.skip(storage, storage.written.get("tensorboard", 0))
         self._arguments["purge_step"] = iteration
 
     def close(self) -> None:

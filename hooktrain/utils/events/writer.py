@@ -47,6 +47,11 @@ class UnwrittenScalars:
         """Begin anew, where these values (name, iteration) are written already."""
         self._counts, self._written = {}, set(written)
 
+    def skip(self, storage: EventStorage, end: int) -> None:
+        """Begin anew, where everything before the iteration ``end`` is written already."""
+        entries = ((name, i) for name, h in storage.histories().items() for _, i in h.values())
+        self.rewind((name, i) for name, i in entries if i < end)
+
     def find(self, storage: EventStorage) -> list[tuple[str, float, int]]:
         """(name, value, iteration) of what is new, in increasing order of iteration.
 

@@ -1,5 +1,10 @@
 import logging
+import math
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,29 +21,87 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def test_the_line_has_all_fields_over_their_windows(log: pytest.LogCaptureFixture) -> None:
     with EventStorage() as storage:
         for storage.iter in range(5):
+            storage.put_scalar("data_time", 0.1 * storage.iter)
+            storage.put_scalar("time", 0.5 if storage.iter else 1.0)
+            storage.put_scalar("rank_data_time", 0.1)
             storage.put_scalar("total_loss", 3.0 - storage.iter)
             storage.put_scalar("loss_cls", 10.0 * storage.iter)
-            storage.put_scalar("[metric]val_loss", 1024.0)
-            storage.put_scalar("time", 0.5 if storage.iter else 1.0)
-            storage.put_scalar("data_time", 0.01 * storage.iter)
             storage.put_scalar("lr", 0.123456789, smoothing_hint=False)
             storage.put_scalar("generator.lr", 0.25, smoothing_hint=False)
-            storage.put_scalar("accuracy", 0.5)
+            storage.put_scalar("grad_norm", 2.0 * storage.iter)
+            storage.put_scalar("[metric]val_loss", 1024.0)
+            storage.put_scalar("rpn/num_anchors", 7)
         CommonMetricPrinter(max_iter=3605, window_size=3).write()
         assert storage.latest()["eta_seconds"] == (1800.0, 4)
         assert storage.smoothing_hints()["eta_seconds"] is False
     assert log.messages == [
-        " eta: 0:30:00  iter: 4  total_loss: 0  loss_cls: 30  [metric]val_loss: 1024"
-        "  time: 0.6000  last_time: 0.5000  data_time: 0.0300  last_data_time: 0.0400"
-        "   lr: 0.12346  generator.lr: 0.25  "
+        "eta: 0:30:00  iter: 4  total_loss: 0  loss_cls: 30  [metric]val_loss: 1024  grad_norm: 6"
+        "  time: 0.5  data_time: 0.3  lr: 0.123  generator.lr: 0.25"
     ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"total_loss": 2.5, "loss_cls": 2.5}, "{}"),
+        ({"total_loss": math.nan, "loss_cls": math.nan}, "total_loss: nan"),
+        ({"total_loss": 2.5, "loss_a": 2.5, "loss_b": 0.0}, "{}  loss_a: 2.5  loss_b: 0"),
+        ({"total_loss": 2.5, "val_loss": 2.25}, "{}  val_loss: 2.25"),
+        ({"total_loss": 2.5, "time": 0.1, "data_time": 0.009}, "{}  time: 0.1"),
+        ({"total_loss": 2.5, "data_time": 0.009}, "{}  data_time: 0.009"),
+    ],
+)
+def test_what_says_nothing_more_is_left_out(
+    metrics: dict[str, float], shown: str, log: pytest.LogCaptureFixture
+) -> None:
+    with EventStorage(3) as storage:
+        storage.put_scalars(**metrics)
+        CommonMetricPrinter().write()
+    assert log.messages == ["iter: 3  " + shown.format("total_loss: 2.5")]
+
+
+def test_every_result_of_an_evaluation_is_shown_once_also_after_the_end_and_a_restart(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    def run(storage: EventStorage, start: int) -> list[str]:
+        log.clear()
+        printer = CommonMetricPrinter(max_iter=12)
+        with storage:
+            printer.rewind(start)
+            for storage.iter in range(start, 13):
+                if storage.iter < 12:
+                    storage.put_scalar("total_loss", 1.0)
+                if storage.iter % 3 == 2 or storage.iter == 12:
+                    storage.put_scalar("box/AP", storage.iter, smoothing_hint=False)
+                if storage.iter % 4 == 3 or storage.iter == 12:
+                    printer.write()
+                if storage.iter == 5:
+                    saved.append(storage.state_dict())
+            printer.write()
+        return [re.sub("eta: .*?  ", "", message) for message in log.messages]
+
+    saved: list[dict[str, Any]] = []
+    expected = [
+        "iter: 2  box/AP: 2",
+        "iter: 3  total_loss: 1",
+        "iter: 5  box/AP: 5",
+        "iter: 7  total_loss: 1",
+        "iter: 8  box/AP: 8",
+        "iter: 11  total_loss: 1",
+        "iter: 11  box/AP: 11",
+        "iter: 12  box/AP: 12",
+    ]
+    assert run(EventStorage(), 0) == expected
+    resumed = EventStorage()
+    resumed.load_state_dict(saved[0])
+    assert run(resumed, 6) == expected[2:]
 
 
 def test_a_metric_is_a_loss_if_a_word_of_its_last_part_is(log: pytest.LogCaptureFixture) -> None:
     losses = (
         "loss total_loss loss_cls rpn/loss_box val_loss_mean mseloss loss1 lossG losses TripletLoss"
     )
-    others = "lossless_ratio glossy loss/count accuracy"
+    others = "a/lossless_ratio a/glossy loss/count a/accuracy"
 
     class Printer(CommonMetricPrinter):
         logger = logging.getLogger("my.project")
@@ -48,28 +111,94 @@ def test_a_metric_is_a_loss_if_a_word_of_its_last_part_is(log: pytest.LogCapture
             storage.put_scalar(name, 2.5)
         Printer().write()
     shown = "  ".join(f"{name}: 2.5" for name in losses.split())
-    assert log.record_tuples == [("my.project", logging.INFO, f" iter: 3  {shown}     lr: N/A  ")]
+    assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3  {shown}")]
 
 
-def test_without_time_it_is_estimated_from_the_clock_of_this_run(
+def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
     log: pytest.LogCaptureFixture, clock: SimpleNamespace
 ) -> None:
-    printer = CommonMetricPrinter(max_iter=100)
+    printer = CommonMetricPrinter(max_iter=100_000)
     with EventStorage() as storage:
-        for iteration, now in ((9, 100.0), (19, 120.0), (49, 126.0), (49, 127.0)):
+        for iteration, now in ((9, 100.0), (19, 120.0), (49, 126.0)):
             storage.iter, clock.now = iteration, now
             printer.write()
+        assert storage.latest()["eta_seconds"] == (0.65 * 99_950, 49)
         printer.rewind(50)
         storage.iter = 60
         printer.write()
-        assert "eta_seconds" not in storage.latest()
-    assert [m.strip().split("  ")[0] for m in log.messages] == [
+    assert [message.split("  ")[0] for message in log.messages] == [
         "iter: 9",
-        "eta: 0:02:40",  # 2 seconds for each of 80
-        "eta: 0:00:10",  # 0.2 seconds for each of 50
-        "iter: 49",
+        "eta: 55:32:40",  # 2 seconds for each
+        "eta: 18:02:47",  # 0.65 seconds for each
         "iter: 60",
     ]
+
+
+@pytest.mark.parametrize(
+    ("eval_period", "eval_seconds", "save_period", "save_seconds"),
+    [
+        (100, 0.5, 0, 0),
+        (100, 1.0, 0, 0),
+        (200, 1.5, 0, 0),
+        (200, 1.0, 50, 0.3),
+        (130, 0.9, 70, 0.4),
+    ],
+)
+def test_the_eta_is_steady_where_a_run_evaluates_and_saves_and_its_first_step_is_slow(
+    eval_period: int,
+    eval_seconds: float,
+    save_period: int,
+    save_seconds: float,
+    clock: SimpleNamespace,
+) -> None:
+    printer, ends = CommonMetricPrinter(max_iter=2000), {}
+    with EventStorage() as storage:
+        printer.rewind(0)
+        for storage.iter in range(2000):
+            done, seconds = storage.iter + 1, 0.02 if storage.iter else 20.0
+            storage.put_scalar("time", seconds)
+            clock.now += seconds + (eval_seconds if done % eval_period == 0 else 0)
+            if done % 20 == 0:
+                printer.write()
+                ends[done] = clock.now + storage.latest()["eta_seconds"][0]
+            clock.now += save_seconds if save_period and done % save_period == 0 else 0
+    assert ends[20] == pytest.approx(120 + 0.02 * 1999)  # the steps are all that is known
+    whole = clock.now - 120
+    assert all(abs(end - clock.now) < 0.15 * whole for done, end in ends.items() if done >= 200)
+
+
+@pytest.mark.parametrize(
+    ("setup", "line"),
+    [
+        ("", r"\d\d:\d\d:\d\d iter: 3  loss: 2.5\n"),
+        ("logging.basicConfig(level='INFO', stream=sys.stdout)", "INFO:hooktrain.*:iter: 3 .*\n"),
+    ],
+)
+def test_who_has_not_set_up_logging_sees_lines_and_who_has_is_left_alone(
+    setup: str, line: str
+) -> None:
+    program = f"""
+import logging, sys
+from hooktrain.utils.events import CommonMetricPrinter, EventStorage
+{setup}
+with EventStorage(3) as storage:
+    storage.put_scalar("loss", 2.5)
+    CommonMetricPrinter().write()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert re.fullmatch(line, done.stdout)
+
+
+def test_a_bar_shows_how_far_a_run_is_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(printer, "show_progress", lambda *args: calls.append(args))
+    writer = CommonMetricPrinter(100)
+    with EventStorage() as storage:
+        for storage.iter in (19, 100):
+            writer.write()
+    writer.close()
+    assert calls == [("Training", 20, 100), ("Training", 1, 1)]
 
 
 @pytest.mark.parametrize(("iteration", "is_main"), [(100, True), (101, True), (0, False)])
@@ -82,17 +211,20 @@ def test_nothing_is_logged_after_the_last_iteration_and_by_other_ranks(
     assert log.messages == []
 
 
-def test_the_memory_of_the_accelerator_is_shown(
+def test_the_memory_of_the_accelerator_is_shown_when_it_has_grown(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    module = SimpleNamespace(max_memory_allocated=lambda: 3 * 2**20)
+    peaks = iter([3 * 2**20, 3 * 2**20, 4 * 2**20])
+    module = SimpleNamespace(max_memory_allocated=lambda: next(peaks))
     monkeypatch.setattr(printer, "device_module", lambda: module)
     with EventStorage():
-        CommonMetricPrinter().write()
-        assert log.messages[0].endswith(" lr: N/A  max_mem: 3M")
+        writer = CommonMetricPrinter(9)
+        for _ in range(3):
+            writer.write()
         del module.max_memory_allocated
-        CommonMetricPrinter().write()
-        assert log.messages[1].endswith(" lr: N/A  ")
+        CommonMetricPrinter(9).write()
+    ends = [message.rpartition("iter: 0")[2] for message in log.messages]
+    assert ends == ["  max_mem: 3M", "", "  max_mem: 4M", ""]
 
 
 def test_a_writer_needs_nothing_but_write() -> None:
