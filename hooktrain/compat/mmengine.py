@@ -22,21 +22,16 @@ from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.model import *
 from hooktrain.solver import *
-from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
+from hooktrain.solver.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
 from hooktrain.utils import comm, registry
-from hooktrain.utils.comm import (
-    get_local_rank as get_local_rank,
-    get_rank as get_rank,
-    get_world_size as get_world_size,
-    is_main_process as is_main_process,
-)
-from hooktrain.utils.registry import refuse_overrides
 
 barrier = comm.synchronize
-_ParamScheduler = GroupParamScheduler
+get_rank = comm.get_rank
+get_world_size = comm.get_world_size
+is_main_process = comm.is_main_process
 MMDistributedDataParallel = StepDistributedDataParallel
 MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
 
@@ -51,6 +46,7 @@ _INSTEAD = {
     "LoggerHook": "hooks.PeriodicWriter(default_writers(folder, max_iter))",
     "MessageHub": "get_event_storage() of hooktrain.utils.events: iter, history(name)",
     "NaiveVisualizationHook": "trainer.storage.put_image",
+    "ParamSchedulerHook": "hooks.LRScheduler",
     "ProfilerHook": "hooks.TorchProfiler",
     "Runner": "StepTrainer(model, data_loader, optim_wrapper), with hooks",
     "RuntimeInfoHook": "nothing: the trainer and hooks.LRScheduler record it",
@@ -58,15 +54,11 @@ _INSTEAD = {
 }
 
 
-def _refuse(name: str) -> Any:
-    instead = _INSTEAD.get(name, "nothing; for collectives hooktrain.utils.comm, or torch's")
-    raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
-
-
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    _refuse(name)
+    instead = _INSTEAD.get(name, "nothing, or torch.nn.init; for collectives hooktrain.utils.comm")
+    raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
 
 
 class Registry(registry.Registry):
@@ -80,11 +72,7 @@ class Registry(registry.Registry):
     """
 
     def __init__(
-        self,
-        name: str,
-        build_func: Callable[..., Any] | None = None,
-        parent: registry.Registry | None = None,
-        **ignored: Any,
+        self, name: str, build_func: Any = None, parent: Any = None, **ignored: Any
     ) -> None:
         super().__init__(name)
         self.build_func = build_func
@@ -95,15 +83,16 @@ class Registry(registry.Registry):
         """What is registered under a name, with or without a scope; None if nothing is."""
         return self._objects.get(name, self._objects.get(name.partition(".")[2]))
 
-    def build(self, cfg: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def build(self, cfg: Any, /, **kwargs: Any) -> Any:
         """As the base class does, with ``default_args`` for keys that ``cfg`` lacks."""
         if self.build_func is not None:
-            return self.build_func(cfg, *args, registry=self, **kwargs)
-        if (kind := cfg.get("type")) in _INSTEAD and kind not in self:
-            _refuse(kind)
+            return self.build_func(cfg, registry=self, **kwargs)
+        arguments = {**(kwargs.pop("default_args", None) or {}), **kwargs, **cfg}
+        if (kind := arguments.get("type")) in _INSTEAD and kind not in self:
+            __getattr__(kind)
         plain = registry.Registry(self.name)
         plain._objects = self._objects
-        return plain.build(cfg, *args, **{**kwargs.pop("default_args", {}), **kwargs})
+        return plain.build(arguments)
 
 
 for _name in ("DATASETS", "DATA_SAMPLERS", "FUNCTIONS", "METRICS", "TASK_UTILS", "TRANSFORMS"):
@@ -132,7 +121,8 @@ class BaseModule(nn.Module):
         self, init_cfg: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if init_cfg is not None and init_cfg.get("type") != "Pretrained":
+        pretrained = isinstance(init_cfg, Mapping) and init_cfg.get("type") == "Pretrained"
+        if init_cfg and not pretrained:
             raise ValueError(f"initialise weights in init_weights(), not by init_cfg={init_cfg!r}")
         self.init_cfg = init_cfg
         self.is_init = False
@@ -143,7 +133,7 @@ class BaseModule(nn.Module):
         for child in self.children():
             if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
                 child.init_weights()  # type: ignore[operator]
-        if self.init_cfg is not None:
+        if self.init_cfg:
             load_checkpoint(
                 self, self.init_cfg["checkpoint"], prefix=self.init_cfg.get("prefix") or ""
             )
@@ -173,25 +163,21 @@ for _kind in (ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAv
     registry.MODELS.register(_kind, force=True)
 
 
-class Sequential(BaseModule, nn.Sequential):
+class _Container(BaseModule):
+    def __init__(self, *args: Any, init_cfg: Any = None, **kwargs: Any) -> None:
+        super().__init__(init_cfg, *args, **kwargs)
+
+
+class Sequential(_Container, nn.Sequential):
     """:class:`torch.nn.Sequential` as a :class:`BaseModule`."""
 
-    def __init__(self, *args: Any, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg, *args)
 
-
-class ModuleList(BaseModule, nn.ModuleList):
+class ModuleList(_Container, nn.ModuleList):
     """:class:`torch.nn.ModuleList` as a :class:`BaseModule`."""
 
-    def __init__(self, modules: Any = None, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg, modules)
 
-
-class ModuleDict(BaseModule, nn.ModuleDict):
+class ModuleDict(_Container, nn.ModuleDict):
     """:class:`torch.nn.ModuleDict` as a :class:`BaseModule`."""
-
-    def __init__(self, modules: Any = None, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg, modules)
 
 
 class _Runner:
@@ -211,22 +197,15 @@ class _Runner:
         return getattr(self.trainer, ours.get(name, name))
 
 
-_CALLBACKS = (
-    "give inference_on_dataset callbacks: on_start, before_inference, after_inference, on_end"
-)
 _ELSEWHERE = {
-    f"{when}_{what}{part}": _CALLBACKS
-    for when in ("before", "after")
-    for what in ("val", "test")
-    for part in ("", "_epoch", "_iter")
-} | {
     "before_save_checkpoint": "return what is to be saved from state_dict()",
     "after_load_checkpoint": "take what was saved in load_state_dict(state)",
-    "_before_iter": "override before_train_iter",
-    "_after_iter": "override after_train_iter",
-    "_before_epoch": "override before_train_epoch",
-    "_after_epoch": "override after_train_epoch",
 }
+for _when in ("before", "after"):
+    for _what in ("val", "test", "val_epoch", "test_epoch", "val_iter", "test_iter"):
+        _ELSEWHERE[f"{_when}_{_what}"] = "give inference_on_dataset callbacks, as after_inference"
+    for _what in ("epoch", "iter"):
+        _ELSEWHERE[f"_{_when}_{_what}"] = f"override {_when}_train_{_what}"
 
 
 def _with_runner(method: Callable[..., Any], outer: str) -> Callable[..., Any]:
@@ -253,7 +232,7 @@ class Hook(HookBase):
     priority = "NORMAL"
 
     def __init_subclass__(cls) -> None:
-        refuse_overrides(cls, _ELSEWHERE)
+        registry.refuse_overrides(cls, _ELSEWHERE)
         for name, outer in (("before_train", "before_run"), ("after_train", "after_run")):
             if name in vars(cls):
                 setattr(cls, name, _with_runner(vars(cls)[name], outer))
@@ -307,6 +286,14 @@ class Hook(HookBase):
     def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
         """Whether this is one of every ``n`` iterations of an epoch."""
         return n > 0 and (batch_idx + 1) % n == 0
+
+    def end_of_epoch(self, dataloader: Any, batch_idx: int) -> bool:
+        """Whether this is the last iteration of an epoch."""
+        return bool(batch_idx + 1 == len(dataloader))
+
+    def is_last_train_epoch(self, runner: Any) -> bool:
+        """Whether this is the last epoch, which may be shorter."""
+        return bool((runner.epoch + 1) * runner.epoch_length >= runner.max_iters)
 
     def is_last_train_iter(self, runner: Any) -> bool:
         """Whether this is the last iteration."""

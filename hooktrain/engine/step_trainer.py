@@ -68,9 +68,8 @@ class StepTrainer(ModelTrainer):
             each = {name: max(1, count // max(1, self.iter)) for name, count in counts.items()}
             self._expect_updates(each, self.max_iter - self.iter)
         start = time.perf_counter()
-        data = next(self._batches)
+        self.last_batch = data = next(self._batches)
         data_time = time.perf_counter() - start
-        self.last_batch = data
         self.last_outputs = outputs = self._call_step(data)
         if is_first:  # it has shown how often the model calls update_params
             made = {name: w.inner_count - counts[name] for name, w in self._wrappers().items()}
@@ -107,11 +106,10 @@ class StepTrainer(ModelTrainer):
         self.after_backward()
 
     def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
-        """Tell the wrappers that accumulate how many backward passes are still to come."""
+        """Tell the wrappers how many backward passes are still to come."""
         for name, wrapper in self._wrappers().items():
-            if wrapper.accumulative_counts > 1:
-                done = wrapper.inner_count
-                wrapper.initialize_count_status(self.model, done, done + each[name] * iterations)
+            done = wrapper.inner_count
+            wrapper.initialize_count_status(self.model, done, done + each[name] * iterations)
 
     def after_train(self) -> None:
         """Call the hooks; say so if the last window of accumulation made no update."""

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,11 +87,18 @@ class BaseModel(nn.Module, ABC):
         Returns:
             What the forward returns.
         """
-        return _call(self, self.data_preprocessor(data, False), mode="predict")
+        return self._run_forward(self.data_preprocessor(data, False), mode="predict")
 
     def test_step(self, data: Any) -> Any:
         """The same as :meth:`val_step`."""
-        return _call(self, self.data_preprocessor(data, False), mode="predict")
+        return self._run_forward(self.data_preprocessor(data, False), mode="predict")
+
+    def _run_forward(self, data: Any, mode: str) -> Any:  # MMEngine's name: models override it
+        if isinstance(data, Mapping):
+            return self(**data, mode=mode)
+        if isinstance(data, list | tuple):
+            return self(*data, mode=mode)
+        raise TypeError(f"data_preprocessor must return a dict, list or tuple, not {type(data)}")
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the losses, and the values to log.
@@ -158,15 +165,16 @@ def train_step(
     return log_vars
 
 
-def compute_losses(model: Any, data: Any, forward: Callable[..., Any]) -> Any:
+def compute_losses(model: Any, data: Any, forward: Any) -> Any:
     """The losses of one batch in training, as the model returns them.
 
     Args:
         model: see :func:`train_step`.
         data: a batch, as the data loader gives it.
-        forward: what is called: the model, or a wrapper around it.
+        forward: what is called: the model, or a
+            :class:`~hooktrain.model.StepDistributedDataParallel` around it.
     """
-    return _call(forward, model.data_preprocessor(data, True), mode="loss")
+    return forward._run_forward(model.data_preprocessor(data, True), mode="loss")
 
 
 def init_weights_once(model: nn.Module) -> nn.Module:
@@ -210,14 +218,6 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     for name, size in missed.items():
         logger.error("%s with shape %s is not in the computational graph", name, size)
     return list(missed)
-
-
-def _call(forward: Callable[..., Any], data: Any, mode: str) -> Any:
-    if isinstance(data, Mapping):
-        return forward(**data, mode=mode)
-    if isinstance(data, list | tuple):
-        return forward(*data, mode=mode)
-    raise TypeError(f"data_preprocessor must return a dict, list or tuple, not {type(data)}")
 
 
 def _mean(name: str, value: Any) -> Tensor:

@@ -72,6 +72,8 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
             raise TypeError(f"{problem}: use SeparateDistributedDataParallel")
         return train_step(self.module, data, optim_wrapper, self, self.detect_anomalous_params)
 
+    _run_forward = BaseModel._run_forward
+
     def val_step(self, data: Any) -> Any:
         """The model's own; the ranks do not communicate."""
         return self.module.val_step(data)
@@ -112,8 +114,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         # A DDP by type, so that all who look for one to get at its `module` find this one too. The
         # work is done by the DDPs around the children: this has none of a DDP's attributes.
         nn.Module.__init__(self)
-        own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if own:
+        if own := [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]:
             raise ValueError(f"move {own} of {type(module).__name__} itself into a child")
         trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
         inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}

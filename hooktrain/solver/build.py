@@ -29,6 +29,7 @@ from hooktrain.utils.registry import (
     OPTIMIZERS,
     PARAM_SCHEDULERS,
     did_you_mean,
+    refuse_overrides,
     unwrap_model,
 )
 
@@ -65,6 +66,8 @@ class DefaultOptimWrapperConstructor:
     Raises:
         ValueError: without ``optimizer``, or if that is no dict with ``type``.
 
+    A subclass that overrides what only MMEngine calls is a TypeError when it is defined.
+
     Example::
 
         constructor = DefaultOptimWrapperConstructor(
@@ -73,6 +76,9 @@ class DefaultOptimWrapperConstructor:
         )
         optim_wrapper = constructor(model)
     """
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, dict.fromkeys(("_validate_cfg", "_is_in"), "override add_params()"))
 
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.utils.registry import refuse_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,9 @@ INF = 10**9  # The end of a range without one.
 
 # The arguments that count steps.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
+
+# What schedulers for MMEngine override.
+_NOT_CALLED = ("print_value", "_annealing_cos", "_annealing_linear", "_format_param")
 
 
 @dataclass(eq=False)
@@ -31,7 +35,8 @@ class GroupParamScheduler:
     same where nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
     A tensor is multiplied on its device, as in MMEngine, without a synchronisation.
 
-    To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
+    To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine. A
+    subclass that overrides what only MMEngine calls is a TypeError when it is defined.
 
     Args:
         optimizer: a torch optimizer or an :class:`~hooktrain.solver.OptimWrapper`.
@@ -71,6 +76,9 @@ class GroupParamScheduler:
     last_step: int = -1
     by_epoch: bool = True
     verbose: bool = False
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, dict.fromkeys(_NOT_CALLED, "override _get_value() or step()"))
 
     def __post_init__(self) -> None:
         self._check_arguments()

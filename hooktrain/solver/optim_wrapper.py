@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hooktrain.solver.optim_state import load_optimizer_state, optimizer_state_dict, parameter_names
 from hooktrain.utils.dtensor import full_tensor
 from hooktrain.utils.events import get_event_storage, has_event_storage
+from hooktrain.utils.registry import refuse_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,12 @@ class OptimWrapper:
     Raises:
         TypeError: if ``optimizer`` is not an optimizer.
         ValueError: for a count below 1 or impossible clipping.
+
+    A subclass that overrides what only MMEngine calls is a TypeError when it is defined.
     """
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, {"_clip_grad": "override clip_gradients()"})
 
     def __init__(
         self,

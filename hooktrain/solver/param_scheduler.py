@@ -301,12 +301,16 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
                 if self._read(group) - value > self.eps:
                     self._write(group, value)
 
-    def _is_due(self, value: float) -> bool:
-        """Count a value of the metric; whether to reduce."""
+    def _is_better(self, value: float, best: float) -> bool:
+        """Whether a value of the metric is an improvement; MMEngine's name."""
         less = self.rule == "less"
         margin = -self.threshold if less else self.threshold
-        bound = self.best * (1 + margin) if self.threshold_rule == "rel" else self.best + margin
-        if value < bound if less else value > bound:
+        bound = best * (1 + margin) if self.threshold_rule == "rel" else best + margin
+        return value < bound if less else value > bound
+
+    def _is_due(self, value: float) -> bool:
+        """Count a value of the metric; whether to reduce."""
+        if self._is_better(value, self.best):
             self.best = float(value)
             self.num_bad_epochs = 0
         else:

@@ -21,7 +21,7 @@ from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import environment
-from hooktrain.strategy.environment import Environment, Launcher
+from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
 from hooktrain.utils.dtensor import map_leaves
@@ -41,7 +41,10 @@ ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 # What strategies for MMEngine override.
 _NOT_CALLED = dict.fromkeys(
     ("_setup_env", "_setup_distributed", "_set_randomness"), "override setup()"
-) | {"_wrap_model": "override wrap_model()"}
+) | {
+    f"_{name}": f"override {name}()"
+    for name in ("wrap_model", "init_model_weights", "build_param_scheduler")
+}
 
 # As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -161,7 +164,7 @@ class BaseStrategy(ABC):
         self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
         settings.apply()
-        self.seed = environment.set_random_seed(settings.seed, settings.diff_rank_seed)
+        self.seed = set_random_seed(settings.seed, diff_rank_seed=settings.diff_rank_seed)
         if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
 

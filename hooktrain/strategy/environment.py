@@ -227,7 +227,7 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     return torch.device(device.type, index)
 
 
-def set_random_seed(seed: int | None = None, diff_rank_seed: bool = False) -> int:
+def set_random_seed(seed: int | None = None, *, diff_rank_seed: bool = False) -> int:
     """Seed the generators of Python, numpy and torch. A collective if there is no seed.
 
     Args:

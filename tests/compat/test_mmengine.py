@@ -13,17 +13,22 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.compat import mmengine
 from hooktrain.compat.mmengine import (
     MODELS,
+    AmpOptimWrapper,
     BaseMetric,
     BaseModel,
     BaseModule,
     BaseStrategy,
+    DDPStrategy,
     DefaultOptimWrapperConstructor,
+    FSDPStrategy,
     Hook,
     ModuleList,
+    OneCycleLR,
     OptimWrapper,
     Registry,
     Sequential,
     SingleDeviceStrategy,
+    StepLR,
     StepTrainer,
     StochasticWeightAverage,
     create_ddp_model,
@@ -60,10 +65,24 @@ is_main_process MMLogger is_model_wrapper load_checkpoint master_only print_log 
 """
 
 
+HOOKS_THERE = """\
+CheckpointHook DistSamplerSeedHook EMAHook EarlyStoppingHook EmptyCacheHook IterTimerHook LoggerHook
+NaiveVisualizationHook ParamSchedulerHook ProfilerHook RuntimeInfoHook SyncBuffersHook
+"""
+INSTEAD = {
+    "Runner": "StepTrainer",
+    "MessageHub": "get_event_storage",
+    "kaiming_init": "nothing, or",
+}
+INSTEAD |= dict.fromkeys(
+    HOOKS_THERE.split(), "(hooks|trainer|create_ddp_model|nothing: the trainer)"
+)
+
+
 def test_names_are_there_and_others_say_what_takes_their_place() -> None:
     assert [name for name in NAMES.split() if not hasattr(mmengine, name)] == []
     assert mmengine.ConstantParamScheduler.__module__ == "hooktrain.solver.param_scheduler"
-    for name, instead in (("Runner", "StepTrainer"), ("EMAHook", "hooks.EMA"), ("x", "nothing")):
+    for name, instead in INSTEAD.items():
         with pytest.raises(ImportError, match=f"place of MMEngine's {name}: {instead}"):
             getattr(mmengine, name)
     with pytest.raises(ImportError, match="place of MMEngine's LoggerHook: hooks"):
@@ -80,6 +99,7 @@ def test_registries_take_defaults_scopes_parents_and_builders() -> None:
             self.ab = a, b
 
     assert MODELS.build({"type": "mine.Child", "a": 1}, default_args={"a": 0, "b": 2}).ab == (1, 2)
+    assert MODELS.build({"type": "Child", "a": 1, "b": 2}, default_args=None).ab == (1, 2)
     assert child.get("mine.Child") is child.get("Child") is registry.MODELS.get("Child") is Child
     assert child.get("Chidl") is None
     assert type(MODELS.build({"type": "StochasticWeightAverage", "model": nn.Linear(1, 1)})) is (
@@ -148,8 +168,23 @@ def test_init_cfg_loads_a_part_of_a_checkpoint_and_anything_else_is_refused(tmp_
     part = Part(0.0, {"type": "Pretrained", "checkpoint": tmp_path / "x.pth", "prefix": "a."})
     part.init_weights()
     assert part.linear.weight.tolist() == [[1, 1]]
-    with pytest.raises(ValueError, match=r"in init_weights\(\), not by init_cfg={'type': 'Normal'"):
-        Net(init_cfg={"type": "Normal"})
+    for other in ({"type": "Normal"}, [{"type": "Normal"}]):
+        with pytest.raises(ValueError, match=r"in init_weights\(\), not by init_cfg=.*'Normal'"):
+            Net(init_cfg=other)
+
+
+class Doubled(Net):
+    def _run_forward(self, data: Any, mode: str) -> Any:
+        outputs = super()._run_forward(data, mode)
+        return {"loss": 2 * outputs["loss"]} if mode == "loss" else 2 * outputs
+
+
+def test_what_a_model_overrides_around_its_forward_is_called_in_each_step() -> None:
+    model, x = Doubled(), torch.ones(1, 2)
+    loss = model(x, mode="loss")["loss"].item()
+    assert torch.equal(model.val_step([x]), 2 * model(x))
+    assert torch.equal(model.test_step([x]), 2 * model(x))
+    assert model.train_step([x], sgd(model))["loss"].item() == 2 * loss
 
 
 class Noting(Hook):
@@ -172,6 +207,10 @@ class Noting(Hook):
         self.seen.append((batch_idx, data_batch[0].shape[0], sorted(outputs)))
         if self.every_n_train_iters(runner, 2) or self.is_last_train_iter(runner):
             self.seen.append(f"iter {runner.iter}")
+        if self.end_of_epoch(runner.train_dataloader, batch_idx):
+            self.seen.append("last of epoch")
+        if self.is_last_train_epoch(runner):
+            self.seen.append("last epoch")
 
     def after_train_epoch(self, runner: Any) -> None:
         assert self.every_n_epochs(runner, 1)
@@ -191,8 +230,8 @@ def test_a_hook_has_mmengines_events_with_the_batch_and_the_outputs() -> None:
     trainer.train(max_iter=3)
     assert hook.seen == [
         *(("run", 3, 0), "train", ("epoch", 0)),
-        *((0, 3, ["loss"]), (1, 4, ["loss"]), "iter 1", "end of epoch"),
-        *(("epoch", 1), (0, 3, ["loss"]), "iter 2", "end of train", "end of run"),
+        *((0, 3, ["loss"]), (1, 4, ["loss"]), "iter 1", "last of epoch", "end of epoch"),
+        *(("epoch", 1), (0, 3, ["loss"]), "iter 2", "last epoch", "end of train", "end of run"),
     ]
 
 
@@ -202,7 +241,13 @@ def test_a_hook_has_mmengines_events_with_the_batch_and_the_outputs() -> None:
         (Hook, "after_val_epoch", "inference_on_dataset callbacks"),
         (Hook, "before_save_checkpoint", "state_dict"),
         (Hook, "_after_iter", "override after_train_iter"),
+        (AmpOptimWrapper, "_clip_grad", r"override clip_gradients\(\)"),
+        (DefaultOptimWrapperConstructor, "_validate_cfg", r"override add_params\(\)"),
+        (StepLR, "print_value", r"override _get_value\(\) or step\(\)"),
+        (OneCycleLR, "_annealing_cos", r"override _get_value\(\)"),
         (BaseStrategy, "_wrap_model", r"override wrap_model\(\)"),
+        (DDPStrategy, "_init_model_weights", r"override init_model_weights\(\)"),
+        (FSDPStrategy, "_build_param_scheduler", r"override build_param_scheduler\(\)"),
         (SingleDeviceStrategy, "_setup_env", r"override setup\(\)"),
         (SingleDeviceStrategy, "_setup_distributed", r"override setup\(\)"),
         (SingleDeviceStrategy, "_set_randomness", r"override setup\(\)"),
@@ -284,6 +329,7 @@ def test_strategies_and_trainers_go_on_from_each_others_checkpoints(tmp_path: Pa
     resumed.data_loader.batches = 3  # type: ignore[attr-defined]
     assert all(map(torch.equal, final(resumed), expected))
     strategy.load_checkpoint(tmp_path / "other" / "iter_3.pth", map_location="cpu")
+    strategy.resume(tmp_path / "other" / "iter_3.pth", map_location="cpu")
 
 
 def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_parameters() -> None:

@@ -259,6 +259,35 @@ def test_the_default_trainer_trains_evaluates_and_returns_the_results(folder: Pa
     assert (folder / "model_final.pth").exists()
 
 
+class Prepared(LinearLoss):
+    """Without a step of its own; `init_weights` as in MMEngine."""
+
+    is_init = False
+
+    def init_weights(self) -> None:
+        nn.init.zeros_(self.fc.weight)
+
+
+@pytest.mark.parametrize("lacking", ["test", "evaluator"])
+def test_without_a_schedule_test_data_or_an_evaluator_it_trains_and_evaluates_nothing(
+    lacking: str, folder: Path
+) -> None:
+    cfg = config(folder)
+    del cfg.lr_multiplier, cfg.dataloader[lacking]
+    trainer = DefaultTrainer(cfg)
+    assert trainer.train() == {}
+    assert [rate for rate, _ in trainer.storage.history("lr").values()] == [cfg.optimizer.lr] * 4
+    assert (folder / "model_final.pth").exists()
+
+
+def test_weights_are_initialised_once_by_the_models_own_method(folder: Path) -> None:
+    cfg = config(folder)
+    cfg.model = LazyCall(Prepared)()
+    trainer = DefaultTrainer(cfg)
+    assert trainer.model.is_init is True
+    assert not trainer.model.fc.weight.any()  # type: ignore[union-attr]
+
+
 def test_hooks_of_the_default_trainer_see_every_event(folder: Path) -> None:
     events: list[str] = []
     trainer = DefaultTrainer(config(folder))

@@ -256,6 +256,18 @@ def test_hooks_see_the_last_batch_and_what_the_step_returned_if_anything() -> No
         assert [list(outputs) for _, outputs in seen] == [["loss"] if kind is Plain else []] * 2
 
 
+class Counting(OptimWrapper):
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        self.counts = init_counts, max_counts
+
+
+def test_a_wrapper_is_told_of_the_length_of_the_run_as_in_mmengine() -> None:
+    model = Plain()
+    wrapper = Counting(sgd(model))
+    StepTrainer(model, data(), wrapper).train(max_iter=3)
+    assert wrapper.counts == (0, 3)
+
+
 class Plainly(Two):
     """Calls plain optimizers, as code without wrappers does."""
 

@@ -286,8 +286,8 @@ def test_the_backward_pass_is_outside_of_the_context_of_the_forward_pass() -> No
 
 def test_inside_a_wrapper_that_one_is_called_and_the_models_parts_are_used() -> None:
     wrapper, model, img = Traced(), ToyModel(), batch(2)
-    around = nn.Sequential()
-    around.forward = lambda *args, mode: model(*args, mode=mode) | {"loss3": torch.ones(1)}
+    around: Any = nn.Sequential()
+    around._run_forward = lambda data, mode: model(*data, mode=mode) | {"loss3": torch.ones(1)}
     log_vars = train_step(model, img, wrapper, around)
     assert wrapper.model is around
     assert "loss3" in log_vars

@@ -193,6 +193,23 @@ def test_a_plateau_has_the_values_of_mmengine(
     assert plateau(ours, metrics, **args) == near(plateau(theirs, metrics, **args))
 
 
+def test_a_plateau_asks_an_overridden_is_better_as_in_mmengine() -> None:
+    class NeverBetter:
+        def _is_better(self, a: float, best: float) -> bool:
+            return False
+
+    values = []
+    for library in (ours, theirs):
+        optimizer = sgd(0.1)
+        kind = type("Own", (NeverBetter, library.ReduceOnPlateauLR), {})
+        scheduler = kind(optimizer, "acc", patience=1)
+        for metric in (3.0, 2.0, 1.0):
+            scheduler.step({"acc": metric})
+            values.append(rates(optimizer))
+    assert values[0] != values[1]
+    assert values[:3] == values[3:]
+
+
 NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Momentum", "Scheduler")) and n[0] != "_"]
 
 

@@ -340,12 +340,15 @@ def test_mmengines_settings_and_ours_are_the_same() -> None:
         resource_limit=4096,
         mp_start_method="fork",
     )
-    assert Environment.of({"dist_cfg": None, "seed": 2}) == Environment(seed=2)
+    for other in ({"dist_cfg": None}, {"dist_cfg": {"init_backend": "torch"}}):
+        assert Environment.of({**other, "seed": 2}) == Environment(seed=2)
 
 
 def test_settings_that_nobody_knows_are_refused() -> None:
     with pytest.raises(TypeError, match="'bakend'"):
         SingleDeviceStrategy(env_kwargs={"dist_cfg": {"bakend": "gloo"}})
+    with pytest.raises(ValueError, match="init_backend must be 'torch', but got 'deepspeed'"):
+        DDPStrategy(env_kwargs={"dist_cfg": {"init_backend": "deepspeed"}})
 
 
 def test_folders_are_named_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
