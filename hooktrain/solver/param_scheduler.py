@@ -256,7 +256,6 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
-    SHARES = ("factor",)
     PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
@@ -282,8 +281,8 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
             raise ValueError(f"rule must be 'less' or 'greater': {self.rule!r}")
         if self.threshold_rule not in ("rel", "abs"):
             raise ValueError(f"threshold_rule must be 'rel' or 'abs': {self.threshold_rule!r}")
-        if self.factor == 1:
-            raise ValueError("factor must be less than 1, or nothing is reduced")
+        if not 0 <= self.factor < 1:
+            raise ValueError(f"factor must lie in [0, 1): {self.factor!r}")
         if not self.by_epoch:
             raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
 

@@ -285,7 +285,7 @@ def test_the_last_step_has_exactly_the_final_value(
         (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or .*: 'cosine'"),
         (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
         (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
-        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, "factor must be less than 1"),
+        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"in \[0, 1\): 1.0"),
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
         (lambda o: LinearParamScheduler(o, "weight_decya"), KeyError, "weight_decya"),
         (
