@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from termcolor import colored
@@ -49,20 +50,20 @@ def colors(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("quiet", "WARNING warning"),
         ("normal", "info|WARNING warning"),
-        ("debug", "{0} debug|{0} info|{0} WARNING warning"),
+        ("debug", "ht.engine debug|ht.engine info|ht.engine WARNING warning"),
     ],
 )
 def test_a_level_chooses_what_the_terminal_shows_and_the_file_has_everything_with_dates(
     level: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logger = setup_logger(tmp_path, name=NAME, color=False, level=level)
+    setup_logger(tmp_path / "a/b", name=NAME, abbrev_name="ht", color=False, level=level)
     for name in ("debug", "info", "warning"):
-        getattr(logger, name)(name)
-    lines = [rf"{TIME} {line}\n" for line in shown.format(NAME).split("|")]
+        getattr(logging.getLogger(f"{NAME}.engine"), name)(name)
+    lines = [f"{TIME} {line}\n" for line in shown.split("|")]
     assert re.fullmatch("".join(lines), capsys.readouterr().out)
     levels = ("DEBUG: debug", "INFO: info", "WARNING: warning")
-    lines = [rf"\[{DATE} {TIME}\] {NAME} {line}\n" for line in levels]
-    assert re.fullmatch("".join(lines), (tmp_path / "log.txt").read_text())
+    lines = [rf"\[{DATE} {TIME}\] {NAME}.engine {line}\n" for line in levels]
+    assert re.fullmatch("".join(lines), (tmp_path / "a/b/log.txt").read_text())
 
 
 def test_an_unknown_level_is_refused() -> None:
@@ -86,59 +87,47 @@ def test_a_line_of_fields_fits_100_columns_on_the_terminal_and_is_whole_in_the_f
 
 
 class Screen(io.StringIO):
-    """A terminal that somebody watches."""
-
-    watched = True
-
     def isatty(self) -> bool:
-        return self.watched
+        return True
 
 
-class NotebookStream(Screen):
+class NotebookStream(io.StringIO):
     __module__ = "ipykernel.iostream"
-    watched = False
 
 
-@pytest.mark.parametrize("kind", [Screen, NotebookStream])
+@pytest.mark.parametrize(
+    ("stream", "options", "watched"),
+    [
+        (Screen, {}, True),
+        (NotebookStream, {}, True),
+        (io.StringIO, {}, False),
+        (Screen, {"level": "quiet"}, False),
+        (Screen, {"configure_stdout": False}, False),
+        (Screen, {"distributed_rank": 1}, False),
+    ],
+)
 def test_a_bar_stands_below_the_lines_of_all_loggers_where_somebody_watches(
-    kind: type[Screen], monkeypatch: pytest.MonkeyPatch
+    stream: type[io.StringIO], options: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", screen := kind())
+    monkeypatch.setattr(sys, "stdout", screen := stream())
     monkeypatch.setenv("COLUMNS", "52")
-    setup_logger(color=False)
-    other = setup_logger(name=NAME, color=False)
+    assert not show_progress("Evaluating", 1, 4)  # logging is not set up
+    setup_logger(**options)
     try:
         for now, done in ((10.0, 1), (10.05, 2), (10.2, 3), (11.0, 4)):
             monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-            assert show_progress("Evaluating", done, 4, 3605 - done)
+            assert show_progress("Evaluating", done, 4, 3605 - done) == watched
         show_progress("Downloading", 7, 0)
-        other.info("hello")
+        setup_logger(name=NAME, color=False).info("hello")
     finally:
-        close_logger("hooktrain")
+        close_logger()
     bars = [
         "Evaluating  25% [#######-----------------------] 1/",
         "Evaluating  75% [######################--------] 3/",
-        "",
         "Downloading 7",
     ]
-    expected = "".join(bar + f"\r{' ' * len(bar)}\r" * bool(bar) for bar in bars)
+    expected = "".join(f"{bar}\r{' ' * len(bar)}\r" for bar in bars if watched)
     assert re.fullmatch(re.escape(expected) + rf"{TIME} hello\n", screen.getvalue())
-
-
-def test_nothing_is_drawn_where_nobody_watches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not show_progress("Evaluating", 1, 4)  # logging is not set up
-    try:
-        setup_logger()
-        assert not show_progress("Evaluating", 1, 4)  # to a pipe or a file
-        monkeypatch.setattr(sys, "stdout", screen := Screen())
-        for options in ({"level": "quiet"}, {"configure_stdout": False}, {"distributed_rank": 1}):
-            setup_logger(**options)  # type: ignore[arg-type]
-            assert not show_progress("Evaluating", 1, 4)
-    finally:
-        close_logger("hooktrain")
-    assert (screen.getvalue(), capsys.readouterr().out) == ("", "")
 
 
 def test_colours_mark_time_and_name_and_levels_from_warning_on(
@@ -153,15 +142,6 @@ def test_colours_mark_time_and_name_and_levels_from_warning_on(
     assert re.fullmatch(header + r"\x1b\[5m\x1b\[31mWARNING\x1b\[0m hello", warning)
     assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mERROR\x1b\[0m hello", error)
     assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mCRITICAL\x1b\[0m hello", critical)
-
-
-def test_names_are_abbreviated_on_the_terminal_and_whole_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    setup_logger(tmp_path / "a/b", name=NAME, abbrev_name="ht", level="debug")
-    logging.getLogger(f"{NAME}.engine").info("hello")
-    assert capsys.readouterr().out.endswith(" ht.engine hello\n")
-    assert f"] {NAME}.engine INFO: hello" in (tmp_path / "a/b/log.txt").read_text()
 
 
 def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(

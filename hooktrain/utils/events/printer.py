@@ -44,7 +44,7 @@ class CommonMetricPrinter(EventWriter):
     logger = logging.getLogger(__name__)
 
     def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
-        if not self.logger.hasHandlers():
+        if not self.logger.hasHandlers() and not logging.getLogger("hooktrain").level:
             setup_logger(distributed_rank=comm.get_rank())
         self._max_iter = max_iter
         self._window_size = window_size

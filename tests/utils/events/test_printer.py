@@ -1,7 +1,6 @@
 import logging
 import math
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from hooktrain.utils import comm
 from hooktrain.utils.events import CommonMetricPrinter, EventStorage, EventWriter, printer
+from hooktrain.utils.logger import close_logger, setup_logger
 
 
 @pytest.fixture
@@ -40,24 +40,34 @@ def test_the_line_has_all_fields_over_their_windows(log: pytest.LogCaptureFixtur
     ]
 
 
+LOSSES = (
+    "loss total_loss loss_cls rpn/loss_box val_loss_mean mseloss loss1 lossG losses TripletLoss"
+)
+NO_LOSSES = "a/lossless_ratio a/glossy loss/count a/accuracy"  # of them that are not shown
+
+
 @pytest.mark.parametrize(
     ("metrics", "shown"),
     [
-        ({"total_loss": 2.5, "loss_cls": 2.5}, "{}"),
+        (dict.fromkeys(f"{LOSSES} {NO_LOSSES}".split(), 1.0), LOSSES.replace(" ", ": 1  ") + ": 1"),
+        ({"total_loss": 2.5, "loss_cls": 2.5}, "total_loss: 2.5"),
         ({"total_loss": math.nan, "loss_cls": math.nan}, "total_loss: nan"),
-        ({"total_loss": 2.5, "loss_a": 2.5, "loss_b": 0.0}, "{}  loss_a: 2.5  loss_b: 0"),
-        ({"total_loss": 2.5, "val_loss": 2.25}, "{}  val_loss: 2.25"),
-        ({"total_loss": 2.5, "time": 0.1, "data_time": 0.009}, "{}  time: 0.1"),
-        ({"total_loss": 2.5, "data_time": 0.009}, "{}  data_time: 0.009"),
+        ({"total_loss": 1, "loss_a": 1, "loss_b": 0}, "total_loss: 1  loss_a: 1  loss_b: 0"),
+        ({"total_loss": 1, "val_loss": 2}, "total_loss: 1  val_loss: 2"),
+        ({"accuracy": 12.3456, "time": 0.1, "data_time": 0.009}, "accuracy: 12.35  time: 0.1"),
+        ({"data_time": 0.009}, "data_time: 0.009"),
     ],
 )
-def test_what_says_nothing_more_is_left_out(
+def test_losses_and_names_without_a_slash_are_shown_unless_they_say_nothing_more(
     metrics: dict[str, float], shown: str, log: pytest.LogCaptureFixture
 ) -> None:
+    class Printer(CommonMetricPrinter):
+        logger = logging.getLogger("my.project")
+
     with EventStorage(3) as storage:
         storage.put_scalars(**metrics)
-        CommonMetricPrinter().write()
-    assert log.messages == ["iter: 3  " + shown.format("total_loss: 2.5")]
+        Printer().write()
+    assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3  {shown}")]
 
 
 def test_every_result_of_an_evaluation_is_shown_once_also_after_the_end_and_a_restart(
@@ -68,15 +78,17 @@ def test_every_result_of_an_evaluation_is_shown_once_also_after_the_end_and_a_re
         printer = CommonMetricPrinter(max_iter=12)
         with storage:
             printer.rewind(start)
-            for storage.iter in range(start, 13):
-                if storage.iter < 12:
-                    storage.put_scalar("total_loss", 1.0)
-                if storage.iter % 3 == 2 or storage.iter == 12:
+            for storage.iter in range(start, 12):
+                storage.put_scalar("total_loss", 1.0)
+                if storage.iter % 3 == 2:
                     storage.put_scalar("box/AP", storage.iter, smoothing_hint=False)
-                if storage.iter % 4 == 3 or storage.iter == 12:
+                if storage.iter % 4 == 3:
                     printer.write()
                 if storage.iter == 5:
                     saved.append(storage.state_dict())
+            storage.iter = 12
+            storage.put_scalar("box/AP", 12, smoothing_hint=False)
+            printer.write()
             printer.write()
         return [re.sub("eta: .*?  ", "", message) for message in log.messages]
 
@@ -95,23 +107,6 @@ def test_every_result_of_an_evaluation_is_shown_once_also_after_the_end_and_a_re
     resumed = EventStorage()
     resumed.load_state_dict(saved[0])
     assert run(resumed, 6) == expected[2:]
-
-
-def test_a_metric_is_a_loss_if_a_word_of_its_last_part_is(log: pytest.LogCaptureFixture) -> None:
-    losses = (
-        "loss total_loss loss_cls rpn/loss_box val_loss_mean mseloss loss1 lossG losses TripletLoss"
-    )
-    others = "a/lossless_ratio a/glossy loss/count a/accuracy"
-
-    class Printer(CommonMetricPrinter):
-        logger = logging.getLogger("my.project")
-
-    with EventStorage(3) as storage:
-        for name in (losses + " " + others).split():
-            storage.put_scalar(name, 2.5)
-        Printer().write()
-    shown = "  ".join(f"{name}: 2.5" for name in losses.split())
-    assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3  {shown}")]
 
 
 def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
@@ -134,81 +129,79 @@ def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
     ]
 
 
-@pytest.mark.parametrize(
-    ("eval_period", "eval_seconds", "save_period", "save_seconds"),
-    [
-        (100, 0.5, 0, 0),
-        (100, 1.0, 0, 0),
-        (200, 1.5, 0, 0),
-        (200, 1.0, 50, 0.3),
-        (130, 0.9, 70, 0.4),
-    ],
-)
+# Each how many iterations, and how many seconds.
+EVALUATIONS_AND_SAVES = [
+    ((100, 1.0), (2000, 0.0)),
+    ((200, 1.0), (50, 0.3)),
+    ((130, 0.9), (70, 0.4)),
+]
+
+
+@pytest.mark.parametrize(("evaluation", "save"), EVALUATIONS_AND_SAVES)
 def test_the_eta_is_steady_where_a_run_evaluates_and_saves_and_its_first_step_is_slow(
-    eval_period: int,
-    eval_seconds: float,
-    save_period: int,
-    save_seconds: float,
-    clock: SimpleNamespace,
+    evaluation: tuple[int, float], save: tuple[int, float], clock: SimpleNamespace
 ) -> None:
     printer, ends = CommonMetricPrinter(max_iter=2000), {}
     with EventStorage() as storage:
-        printer.rewind(0)
         for storage.iter in range(2000):
             done, seconds = storage.iter + 1, 0.02 if storage.iter else 20.0
             storage.put_scalar("time", seconds)
-            clock.now += seconds + (eval_seconds if done % eval_period == 0 else 0)
+            clock.now += seconds + (done % evaluation[0] == 0) * evaluation[1]
             if done % 20 == 0:
                 printer.write()
                 ends[done] = clock.now + storage.latest()["eta_seconds"][0]
-            clock.now += save_seconds if save_period and done % save_period == 0 else 0
+            clock.now += (done % save[0] == 0) * save[1]
     assert ends[20] == pytest.approx(120 + 0.02 * 1999)  # the steps are all that is known
-    whole = clock.now - 120
-    assert all(abs(end - clock.now) < 0.15 * whole for done, end in ends.items() if done >= 200)
+    limit = 0.15 * (clock.now - 120)
+    assert all(abs(end - clock.now) < limit for done, end in ends.items() if done >= 200)
 
 
 @pytest.mark.parametrize(
-    ("setup", "line"),
+    ("theirs", "line"),
     [
-        ("", r"\d\d:\d\d:\d\d iter: 3  loss: 2.5\n"),
-        ("logging.basicConfig(level='INFO', stream=sys.stdout)", "INFO:hooktrain.*:iter: 3 .*\n"),
+        ("nothing", r"\d\d:\d\d:\d\d iter: 3  loss: 2.5\n"),
+        ("a handler", "theirs: iter: 3  loss: 2.5\n"),
+        ("setup_logger", ""),
     ],
 )
 def test_who_has_not_set_up_logging_sees_lines_and_who_has_is_left_alone(
-    setup: str, line: str
+    theirs: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = f"""
-import logging, sys
-from hooktrain.utils.events import CommonMetricPrinter, EventStorage
-{setup}
-with EventStorage(3) as storage:
-    storage.put_scalar("loss", 2.5)
-    CommonMetricPrinter().write()
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    assert re.fullmatch(line, done.stdout)
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("theirs: %(message)s"))
+    monkeypatch.setattr(root, "handlers", [handler] if theirs == "a handler" else [])
+    monkeypatch.setattr(root, "level", logging.INFO if theirs == "a handler" else root.level)
+    if theirs == "setup_logger":
+        setup_logger(configure_stdout=False)
+    try:
+        with EventStorage(3) as storage:
+            storage.put_scalar("loss", 2.5)
+            CommonMetricPrinter().write()
+    finally:
+        close_logger()
+    assert re.fullmatch(line, capsys.readouterr().out)
 
 
-def test_a_bar_shows_how_far_a_run_is_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(printer, "show_progress", lambda *args: calls.append(args))
-    writer = CommonMetricPrinter(100)
-    with EventStorage() as storage:
-        for storage.iter in (19, 100):
-            writer.write()
-    writer.close()
-    assert calls == [("Training", 20, 100), ("Training", 1, 1)]
-
-
-@pytest.mark.parametrize(("iteration", "is_main"), [(100, True), (101, True), (0, False)])
-def test_nothing_is_logged_after_the_last_iteration_and_by_other_ranks(
-    iteration: int, is_main: bool, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("iteration", "is_main", "shown"),
+    [(99, True, True), (100, True, False), (101, True, False), (0, False, False)],
+)
+def test_a_line_and_a_bar_come_up_to_the_last_iteration_and_from_the_main_process_only(
+    iteration: int,
+    is_main: bool,
+    shown: bool,
+    log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    bars: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(printer, "show_progress", lambda *args: bars.append(args))
     monkeypatch.setattr(comm, "is_main_process", lambda: is_main)
+    writer = CommonMetricPrinter(max_iter=100)
     with EventStorage(iteration):
-        CommonMetricPrinter(max_iter=100).write()
-    assert log.messages == []
+        writer.write()
+    assert (len(log.messages), bars) == (shown, [("Training", 100, 100)] * shown)
+    writer.close()
+    assert bars[-1] == ("Training", 1, 1)
 
 
 def test_the_memory_of_the_accelerator_is_shown_when_it_has_grown(
