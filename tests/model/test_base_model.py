@@ -51,29 +51,23 @@ def test_the_model_of_the_guide_learns_in_a_trainer() -> None:
     assert last < 0.05 * first["loss"].item()
 
 
-def test_without_a_preprocessor_there_is_the_base_one() -> None:
+IMAGES = {"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]}
+
+
+def test_a_preprocessor_is_the_base_one_a_module_or_built_from_a_dict_that_stays() -> None:
     assert type(ToyModel().data_preprocessor) is BaseDataPreprocessor
-
-
-def test_a_preprocessor_is_built_from_a_dict_that_stays_as_it_is() -> None:
-    cfg = {"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]}
+    cfg = dict(IMAGES)
     preprocessor = ToyModel(cfg).data_preprocessor
     assert type(preprocessor) is ImgDataPreprocessor
     assert preprocessor.mean.flatten().tolist() == [0.5]
-    assert cfg == {"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]}
-
-
-def test_a_module_is_used_as_it_is_and_trained_with_the_model() -> None:
-    preprocessor = nn.Linear(1, 1)
-    model = ToyModel(preprocessor)
-    assert model.data_preprocessor is preprocessor
+    assert cfg == IMAGES
+    layer = nn.Linear(1, 1)
+    model = ToyModel(layer)
+    assert model.data_preprocessor is layer
     assert "data_preprocessor.weight" in dict(model.named_parameters())
-
-
-@pytest.mark.parametrize("wrong", [3, "ImgDataPreprocessor", ImgDataPreprocessor, [1]])
-def test_another_preprocessor_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="data_preprocessor must be a module or a dict"):
-        ToyModel(wrong)
+    for wrong in (3, "ImgDataPreprocessor", ImgDataPreprocessor, [1]):
+        with pytest.raises(TypeError, match="data_preprocessor must be a module or a dict"):
+            ToyModel(wrong)
 
 
 def test_a_model_without_forward_cannot_be_made() -> None:
@@ -102,37 +96,21 @@ def test_a_subclass_may_weigh_its_losses_by_its_own_parse_losses() -> None:
     assert log_vars["loss2"].item() > 0
 
 
-def test_the_preprocessor_goes_where_the_model_goes() -> None:
-    model = ToyModel({"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]})
-    assert model.data_preprocessor.device == torch.device("cpu")
-    assert model.to("meta") is model
-    assert model.data_preprocessor.device == torch.device("meta")
-    assert model.data_preprocessor.mean.device == torch.device("meta")
-    moved = model.data_preprocessor({"inputs": torch.ones(1, 1, 2, 2)})
-    assert moved["inputs"].is_meta
-    model.to_empty(device="cpu")
-    assert model.data_preprocessor.device == torch.device("cpu")
-    assert model.data_preprocessor.mean.flatten().tolist() == [0.5]
-
-
-def test_the_preprocessor_follows_a_change_of_type_and_place_at_once() -> None:
-    model = ToyModel()
-    model.to("meta", torch.float64)
-    assert model.data_preprocessor.device == torch.device("meta")
-    model.half()
-    assert model.data_preprocessor.device == torch.device("meta")
-
-
-def test_a_preprocessor_has_no_state_and_nothing_to_broadcast() -> None:
-    model = ToyModel({"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]})
-    assert set(model.state_dict()) == {"linear.weight", "linear.bias"}
-    assert list(model.buffers()) == []
-
-
-def test_built_on_another_default_device_it_casts_to_that() -> None:
+def test_the_preprocessor_goes_where_the_model_goes_without_a_state_of_its_own() -> None:
     with torch.device("meta"):
-        model = ToyModel()
-    assert model.data_preprocessor.device == torch.device("meta")
+        assert ToyModel().data_preprocessor.device.type == "meta"
+    model = ToyModel(IMAGES)
+    assert set(model.state_dict()) == {"linear.weight", "linear.bias"}
+    assert list(model.buffers()) == []  # nothing to broadcast
+    preprocessor = model.data_preprocessor
+    assert preprocessor.device == torch.device("cpu")
+    assert model.to("meta", torch.float64) is model
+    assert model.half() is model
+    assert preprocessor.device == preprocessor.mean.device == torch.device("meta")
+    assert preprocessor({"inputs": torch.ones(1, 1, 2, 2)})["inputs"].is_meta
+    model.to_empty(device="cpu")
+    assert preprocessor.device == torch.device("cpu")
+    assert preprocessor.mean.flatten().tolist() == [0.5]
 
 
 T = torch.tensor
@@ -174,22 +152,21 @@ def test_values_to_log_have_no_gradient_and_the_sum_has() -> None:
     assert not any(value.requires_grad for value in log_vars.values())
 
 
-@pytest.mark.parametrize("wrong", [3.0, None, [], [torch.ones(1), 2.0], {"a": torch.ones(1)}, "x"])
-def test_a_loss_that_is_no_tensor_is_refused_by_name(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="'loss_a' must be a tensor or a list of tensors"):
-        ToyModel().parse_losses({"loss_b": torch.ones(1), "loss_a": wrong})
-
-
-def test_losses_without_a_loss_are_refused_with_their_names() -> None:
-    with pytest.raises(ValueError, match=r"'loss' in its name.*\['ce', 'acc'\]"):
-        ToyModel().parse_losses({"ce": torch.ones(1), "acc": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"'loss' in its name.*\[\]"):
-        ToyModel().parse_losses({})
-
-
-def test_a_sum_that_has_no_name_left_is_refused() -> None:
-    with pytest.raises(ValueError, match="'total_loss' is the name of the sum"):
-        ToyModel().parse_losses({"loss": torch.ones(1), "total_loss": torch.ones(1)})
+@pytest.mark.parametrize(
+    ("losses", "error", "message"),
+    [
+        *(
+            ({"loss_b": T(1.0), "loss_a": wrong}, TypeError, "'loss_a' must be a tensor or a list")
+            for wrong in (3.0, None, [], [T(1.0), 2.0], {"a": T(1.0)}, "x")
+        ),
+        ({"ce": T(1.0), "acc": T(1.0)}, ValueError, r"'loss' in its name.*\['ce', 'acc'\]"),
+        ({}, ValueError, r"'loss' in its name.*\[\]"),
+        ({"loss": T(1.0), "total_loss": T(1.0)}, ValueError, "'total_loss' is the name of the sum"),
+    ],
+)
+def test_losses_without_a_sum_are_refused_by_name(losses: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ToyModel().parse_losses(losses)
 
 
 def test_a_step_is_the_one_written_by_hand() -> None:
@@ -302,19 +279,6 @@ def test_the_forward_pass_is_in_the_precision_of_the_wrapper() -> None:
     assert seen == [torch.bfloat16]
 
 
-def test_parameters_that_the_sum_does_not_depend_on_are_named_before_the_update(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = ToyModel()
-    model.extra = nn.Linear(3, 2, bias=False)
-    train_step(model, batch(2), sgd(model))
-    assert caplog.messages == []
-    train_step(model, batch(2), sgd(model), check=True)
-    assert caplog.messages == [
-        "extra.weight with shape torch.Size([2, 3]) is not in the computational graph"
-    ]
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -328,20 +292,21 @@ class Net(nn.Module):
         return hidden, self.dropped(hidden)
 
 
-def test_parameters_that_were_not_used_are_logged_as_errors(
+def test_parameters_that_were_not_used_are_logged_as_errors_by_a_step_if_that_is_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    whole = ToyModel()
+    whole.extra = nn.Linear(3, 2, bias=False)
+    train_step(whole, batch(2), sgd(whole))
+    assert caplog.messages == []
+    train_step(whole, batch(2), sgd(whole), check=True)
     model = Net()
-    hidden, _ = model(torch.ones(1, 2))
-    names = detect_anomalous_params(hidden.sum(), model)
+    names = detect_anomalous_params(model(torch.ones(1, 2))[0].sum(), model)
     assert names == ["never", "dropped.weight", "dropped.bias"]
-    assert caplog.record_tuples == [
-        (
-            "hooktrain.model.base_model",
-            40,
-            f"{name} with shape torch.Size({shape}) is not in the computational graph",
-        )
-        for name, shape in [("never", [3, 2]), ("dropped.weight", [1, 2]), ("dropped.bias", [1])]
+    shapes = zip(["extra.weight", *names], ([2, 3], [3, 2], [1, 2], [1]), strict=True)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("ERROR", f"{name} with shape torch.Size({shape}) is not in the computational graph")
+        for name, shape in shapes
     ]
 
 
@@ -351,36 +316,21 @@ def test_losses_in_dicts_and_lists_count_together(nest: Any) -> None:
     hidden, dropped = model(torch.ones(1, 2))
     both = [hidden.sum(), dropped.sum()]
     assert detect_anomalous_params(nest(*both), model) == ["never"]
-    assert detect_anomalous_params(nest(torch.ones(1), hidden), model) == [
-        "never",
-        "dropped.weight",
-        "dropped.bias",
-    ]
+    found = detect_anomalous_params(nest(torch.ones(1), hidden), model)
+    assert found == ["never", "dropped.weight", "dropped.bias"]
+    assert "never" not in detect_anomalous_params(model.never, model)  # is the loss itself
+    both[1].backward()
+    assert detect_anomalous_params(both[1], model) == ["never"]
 
 
-def test_after_the_backward_pass_it_finds_the_same() -> None:
-    model = Net()
-    loss = model(torch.ones(1, 2))[1].sum()
-    loss.backward()
-    assert detect_anomalous_params(loss, model) == ["never"]
-
-
-def test_a_parameter_that_is_the_loss_itself_is_found() -> None:
-    model = Net()
-    assert "never" not in detect_anomalous_params(model.never, model)
-
-
-def test_a_graph_deeper_than_the_stack_is_no_trouble() -> None:
+@pytest.mark.parametrize(
+    ("times", "more"),
+    [(5000, lambda x: x + 1), (60, lambda x: 2 * x + 3 * x)],
+    ids=["deeper than the stack", "2 ** 60 paths"],
+)
+def test_any_graph_is_walked_once(times: int, more: Any) -> None:
     model = nn.Linear(1, 1)
     value = model.weight.sum()
-    for _ in range(5000):
-        value = value + 1
-    assert detect_anomalous_params(value, model) == ["bias"]
-
-
-def test_a_graph_with_many_paths_is_walked_once() -> None:
-    model = nn.Linear(1, 1)
-    value = model.weight.sum()
-    for _ in range(60):
-        value = 2 * value + 3 * value  # 2 ** 60 paths
+    for _ in range(times):
+        value = more(value)
     assert detect_anomalous_params(value, model) == ["bias"]

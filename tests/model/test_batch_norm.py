@@ -76,31 +76,24 @@ def test_without_channels_an_input_is_refused() -> None:
         BatchNormXd(3)(torch.ones(3))
 
 
-def test_a_norm_that_is_the_whole_model_is_replaced_by_the_one_returned() -> None:
-    norm = nn.BatchNorm1d(2)
-    converted = convert_sync_batchnorm(norm)
-    assert type(converted) is nn.SyncBatchNorm
-    assert converted.weight is norm.weight
-    assert type(revert_sync_batchnorm(converted)) is BatchNormXd
-
-
-@pytest.mark.parametrize("change", [convert_sync_batchnorm, revert_sync_batchnorm])
-def test_a_norm_at_several_places_stays_one(change: Any) -> None:
-    norm = nn.BatchNorm1d(2) if change is convert_sync_batchnorm else nn.SyncBatchNorm(2)
-    model = nn.Sequential(norm, nn.Sequential(norm), norm)
+@pytest.mark.parametrize(
+    ("change", "old", "new"),
+    [
+        (convert_sync_batchnorm, nn.BatchNorm1d, nn.SyncBatchNorm),
+        (revert_sync_batchnorm, nn.SyncBatchNorm, BatchNormXd),
+    ],
+)
+def test_a_norm_stays_one_at_several_places_and_others_stay_what_they_are(
+    change: Any, old: Any, new: Any
+) -> None:
+    norm, others = old(2), [new(2), nn.InstanceNorm1d(2)]
+    whole = change(norm)
+    assert type(whole) is new
+    assert whole.weight is norm.weight
+    model = nn.Sequential(norm, nn.Sequential(norm), norm, *others)
     change(model)
     assert model[0] is model[1][0] is model[2] is not norm
-
-
-def test_what_is_not_to_be_changed_stays_the_same_object() -> None:
-    sync, instance = nn.SyncBatchNorm(2), nn.InstanceNorm1d(2)
-    model = nn.Sequential(sync, instance)
-    convert_sync_batchnorm(model)
-    assert (model[0], model[1]) == (sync, instance)
-    plain = nn.Sequential(nn.BatchNorm1d(2))
-    norm = plain[0]
-    revert_sync_batchnorm(plain)
-    assert plain[0] is norm
+    assert all(a is b for a, b in zip(model[3:], others, strict=True))
 
 
 def test_another_implementation_is_refused() -> None:
@@ -117,16 +110,12 @@ def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
-def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel, in float64."""
-    values = values.double().transpose(0, 1).flatten(1)
-    return values.mean(1), ((values - values.mean(1, keepdim=True)) ** 2).mean(1)
-
-
-def assert_statistics(layer: Any, values: Tensor) -> None:
-    mean, var = statistics(values)
+def assert_statistics(layer: Any, values: Tensor, rtol: float = 1e-5) -> None:
+    """Compare with mean and biased variance of each channel, in float64."""
+    channels = values.double().transpose(0, 1).flatten(1)
+    var, mean = torch.var_mean(channels, 1, correction=0)
     torch.testing.assert_close(layer.running_mean.double(), mean, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(layer.running_var.double(), var, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(layer.running_var.double(), var, rtol=rtol, atol=1e-7)
 
 
 def batches(*sizes: int, channels: int = 3, shape: tuple[int, ...] = ()) -> list[Tensor]:
@@ -162,19 +151,13 @@ def test_values_are_weighted_alike_whatever_the_size_of_their_batch_and_image() 
     assert layer.running_var.item() == pytest.approx((1 + 9 + 8 * 25) / 10 - 4.4**2)
 
 
-def test_a_large_mean_does_not_cancel_the_variance() -> None:
-    layer = nn.BatchNorm1d(2)
-    data = [torch.randn(64, 2) * 0.1 + 3000 for _ in range(20)]
-    update_bn_stats(layer, data, num_iters=20)
-    _, var = statistics(torch.cat(data))
-    torch.testing.assert_close(layer.running_var.double(), var, rtol=1e-4, atol=0)  # type: ignore[union-attr]
-
-
-def test_half_precision_inputs_are_summed_in_full_precision() -> None:
-    layer = nn.BatchNorm1d(2)
-    data = [(torch.randn(32, 2) + 10).bfloat16() for _ in range(4)]
-    update_bn_stats(layer, data, num_iters=4)
-    assert_statistics(layer, torch.cat(data))
+def test_neither_a_large_mean_nor_half_precision_costs_digits_of_the_variance() -> None:
+    large = [torch.randn(64, 2) * 0.1 + 3000 for _ in range(20)]
+    half = [(torch.randn(32, 2) + 10).bfloat16() for _ in range(4)]
+    for data, rtol in ((large, 1e-4), (half, 1e-5)):
+        layer = nn.BatchNorm1d(2)
+        update_bn_stats(layer, data, num_iters=len(data))
+        assert_statistics(layer, torch.cat(data), rtol)
 
 
 def test_a_keyword_input_is_seen() -> None:
@@ -250,25 +233,17 @@ def test_buffers_are_written_in_place_and_everything_else_stays() -> None:
     assert all(p.grad is None for p in layer.parameters())
 
 
-def test_no_more_batches_are_drawn_than_asked_for() -> None:
-    drawn = iter(range(10))
-    update_bn_stats(nn.BatchNorm1d(3), (torch.randn(2, 3) for _ in drawn), num_iters=4)
-    assert list(drawn) == [4, 5, 6, 7, 8, 9]
-
-
-def test_a_short_loader_is_an_error_with_both_counts_and_changes_nothing() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
+def test_no_more_batches_are_drawn_than_asked_for_and_too_few_are_an_error_and_change_nothing() -> (
+    None
+):
+    model, drawn = nn.Sequential(nn.BatchNorm1d(3)), iter(range(10))
     before = buffers(model)
+    update_bn_stats(model, [], num_iters=0)
     with pytest.raises(ValueError, match="this gave 3 of num_iters=5"):
         update_bn_stats(model, batches(4, 4, 4), num_iters=5)
     assert_unchanged(model, before)
-
-
-def test_without_batches_nothing_changes() -> None:
-    norm = nn.BatchNorm1d(3)
-    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    update_bn_stats(norm, [], num_iters=0)
-    assert_unchanged(norm, before)
+    update_bn_stats(model, (torch.randn(2, 3) for _ in drawn), num_iters=4)
+    assert list(drawn) == [4, 5, 6, 7, 8, 9]
 
 
 def test_a_layer_used_twice_in_a_forward_pass_is_named_and_nothing_has_changed() -> None:

@@ -63,9 +63,6 @@ def test_the_constructor_only_stores(tmp_path: Any) -> None:
     assert list(tmp_path.iterdir()) == []
     for name in ("seed", "timestamp", "log_dir", "experiment_name", "launcher", "device", "model"):
         assert not hasattr(made, name)
-
-
-def test_another_sync_bn_is_refused_on_one_process_too() -> None:
     with pytest.raises(ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"):
         strategy(sync_bn="mmcv")
 
@@ -101,6 +98,8 @@ def test_evaluating_first_and_training_later_works() -> None:
     trained, wrapper = made.prepare({"type": "StrategyToy"}, optim_wrapper=SGD)
     assert trained is model
     assert model.initialized == 1
+    loaded = {"init_weights_for_test_or_val": False}
+    assert strategy().prepare(Regression(), dispatch_kwargs=loaded).initialized == 0
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     losses = train(trained, wrapper, range(6))
     assert sum(losses[3:]) < sum(losses[:3])
@@ -113,12 +112,6 @@ def test_a_second_model_or_a_schedule_without_an_optimizer_is_refused() -> None:
         made.prepare(Regression(), optim_wrapper=SGD)
     with pytest.raises(AttributeError, match="has no attribute 'optim_wrapper'"):
         strategy().prepare(Regression(), param_scheduler=steps())
-
-
-def test_weights_that_are_loaded_afterwards_need_not_be_initialized() -> None:
-    made = strategy()
-    model = made.prepare(Regression(), dispatch_kwargs={"init_weights_for_test_or_val": False})
-    assert model.initialized == 0
 
 
 def test_nothing_of_the_caller_is_changed() -> None:
@@ -247,25 +240,17 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     assert wrapper.get_lr() == {"lr": [0.1]}
 
 
-def test_several_optimizers_each_get_a_schedule_with_the_end_of_the_run() -> None:
+def test_each_of_several_optimizers_and_its_schedule_know_where_the_run_ends() -> None:
+    half = {**SGD, "accumulative_counts": 4}
     _, wrapper, schedules = strategy().prepare(
         {"type": "StrategyToy"},
-        optim_wrapper={"first": SGD, "last": SGD},
+        optim_wrapper={"first": half, "last": half},
         param_scheduler={"type": "LinearLR", "by_epoch": True},
-        dispatch_kwargs={"max_epochs": 7},
+        dispatch_kwargs={"max_iters": 6, "max_epochs": 7},
     )
     assert isinstance(wrapper, OptimWrapperDict)
     ends = {name: [s.end for s in each] for name, each in schedules.items()}
     assert ends == {"first": [7], "last": [7]}
-
-
-def test_each_optimizer_knows_where_the_run_ends() -> None:
-    half = {**SGD, "accumulative_counts": 4}
-    _, wrapper = strategy().prepare(
-        {"type": "StrategyToy"},
-        optim_wrapper={"first": half, "last": half},
-        dispatch_kwargs={"max_iters": 6},
-    )
     for member in wrapper.values():
         updated = []
         for _ in range(6):

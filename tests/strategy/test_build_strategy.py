@@ -1,36 +1,22 @@
-from typing import Any
-
 import pytest
 from test_strategy_environment import torchrun
 
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
-from hooktrain.utils.registry import STRATEGIES
 
 
-def test_auto_is_a_single_device_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategies: list[Any] = ["auto", {}, {"type": "auto"}]
-    assert [type(build_strategy(s)) for s in strategies] == [SingleDeviceStrategy] * 3
-    for name, value in torchrun(world_size=1).items():
-        monkeypatch.setenv(name, value)
-    assert type(build_strategy()) is SingleDeviceStrategy
-
-
-def test_auto_is_ddp_for_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in torchrun(world_size=2).items():
-        monkeypatch.setenv(name, value)
-    assert type(build_strategy("auto")) is DDPStrategy
-
-
-def test_the_options_of_ddp_are_for_several_processes_only(
+def test_auto_is_ddp_with_its_options_for_several_processes_and_a_single_device_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"model_wrapper": {"static_graph": True}, "sync_bn": "torch", "work_dir": "/here"}
-    made = build_strategy(config, fp16_compression=True)
-    assert type(made) is SingleDeviceStrategy
+    for auto in ("auto", {}, {"type": "auto"}, config):
+        made = build_strategy(auto, fp16_compression=True)
+        assert type(made) is SingleDeviceStrategy
     assert made.work_dir == "/here"
-    for name, value in torchrun(world_size=2).items():
-        monkeypatch.setenv(name, value)
-    ddp = build_strategy(config, fp16_compression=True)
+    for size in (1, 2):
+        for name, value in torchrun(size).items():
+            monkeypatch.setenv(name, value)
+        ddp = build_strategy(config, fp16_compression=True)
+        assert isinstance(ddp, DDPStrategy) == (size == 2)
     assert isinstance(ddp, DDPStrategy)
     assert (ddp.sync_bn, ddp.fp16_compression) == ("torch", True)
 
@@ -62,18 +48,10 @@ def test_defaults_for_ddp_reach_no_other_strategy(monkeypatch: pytest.MonkeyPatc
     assert made.model_wrapper == {"static_graph": True}
 
 
-def test_a_strategy_is_returned() -> None:
+def test_a_strategy_is_returned_and_what_is_none_refused() -> None:
     made = SingleDeviceStrategy()
     assert build_strategy(made) is made
-
-
-def test_what_is_no_strategy_is_refused() -> None:
     with pytest.raises(KeyError, match=r"DDPStratgy.*did you mean 'DDPStrategy'"):
         build_strategy("DDPStratgy")
     with pytest.raises(TypeError, match="wrk_dir"):
         build_strategy("SingleDeviceStrategy", wrk_dir=".")
-
-
-def test_strategies_are_registered() -> None:
-    assert STRATEGIES.get("SingleDeviceStrategy") is SingleDeviceStrategy
-    assert STRATEGIES.get("DDPStrategy") is DDPStrategy

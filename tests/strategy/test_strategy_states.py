@@ -154,13 +154,6 @@ def test_the_schedulers_of_several_optimizers_come_back(tmp_path: Path) -> None:
     assert steps == {"first": 0, "last": 1}
 
 
-def test_a_checkpoint_is_the_one_to_resume_from_unless_it_is_not_to_be(tmp_path: Path) -> None:
-    strategy = prepared(tmp_path)
-    strategy.save_checkpoint(tmp_path / "a.pth")
-    strategy.save_checkpoint(tmp_path / "best.pth", tag=False)
-    assert (tmp_path / "last_checkpoint").read_text() == "a.pth"
-
-
 class Recording(SingleDeviceStrategy):
     """Records what it would load."""
 
@@ -171,23 +164,19 @@ class Recording(SingleDeviceStrategy):
         return {"load": filename}
 
 
-@pytest.mark.parametrize(
-    ("resume", "load_from", "expected"),
-    [
+def test_loading_or_resuming_follows_the_table(tmp_path: Path) -> None:
+    strategy = Recording(work_dir=tmp_path, device="cpu")
+    strategy.prepare(Regression())
+    table: list[tuple[Any, Any, Any]] = [
         (False, None, None),
         (False, "a", {"load": "a"}),
         (True, "a", {"resume": "a"}),
         ("b", None, {"resume": "b"}),
         ("b", "a", {"resume": "b"}),
         (Path("b"), "a", {"resume": Path("b")}),
-    ],
-)
-def test_loading_or_resuming_follows_the_table(
-    resume: Any, load_from: Any, expected: Any, tmp_path: Path
-) -> None:
-    strategy = Recording(work_dir=tmp_path, device="cpu")
-    strategy.prepare(Regression())
-    assert strategy.load_or_resume(resume=resume, load_from=load_from) == expected
+    ]
+    for resume, load_from, expected in table:
+        assert strategy.load_or_resume(resume=resume, load_from=load_from) == expected
 
 
 def test_with_nothing_to_resume_from_a_run_begins_anew(
@@ -198,10 +187,14 @@ def test_with_nothing_to_resume_from_a_run_begins_anew(
     assert f"No checkpoint in {tmp_path} to resume from: a new run begins" in caplog.text
 
 
-def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_and_one_that_is_not_to_be_resumed_from_are_passed_over(
+    tmp_path: Path,
+) -> None:
     strategy = prepared(tmp_path)
     strategy.save_checkpoint(tmp_path / "iter_0000001.pth")
     strategy.save_checkpoint(tmp_path / "iter_0000002.pth")
+    strategy.save_checkpoint(tmp_path / "best.pth", tag=False)
+    assert (tmp_path / "last_checkpoint").read_text() == "iter_0000002.pth"
     (tmp_path / "iter_0000002.pth").write_bytes(b"broken")
     with pytest.raises(CorruptCheckpointError):
         strategy.resume(tmp_path / "iter_0000002.pth")
