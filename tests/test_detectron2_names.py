@@ -55,7 +55,7 @@ SIGNATURES = {
     "engine.launch": "main_func, num_gpus_per_machine, num_machines=1, machine_rank=0, "
     "dist_url=None, args=(), timeout=DEFAULT_TIMEOUT",
     "engine.hooks.AutogradProfiler": "enable_predicate, output_dir, *, use_cuda=True",
-    "engine.hooks.BestCheckpointer": "eval_period, checkpointer, val_metric, mode='max', "
+    "engine.hooks.BestCheckpointer": "eval_period, checkpointer, val_metric, mode=None, "
     "file_prefix='model_best'",
     "engine.hooks.CallbackHook": "*, before_train=None, after_train=None, before_step=None, "
     "after_step=None",

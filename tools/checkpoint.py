@@ -4,7 +4,11 @@
     python tools/checkpoint.py verify PATH
     python tools/checkpoint.py to-file FOLDER FILE.pth      # a sharded folder into one file
     python tools/checkpoint.py to-sharded FILE.pth FOLDER   # and back, for any number of ranks
+    python tools/checkpoint.py weights PATH FILE            # the model alone: tensors by name
+    python tools/checkpoint.py average PATH FILE            # the averaged model of the hook EMA
 
+The last two also take the checkpoints of other libraries, and write a FILE.safetensors where that
+package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other name.
 Everything is read by one process, without a process group, and verified first. A conversion holds
 the whole state in memory. The exit code is 1 if a checkpoint is broken or cannot be read.
 """
@@ -20,6 +24,8 @@ from tabulate import tabulate
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file, verify_file
 from hooktrain.checkpoint.folders import read_folder, save_folder, split_state, verify_folder
+from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.surgery import take_prefix
 
 
 def inspect(path: Path) -> None:
@@ -68,6 +74,31 @@ def to_sharded(file: Path, folder: Path) -> None:
     save_folder(load_file(file), folder)
 
 
+def weights(path: Path, file: Path) -> None:
+    """Write the weights and buffers of the model alone."""
+    write_weights(read_checkpoint(str(path))["model"], file)
+
+
+def average(path: Path, file: Path) -> None:
+    """Write the averaged weights and buffers alone, by the model's names."""
+    hooks = read_checkpoint(str(path)).get("trainer", {}).get("hooks", {})
+    if not (found := [state for state in hooks.values() if "steps" in state]):
+        raise ValueError(f"{path} has no averaged model, only the states of {list(hooks)}")
+    write_weights(take_prefix(found[0], "module"), file)
+
+
+def write_weights(state: Mapping[str, Any], file: Path) -> None:
+    """Write tensors by name."""
+    refuse_to_replace(file)
+    if file.suffix != ".safetensors":
+        save_file(dict(state), file)
+        return
+    from safetensors import torch as safetensors
+
+    # It refuses tensors that share memory.
+    safetensors.save_file({name: tensor.clone() for name, tensor in state.items()}, file)
+
+
 def read(path: Path, map_location: str = "cpu") -> Any:
     """Verify and load a file or a folder."""
     if not path.is_dir():
@@ -93,6 +124,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("verify", verify, ["path"]),
         ("to-file", to_file, ["folder", "file"]),
         ("to-sharded", to_sharded, ["file", "folder"]),
+        ("weights", weights, ["path", "file"]),
+        ("average", average, ["path", "file"]),
     ]:
         command = commands.add_parser(name, help=(function.__doc__ or "").strip())
         for path in paths:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class TrainLoader:
         adopt_seed: the seed was drawn, so that of a loaded state takes its place.
         options: of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
+        endless: True, for those who would wait for the end.
     """
 
     dataset: Dataset[Any]
@@ -52,6 +53,7 @@ class TrainLoader:
     adopt_seed: bool
     options: Mapping[str, Any]
     batches: int = 0
+    endless: ClassVar[bool] = True
 
     def __len__(self) -> int:
         """The batches of an epoch, for periods; the stream goes on after them."""

@@ -32,7 +32,10 @@ class StreamSampler(Sampler[int]):
         seed: the seed in use.
         drawn: the seeds that were drawn, not given: from their names in :meth:`identity` to those
             of the attributes. A resumed run takes the saved ones.
+        endless: True, for those who would wait for the end.
     """
+
+    endless = True
 
     def __init__(self, seed: int | None) -> None:
         self.drawn = {"sampler_seed": "seed"} if seed is None else {}

@@ -47,7 +47,8 @@ class Batches(Iterator[Any]):
                 self._iterator = None
         for batch in self.start():
             return batch
-        raise ValueError(f"the data loader is empty, or starts only once: {self.loader!r}")
+        text = "the data loader is empty (perhaps by drop_last), or starts only once"
+        raise ValueError(f"{text}: {self.loader!r}")
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and the loader's own position if it has one."""

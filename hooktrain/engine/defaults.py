@@ -178,7 +178,7 @@ def default_hooks(
     eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
     eval_period: int = 0,
     best_metric: str | None = None,
-    best_mode: str = "max",
+    best_mode: str | None = None,
     writers: Sequence[EventWriter] = (),
     log_period: int = 20,
     epoch_length: int | None = None,
@@ -198,7 +198,8 @@ def default_hooks(
         eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
         eval_period: in iterations; 0 evaluates at the end only.
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
-        best_mode: ``"max"`` or ``"min"``.
+        best_mode: ``"max"``, ``"min"`` or None; see
+            :class:`~hooktrain.engine.hooks.BestCheckpointer`.
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: in iterations.
         epoch_length: the iterations of an epoch, for schedules that step by epochs.
@@ -403,7 +404,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             eval_function=lambda: me._evaluate(),
             eval_period=train.eval_period,
             best_metric=train.best_metric,
-            best_mode=train.get("best_mode", "max"),
+            best_mode=train.get("best_mode"),
             writers=self.build_writers(),
             log_period=train.log_period,
             epoch_length=train.get("epoch_length"),

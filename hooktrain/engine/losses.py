@@ -79,6 +79,7 @@ class LossRecorder:
 
         Raises:
             FloatingPointError: if a loss is not finite, where it costs nothing to know.
+            TypeError: for a tensor with several elements.
             ValueError: for a name that is used here.
         """
         if not RESERVED.isdisjoint(losses):
@@ -87,6 +88,8 @@ class LossRecorder:
         values = {}
         for name, value in losses.items():
             if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise TypeError(f"{name!r} must be one number: it has shape {[*value.shape]}")
                 if value.is_cpu:
                     value = value.item()  # no synchronisation on the CPU
                 else:
@@ -189,20 +192,3 @@ def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointErr
         f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}\n"
         f"To see where that begins: --replay {iteration}, or the hook Replay({iteration})"
     )
-
-
-def as_loss_dict(output: Any) -> dict[str, Tensor]:
-    """What a model returned in training, as losses by name.
-
-    Raises:
-        TypeError: for anything but a tensor or a dict of tensors, at least one.
-        ValueError: if their sum is among them, so that all would count twice.
-    """
-    if isinstance(output, Tensor):
-        return {"total_loss": output}
-    losses = dict(output) if isinstance(output, Mapping) else {}
-    if "total_loss" in losses and len(losses) > 1:
-        raise ValueError(f"'total_loss' is the name of the sum: leave it out of {list(losses)}")
-    if losses and all(isinstance(loss, Tensor) for loss in losses.values()):
-        return losses
-    raise TypeError(f"a model in training must return a loss or a dict of losses, not {output!r}")

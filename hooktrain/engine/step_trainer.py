@@ -91,7 +91,7 @@ class StepTrainer(ModelTrainer):
         if outputs is None:
             return {}
         if not isinstance(outputs, Mapping):
-            raise TypeError(f"train_step must return a dict of values to log, not {outputs!r}")
+            raise TypeError(f"train_step must return a dict of values to log: {type(outputs)}")
         if "log_vars" not in outputs:
             return outputs
         # What MMCV's runner and its optimizer hook do after a model's train_step.

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from hooktrain import __version__
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.engine.losses import LossRecorder
+from hooktrain.engine.outputs import note_batch
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.events import EventStorage
@@ -264,6 +265,7 @@ class TrainerBase:
             except BaseException as error:
                 self.succeeded = False
                 if isinstance(error, Exception):
+                    note_batch(error)
                     logger.exception("Exception during training:")
                 try:
                     self.after_train()

@@ -1,16 +1,16 @@
 """Trainers with a step, for models that return losses."""
 
-import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooktrain.engine.batches import Batches
-from hooktrain.engine.losses import LossRecorder, as_loss_dict
+from hooktrain.engine.losses import LossRecorder
+from hooktrain.engine.outputs import parse_losses
+from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrapper
@@ -113,6 +113,7 @@ class ModelTrainer(TrainerBase):
         if self.optim_wrapper.resumed is not None:
             parts = set(self.state_parts) - {"optimizer"}  # the strategy has loaded it
             self.load_state_dict(self.optim_wrapper.resumed, only=parts)
+        check_parts(self)
         super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
@@ -197,7 +198,8 @@ class SimpleTrainer(ModelTrainer):
 
     An iteration is one update: it takes a batch from the loader (``accumulative_counts`` batches
     where the wrapper accumulates), computes the losses, goes backward and updates. The model, in
-    training mode, takes what the loader yields and returns a loss, or a dict of losses to add up.
+    training mode, takes what the loader yields and returns a loss, or a dict of losses to add up,
+    perhaps with metrics beside them: :func:`~hooktrain.engine.outputs.parse_losses` has the rule.
 
     For anything else write a subclass with your own :meth:`run_step`. The arguments are those of
     :class:`ModelTrainer`.
@@ -227,8 +229,7 @@ class SimpleTrainer(ModelTrainer):
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()
             with wrapper.optim_context(self.model):
-                losses = as_loss_dict(self.model(data))
-                loss = reduce(operator.add, losses.values())
+                loss, losses = parse_losses(self.model(data))
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))

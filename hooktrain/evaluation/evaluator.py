@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import cycle, repeat
 from operator import length_hint
 from typing import Any
 
@@ -124,8 +124,13 @@ def inference_on_dataset(
         What the evaluator returned, or ``{}`` for nothing.
 
     Raises:
-        ValueError: the only rank got no batch, or a callback's name is unknown.
+        TypeError: ``data_loader`` is a data set.
+        ValueError: the only rank got no batch, the loader never ends, or a callback's name is
+            unknown.
     """
+    for part in (data_loader, getattr(data_loader, "sampler", None)):
+        if isinstance(part, cycle) or getattr(part, "endless", False):
+            raise ValueError(f"data_loader never ends, so build_test_loader() it: {data_loader!r}")
     for name in callbacks or {}:
         if name not in _CALLBACKS:
             raise ValueError(f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}")

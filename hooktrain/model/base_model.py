@@ -100,7 +100,7 @@ class BaseModel(nn.Module, ABC):
             return self(*data, mode=mode)
         raise TypeError(f"data_preprocessor must return a dict, list or tuple, not {type(data)}")
 
-    def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the losses, and the values to log.
 
         Every entry that has "loss" anywhere in its name is added up; the others, such as an
@@ -115,9 +115,11 @@ class BaseModel(nn.Module, ABC):
             the model has an entry of that name beside other losses, it is ``total_loss``.
 
         Raises:
-            TypeError: if a value is something else.
+            TypeError: if a value is something else, or there is no dict.
             ValueError: if no name has "loss" in it, or there is no name left for the sum.
         """
+        if not isinstance(losses, Mapping):
+            raise TypeError(f"mode='loss' must return a dict of losses, not a {type(losses)}")
         values = {name: _mean(name, value) for name, value in losses.items()}
         terms = [value for name, value in values.items() if "loss" in name]
         if not terms:

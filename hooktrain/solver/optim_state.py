@@ -26,7 +26,7 @@ Places = dict[str, tuple[int, Any]]
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay as built.
 _KERNELS = ("foreach", "fused", "capturable")
-_WAY_OUT = "resume without the optimizer (train.resume_parts)"
+_WAY_OUT = "resume without the optimizer (train.resume_parts, or checkpointables=[...])"
 
 
 def parameter_names(model: nn.Module) -> Names:
@@ -46,7 +46,7 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> di
             ``param_names`` of its group. Where some have no name, or two have the same, the state
             has positions.
     """
-    state = optimizer.state_dict()
+    state = {**optimizer.state_dict(), "kind": _kind(optimizer)}
     in_order = _names(optimizer.param_groups, names)
     if in_order is None:
         return state
@@ -82,8 +82,12 @@ def load_optimizer_state(
 
     Raises:
         KeyError: if ``state`` or ``param_groups`` is missing.
-        ValueError: if groups of other sizes have no names, or no name is on both sides.
+        ValueError: if the state is that of another kind of optimizer, groups of other sizes have no
+            names, or no name is on both sides.
     """
+    kind, saved_kind = _kind(optimizer), state_dict.get("kind")
+    if saved_kind not in (kind, None):
+        raise ValueError(f"the state is that of {saved_kind}, and this is {kind}: {_WAY_OUT}")
     states, saved_groups = state_dict["state"], state_dict["param_groups"]
     here, saved = _places(optimizer.param_groups, saved_groups, names)
     # The saved group that most parameters of a group were in, and the other way round. Of the
@@ -115,6 +119,12 @@ def without_schedules(state: Mapping[str, Any]) -> dict[str, Any]:
 def _is_scheduled(key: str, group: Mapping[str, Any]) -> bool:
     name = "momentum" if key == "betas" else key
     return key.startswith("initial_") or f"initial_{name}" in group
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """The name in torch of its algorithm, also of a subclass; else that of its class."""
+    kinds = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
+    return (type(optimizer) if kinds[0] is Optimizer else kinds[0]).__name__
 
 
 def _names(groups: ParamGroups, known: Names | None = None) -> list[str] | None:

@@ -9,8 +9,9 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 # What ends a run, or announces its end. Terminals and schedulers signal all processes alike.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -28,7 +29,13 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     Args:
         loader: gives the batches. One that is not a ``DataLoader`` is left as it is, and so are all
             where the system does not say who has sent a signal (macOS).
+
+    Raises:
+        TypeError: if it is a data set, a tensor or a string, which give no batches.
     """
+    is_dataset = isinstance(loader, Dataset) and not hasattr(loader, "__iter__")
+    if is_dataset or isinstance(loader, str | torch.Tensor):
+        raise TypeError(f"give a loader of batches, such as a DataLoader, not a {type(loader)}")
     tells_sender = hasattr(signal, "sigtimedwait")
     if not isinstance(loader, DataLoader) or loader.num_workers == 0 or not tells_sender:
         return iter(loader)

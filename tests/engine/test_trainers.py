@@ -5,6 +5,7 @@ import logging
 import math
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,25 +105,45 @@ def test_a_loss_cannot_take_the_name_of_the_trainers_own_metrics(name: str) -> N
 
 
 LOSS = torch.ones((), requires_grad=True)
+HALF = torch.tensor(0.5)
+
+
+class OutputWithLoss(dict[str, Tensor]):
+    """As Hugging Face's: entries, and attributes that the class declares."""
+
+    loss = LOSS
 
 
 @pytest.mark.parametrize(
-    ("output", "error", "message"),
+    ("output", "recorded"),
     [
-        ((1, 2), TypeError, r"must return a loss or a dict.*\(1, 2\)"),
-        ({"loss": 1.0}, TypeError, "must return a loss or a dict"),
-        ({}, TypeError, "must return a loss or a dict"),
-        (dict.fromkeys(["total_loss", "loss"], LOSS), ValueError, "total_loss"),
+        (LOSS, {"total_loss": 1}),
+        ({"a": LOSS, "b": LOSS}, {"total_loss": 2, "a": 1, "b": 1}),  # detectron2's
+        ({"loss": LOSS, "accuracy": HALF}, {"total_loss": 1, "loss": 1, "accuracy": 0.5}),
+        (
+            {"loss_a": LOSS, "loss_frozen": HALF},
+            {"total_loss": 1.5, "loss_a": 1, "loss_frozen": 0.5},
+        ),
+        (OutputWithLoss(loss=LOSS, logits=torch.ones(2, 2)), {"total_loss": 1}),
+        (SimpleNamespace(loss=LOSS, logits=torch.ones(2, 2)), {"total_loss": 1}),
     ],
 )
-def test_what_is_no_loss_is_refused(output: Any, error: type[Exception], message: str) -> None:
-    class Wrong(Net):
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_a_loss_is_added_up_and_metrics_are_recorded_only(
+    output: Any, recorded: dict[str, float], count: int
+) -> None:
+    class Model(Net):
         def forward(self, x: Tensor) -> Any:
             return output
 
-    model = Wrong()
-    with pytest.raises(error, match=message):
-        SimpleTrainer(model, batches(1), sgd(model)).train(0, 1)
+    model = Model()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=count)
+    trainer = SimpleTrainer(model, batches(1), wrapper)
+    trainer.train(0, 1)
+    latest = {name: value for name, (value, _) in trainer.storage.latest().items()}
+    assert {**latest, "data_time": 0} == {**recorded, "data_time": 0}
+    assert LOSS.grad == recorded["total_loss"] - recorded.get("loss_frozen", 0)
+    LOSS.grad = None
 
 
 def test_a_model_in_evaluation_mode_is_refused() -> None:

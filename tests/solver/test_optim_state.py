@@ -365,3 +365,13 @@ def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() 
     for conv, optimizer in zip((plain, turned), optimizers, strict=True):
         step(conv, optimizer)
     assert torch.equal(plain.weight, turned.weight)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused_with_both_names() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    saved = optimizer_state_dict(torch.optim.SGD(net("a").parameters(), lr=0.1))
+    load_optimizer_state(Own(net("a").parameters(), lr=0.1), saved)
+    with pytest.raises(ValueError, match=r"that of SGD, and this is AdamW: .*train\.resume_parts"):
+        load_optimizer_state(torch.optim.AdamW(net("a").parameters()), saved)

@@ -127,3 +127,24 @@ def test_what_is_not_there_gives_exit_code_1(
 ) -> None:
     assert tool("verify", tmp_path / "nothing.pth") == 1
     assert "nothing.pth" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["weights", "average"])
+def test_the_model_alone_loads_into_a_plain_model(
+    command: str,
+    state: dict[str, Any],
+    file: Path,
+    tool: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tool("average", file, tmp_path / "none.pth") == 1
+    assert "has no averaged model, only the states of ['EvalHook']" in capsys.readouterr().err
+    averaged = {f"module.{name}": 2 * tensor for name, tensor in state["model"].items()}
+    state["trainer"]["hooks"]["EMA"] = {**averaged, "steps": torch.tensor(3)}
+    save_file(state, file)
+    assert tool(command, file, tmp_path / "alone.pth") == 0
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.load_state_dict(torch.load(tmp_path / "alone.pth"))
+    factor = 2 if command == "average" else 1
+    assert torch.equal(model[0].weight, factor * state["model"]["0.weight"])

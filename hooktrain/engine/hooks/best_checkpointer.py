@@ -4,12 +4,15 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.engine.hooks.ema import EMA
+from hooktrain.engine.hooks.watching import better_by_name, check_comes, sign_of
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.registry import did_you_mean
@@ -24,14 +27,17 @@ class BestCheckpointer(HookBase):
 
     The best value is part of the trainer's state and of the file, so a resumed run never overwrites
     a better model, not even one saved after the checkpoint that it resumes from. No run resumes
-    from the file. Register the hook after ``EvalHook``.
+    from the file. Before the first step a trainer puts the hook behind ``EvalHook``, so that what
+    was measured is what is saved.
 
     Args:
         eval_period: that of the ``EvalHook``, in iterations; 0 looks at the end of training only.
-            Where there is no new value, nothing is saved.
+            Where it is due, there must be a new value.
         checkpointer: what saves.
-        val_metric: the name of the metric, such as ``"classification/accuracy"``.
-        mode: ``"max"`` if more is better, ``"min"`` if less is.
+        val_metric: the name of the metric, such as ``"classification/accuracy"``. One that begins
+            with ``ema/`` is of the average of the hook ``EMA``: the file has that as the model.
+        mode: ``"max"`` if more is better, ``"min"`` if less is. None asks the name: ``"min"`` for
+            that of a loss or an error, and ``"max"``, as in detectron2, for all others.
         file_prefix: the name of the file, without ``.pth``.
 
     Attributes:
@@ -39,7 +45,8 @@ class BestCheckpointer(HookBase):
         best_iter: the iteration that it was measured at, or None.
 
     Raises:
-        ValueError: for another mode or an impossible ``file_prefix``.
+        ValueError: for another mode or an impossible ``file_prefix``; in a run, when it is due and
+            the metric is not there or older than the weights. What was trained is saved first.
     """
 
     def __init__(
@@ -47,17 +54,15 @@ class BestCheckpointer(HookBase):
         eval_period: int,
         checkpointer: Checkpointer,
         val_metric: str,
-        mode: str = "max",
+        mode: str | None = None,
         file_prefix: str = "model_best",
     ) -> None:
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
         checkpointer.check_name(file_prefix)
         self._period = eval_period
         self._checkpointer = checkpointer
         self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._val_metric = val_metric
-        self._sign = 1 if mode == "max" else -1
+        self._sign = sign_of(val_metric, mode or better_by_name(val_metric) or "max")
         self._file_prefix = file_prefix
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -92,25 +97,28 @@ class BestCheckpointer(HookBase):
     def after_train(self) -> None:
         """Compare after the final evaluation."""
         if self.trainer.succeeded and self.trainer.max_iter > 0:
-            self._compare(self.trainer.max_iter - 1)
+            self._compare(self.trainer.max_iter - 1, at_end=True)
+            check_comes(self, self._val_metric)
             self._checkpointer.wait()
 
-    def _compare(self, iteration: int) -> None:
+    def _compare(self, iteration: int, at_end: bool = False) -> None:
         self._checkpointer.wait()  # to know whether the best so far was saved
+        self.trainer.prepare_save(self.on_every_rank)
         name, storage = self._val_metric, self.trainer.storage
         latest = storage.latest().get(name)
         if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.
             latest, state = comm.broadcast((latest, self.state_dict()))
             self.load_state_dict(state)
-        if latest is None:
-            hint = did_you_mean(name, storage.histories())
-            logger.warning("There is no metric %r to choose the best checkpoint by%s", name, hint)
-            return
-        value, measured_at = latest
+        value, measured_at = latest or (math.nan, -1)
         if measured_at < iteration:
-            text = "%s was measured at iteration %d, not of the weights at iteration %d: not saving"
-            logger.warning(text, name, measured_at, iteration)
+            text = f"BestCheckpointer is due at iteration {iteration}, but {name!r} was measured "
+            text += f"at {measured_at}: give it the eval_period of EvalHook"
+            if latest is None:
+                text = f"there is no metric {name!r} to choose the best checkpoint by"
+                text += did_you_mean(name, storage.histories())
+            if not at_end:
+                self.trainer.raise_later(ValueError(text))
             return
         is_better, before = self._is_better(value), self.state_dict()
         best = f"the best before is {self.best_metric} at {self.best_iter}"
@@ -119,14 +127,15 @@ class BestCheckpointer(HookBase):
         if not is_better:
             return
         self.best_metric, self.best_iter = value, measured_at
-        self.trainer.prepare_save(self.on_every_rank)
-        self._checkpointer.save(
-            self._file_prefix,
-            tag=False,
-            on_full=partial(self._go_on, before),
-            iteration=iteration,
-            best={"metric": name, **self.state_dict()},
-        )
+        averages = [h for h in self.trainer._hooks if isinstance(h, EMA) and name[:4] == "ema/"]
+        with averages[0].swap() if averages else nullcontext():
+            self._checkpointer.save(
+                self._file_prefix,
+                tag=False,
+                on_full=partial(self._go_on, before),
+                iteration=iteration,
+                best={"metric": name, **self.state_dict()},
+            )
 
     def _go_on(self, before: Mapping[str, Any], error: OSError) -> None:
         self.load_state_dict(before)

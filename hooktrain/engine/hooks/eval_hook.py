@@ -31,9 +31,14 @@ class EvalHook(HookBase):
         eval_function: takes nothing; returns a dict of results, or nothing.
         eval_after_train: whether to evaluate at the end.
 
+    Attributes:
+        evaluated_at: the number of finished iterations at the last evaluation; -1 before the first.
+
     Raises:
-        TypeError: if ``eval_function`` cannot be called.
+        TypeError: if ``eval_function`` cannot be called, or returns something else.
     """
+
+    evaluated_at = -1
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class EvalHook(HookBase):
         outcomes = comm.all_gather((numbers, repr(error) if error else None))
         if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]:
             self.trainer.raise_later(error or RuntimeError(f"The evaluation failed on {failed[0]}"))
+        self.evaluated_at = self.trainer.iter + (not self.trainer.succeeded)
         hints = self.trainer.storage.smoothing_hints()
         for name, number in outcomes[0][0].items():
             # A name that training uses too keeps its hint.
@@ -78,6 +84,8 @@ class EvalHook(HookBase):
 
 
 def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(results, Mapping):
+        raise TypeError(f"eval_function must return a dict of results, but got {results!r}")
     numbers = {}
     for name, value in flatten_results_dict(results).items():
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hooktrain.engine.hooks.watching import better_by_name, check_comes
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
@@ -43,8 +44,9 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, or all
-            are of another optimizer; when a state is loaded, if it is of other schedulers.
+        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, one is
+            there twice, all are of another optimizer, or ``metric`` is not used; when a state is
+            loaded, if it is of other schedulers.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -92,6 +94,8 @@ class LRScheduler(HookBase):
             self._recorded.append((f"{prefix}lr", group, "lr"))
             if any(getattr(s, "param_name", None) == "momentum" for s in each):
                 self._recorded.append((f"{prefix}momentum", group, "momentum"))
+        if self._metric is not None and not self._watched:
+            raise ValueError(f"metric={self._metric!r} is for ReduceLROnPlateau, and there is none")
         self._load()
 
     def _find_schedulers(self) -> None:
@@ -128,6 +132,10 @@ class LRScheduler(HookBase):
         if not period:
             raise ValueError(f"{s!r} counts epochs: give epoch_length=, or make it by_epoch=False")
         if metric is not None:
+            mode = getattr(s, "mode", "max" if getattr(s, "rule", "") == "greater" else "min")
+            if better_by_name(metric) not in (mode, None):
+                text = "A schedule watches %r with the mode %r: by its name the other one is better"
+                logger.warning(text, metric, mode)
             self._watched.append((metric, s))
         if by_epoch or metric is None:
             self._steps.append((period, s.step))
@@ -141,6 +149,8 @@ class LRScheduler(HookBase):
             if period == 1 or self.is_due(period, at_end=None):
                 step()
         for i, (metric, scheduler) in enumerate(self._watched):
+            if self.is_due(self.trainer.sync_period):
+                check_comes(self, metric)
             measured_at = storage.latest_iter(metric)
             if measured_at is not None and measured_at > self._seen_iters.get(i, -1):
                 self._seen_iters[i] = measured_at
@@ -149,9 +159,8 @@ class LRScheduler(HookBase):
 
     def after_train(self) -> None:
         """Say so if a metric to watch was never there."""
-        for i, (metric, _) in enumerate(self._watched):
-            if i not in self._seen_iters:
-                logger.warning("There was no metric %r, so its schedule never stepped", metric)
+        for metric, _ in self._watched:
+            check_comes(self, metric)
 
     @staticmethod
     def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:

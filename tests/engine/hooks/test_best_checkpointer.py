@@ -1,5 +1,4 @@
 import errno
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,13 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, checkpointer
+from hooktrain.checkpoint import Checkpointer, checkpointer, load_checkpoint
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.formats import read_checkpoint
-from hooktrain.engine.hooks import BestCheckpointer, CallbackHook, EvalHook
+from hooktrain.engine.hooks import EMA, BestCheckpointer, CallbackHook, EvalHook, HookBase
+from hooktrain.engine.hooks.watching import better_by_name
 from hooktrain.utils import comm
-from toy import linear_trainer
+from toy import LinearLoss, linear_trainer
 
 
 def run(
@@ -70,14 +70,6 @@ def test_the_best_value_survives_a_resume(tmp_path: Path) -> None:
     assert saved_iteration(tmp_path) == 0
 
 
-def test_a_metric_that_is_not_there_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        run(tmp_path, [])
-    assert "no metric 'acc'" in caplog.text
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_does_not_end_the_run_and_the_next_best_is_saved(
     background: bool,
@@ -115,22 +107,60 @@ def test_the_best_of_the_final_evaluation_is_there_when_the_run_has_ended(
     assert not (tmp_path / "last_checkpoint").exists()
 
 
-def test_weights_that_were_not_evaluated_are_not_the_best(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = linear_trainer(EvalHook(3, lambda: {"acc": trainer.iter}, eval_after_train=False))
+def test_weights_that_were_not_evaluated_are_not_the_best(tmp_path: Path) -> None:
+    trainer = linear_trainer(EvalHook(3, lambda: {"acc": trainer.iter}))
     checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-    trainer.register_hooks([BestCheckpointer(2, checkpointer, "acc")])
-    trainer.train(0, 4)  # evaluated at 2, looked at in 1 and 3
+    trainer.register_hooks([BestCheckpointer(4, checkpointer, "acc")])
+    with pytest.raises(ValueError, match="due at iteration 3, but 'acc' was measured at 2"):
+        trainer.train(0, 9)
     assert list(tmp_path.iterdir()) == []
-    assert "acc was measured at iteration 2, not of the weights at iteration 3" in caplog.text
-    trainer.train(max_iter=7)  # at 5 both
-    assert saved_iteration(tmp_path) == 5
 
 
-def test_another_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'largest'"):
-        BestCheckpointer(1, None, "acc", mode="largest")  # type: ignore[arg-type]
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_was_measured_is_what_is_saved_wherever_the_hook_was_registered(
+    tmp_path: Path, place: int
+) -> None:
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    measured = []
+
+    def evaluate() -> dict[str, float]:
+        measured.append(trainer.model.fc.bias.clone())
+        return {"acc": [1.0, 3.0, 2.0][len(measured) - 1]}
+
+    found = [EvalHook(2, evaluate), HookBase()]
+    found.insert(place, BestCheckpointer(2, checkpointer, "acc"))
+    trainer.register_hooks(found)
+    trainer.train(0, 6)
+    assert torch.equal(torch.load(tmp_path / "model_best.pth")["model"]["fc.bias"], measured[1])
+
+
+def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -> None:
+    trainer = linear_trainer()
+    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    ema, value = EMA(trainer.model, 0.5), iter([2.0, 1.0, 3.0])
+    evaluation = EvalHook(1, lambda: {"ema": {"val_loss": next(value)}})
+    trainer.register_hooks([ema, evaluation, BestCheckpointer(1, checkpointer, "ema/val_loss")])
+    averages = []
+    copy = lambda _: averages.append(ema.average.module.fc.bias.clone())  # noqa: E731
+    trainer.register_hooks([CallbackHook(after_step=copy)])
+    trainer.train(0, 3)
+    model = LinearLoss()
+    load_checkpoint(model, tmp_path / "model_best.pth")
+    assert torch.equal(model.fc.bias, averages[1])
+    assert not torch.equal(trainer.model.fc.bias, averages[1])
+
+
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [
+        ("loss val/total_loss val_error RMSE test.ppl fid", "min"),
+        ("acc top1_accuracy bbox/AP50 mAP seg/mIoU mask_iou F1", "max"),
+        ("sharpness lossless ema accuracy_loss", None),
+    ],
+)
+def test_the_name_of_a_metric_tells_which_direction_is_better(names: str, mode: str | None) -> None:
+    assert [better_by_name(name) for name in names.split()] == [mode] * len(names.split())
 
 
 def metric_on_main_only(folder: Path) -> Any:

@@ -184,7 +184,7 @@ def test_a_metric_that_never_came_is_said(caplog: pytest.LogCaptureFixture) -> N
     trainer.register_hooks([LRScheduler(scheduler=scheduler)])
     with caplog.at_level(logging.WARNING):
         trainer.train(0, 2)
-    assert "There was no metric 'acuracy'" in caplog.text
+    assert "LRScheduler watches the metric 'acuracy', which nothing has put" in caplog.text
 
 
 class TwoParts(nn.Module):

@@ -1,0 +1,85 @@
+"""Do the parts of a run belong together? Asked once, before the first step."""
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from hooktrain.engine.hooks import EMA, BestCheckpointer, EvalHook, LRScheduler, PreciseBN
+from hooktrain.solver import LRMultiplier, ParamScheduler
+from hooktrain.solver.optim_state import parameter_names
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+
+logger = logging.getLogger(__name__)
+
+
+def check_parts(trainer: Any) -> None:
+    """Refuse what cannot be meant, and warn of what can.
+
+    It compares names and identities: nothing is computed, and no device is waited for. A
+    ``BestCheckpointer`` is put where it saves what was measured.
+
+    Args:
+        trainer: a :class:`~hooktrain.engine.trainers.ModelTrainer`. One with its own ``run_step``
+            may mean what others cannot: it gets warnings.
+
+    Raises:
+        ValueError: if optimizer, hooks and model have no parameter in common, or a schedule is
+            there twice.
+    """
+    for module in trainer.model.modules():
+        if hasattr(type(module), "reshard"):  # it may have whole tensors since an evaluation
+            module.reshard()
+    names = parameter_names(trainer.model)
+    optimizers = [w.optimizer for w in wrappers_by_name(trainer.optim_wrapper).values()]
+    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    averages = [next(h.average.parameters(), None) for h in trainer._hooks if isinstance(h, EMA)]
+    known = {*names, *averages}
+    strangers = [hook for hook in trainer._hooks if _has_another_model(hook, known)]
+    if names and stepped.isdisjoint(names):
+        strangers.append(trainer.optim_wrapper)
+    for stranger in strangers:
+        text = f"{type(stranger).__name__} has the parameters of another model than the trainer"
+        if type(trainer).run_step.__module__.startswith("hooktrain."):
+            raise ValueError(f"{text}: build it from the model that is trained")
+        logger.warning(text)
+    left = [name for p, name in names.items() if p.requires_grad and p not in stepped]
+    if left:
+        text = "%d trainable parameters are in no optimizer, and stay as they are: %s, ... If that "
+        logger.warning(text + "is meant, set requires_grad_(False)", len(left), left[:5])
+    if more := len(stepped - names.keys()):
+        logger.warning("%d parameters of the optimizer are not the model's, nor saved", more)
+    _check_schedules(trainer._hooks, optimizers)
+    _place_behind_evaluations(trainer._hooks)
+
+
+def _has_another_model(hook: Any, known: Collection[Any]) -> bool:
+    """Whether the model of a hook, or of its checkpointer, has parameters and none is known."""
+    saver = getattr(hook, "checkpointer", getattr(hook, "_checkpointer", None))
+    model: Any = hook._model if isinstance(hook, EMA | PreciseBN) else getattr(saver, "model", None)
+    if not hasattr(model, "parameters") or next(model.parameters(), None) is None:
+        return False
+    return not any(p in known for p in model.parameters())
+
+
+def _check_schedules(hooks: list[Any], optimizers: list[Any]) -> None:
+    seen = set()
+    for hook in [hook for hook in hooks if isinstance(hook, LRScheduler)]:
+        hook._find_schedulers()
+        for name, schedule in [(n, s) for n, each in hook._schedulers.items() for s in each]:
+            driven = getattr(schedule, "optimizer", hook._optimizer_of(name))
+            optimizer = getattr(driven, "optimizer", driven)
+            if optimizer not in optimizers:
+                logger.warning("%r is for an optimizer that the trainer does not have", schedule)
+            # Of two that multiply one rate the last one would win.
+            one = optimizer if isinstance(schedule, ParamScheduler | LRMultiplier) else schedule
+            if id(one) in seen:
+                raise ValueError(f"a rate has two schedules, or one twice: {schedule!r}. Give one")
+            seen.add(id(one))
+
+
+def _place_behind_evaluations(hooks: list[Any]) -> None:
+    last = max((i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook)), default=0)
+    for best in [hook for hook in hooks[:last] if isinstance(hook, BestCheckpointer)]:
+        hooks.remove(best)
+        hooks.insert(last, best)
+        logger.warning("BestCheckpointer goes behind EvalHook, to save what that measures")
