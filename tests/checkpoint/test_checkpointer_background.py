@@ -108,23 +108,6 @@ def test_what_is_saved_is_the_state_of_the_call_as_in_the_foreground(
     assert not torch.equal(states[0]["model"]["0.weight"], model[0].weight)
 
 
-def test_the_pointer_moves_only_after_the_checkpoint_is_there(
-    shards: bool, go: threading.Event, tmp_path: Path
-) -> None:
-    checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
-    go.set()
-    checkpointer.save("model_0000009", iteration=9)
-    checkpointer.wait()
-    go.clear()
-    checkpointer.save("model_0000019", iteration=19)
-    assert names(tmp_path) == ["last_checkpoint", "model_0000009"]
-    assert pointer(tmp_path) == "model_0000009"
-    go.set()
-    checkpointer.wait()
-    assert names(tmp_path) == ["last_checkpoint", "model_0000009", "model_0000019"]
-    assert pointer(tmp_path) == "model_0000019"
-
-
 LOOKS: dict[str, Callable[[Checkpointer], Any]] = {
     "has": lambda c: c.has_checkpoint(),
     "file": lambda c: c.get_checkpoint_file(),
@@ -203,7 +186,7 @@ def test_a_failure_is_told_before_the_next_state_is_taken(shards: bool, tmp_path
     assert checkpoint(tmp_path, "b", shards)["trainer"]["value"] == 2
 
 
-def test_old_ones_are_deleted_only_when_the_new_one_is_there(
+def test_old_ones_are_deleted_and_the_pointer_moves_only_when_the_new_one_is_there(
     shards: bool, go: threading.Event, tmp_path: Path
 ) -> None:
     checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
@@ -215,6 +198,7 @@ def test_old_ones_are_deleted_only_when_the_new_one_is_there(
     go.clear()
     periodic.step(29)
     assert names(tmp_path) == ["last_checkpoint", "model_0000009", "model_0000019"]
+    assert pointer(tmp_path) == "model_0000019"
     go.set()
     periodic.step(39)
     periodic.step(49)

@@ -3,6 +3,7 @@ import math
 import re
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,9 +56,13 @@ def test_a_hang_is_reported_once_with_the_stack_of_every_thread(
     assert "Stack of thread 'watchdog'" in printed
 
 
-def test_a_run_that_makes_progress_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    watchdog = Watchdog(LIMIT_SECONDS)
-    Idle(watchdog, CallbackHook(after_step=lambda _: time.sleep(0.01))).train(0, 3)
+@pytest.mark.parametrize("fail_at", [-1, 1])
+def test_a_run_that_makes_progress_is_left_alone_and_its_end_or_failure_ends_the_thread(
+    fail_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks = Watchdog(LIMIT_SECONDS), CallbackHook(after_step=lambda _: time.sleep(0.01))
+    with pytest.raises(ValueError, match="broken at 1") if fail_at > 0 else nullcontext():
+        Idle(*hooks, fail_at=fail_at).train(0, 3)
     assert reports(caplog) == []
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
@@ -100,12 +105,6 @@ def test_a_process_that_was_suspended_is_not_taken_for_one_that_hangs(
     watchdog._end = SimpleNamespace(wait=wait)  # type: ignore[assignment]
     watchdog._watch()
     assert reports(caplog) == []
-
-
-def test_the_thread_ends_when_the_run_fails() -> None:
-    with pytest.raises(ValueError, match="broken at 1"):
-        Idle(Watchdog(LIMIT_SECONDS), fail_at=1).train(0, 3)
-    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_rank_with_fewer_collectives_is_behind_and_equals_are_not_blamed() -> None:
