@@ -77,11 +77,6 @@ def test_without_rules_there_is_one_group_of_all_parameters() -> None:
     assert wrapper.base_param_settings is None
 
 
-class ModelParamsSGD(torch.optim.SGD):
-    def __init__(self, model_params: Any, lr: float = 0.1) -> None:
-        super().__init__(model_params, lr)
-
-
 @pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
 def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) -> None:
     cfg = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "clip_grad": {"max_norm": 1.0}}
@@ -95,6 +90,10 @@ def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) 
 def test_an_optimizer_of_your_own_may_be_registered_and_call_its_parameters_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class ModelParamsSGD(torch.optim.SGD):
+        def __init__(self, model_params: Any, lr: float = 0.1) -> None:
+            super().__init__(model_params, lr)
+
     monkeypatch.setattr(OPTIMIZERS, "_objects", dict(OPTIMIZERS))
     OPTIMIZERS.register_module(module=ModelParamsSGD)
     for kind in (ModelParamsSGD, "ModelParamsSGD"):
@@ -245,7 +244,7 @@ def test_lazy_calls_of_a_configuration_are_made_and_its_values_can_be_saved(tmp_
     assert (groups[1]["eps"], groups[1]["tags"]) == ([1e-30, 1e-3], ["a", {"b": 1}])
 
 
-def test_configurations_by_name_are_for_the_submodules_of_these_names() -> None:
+def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_wrappers() -> None:
     gan, cfg = GAN(), copy.deepcopy(GAN_CFG)
     wrappers = built_dict(gan, cfg)
     assert cfg == GAN_CFG
@@ -257,10 +256,6 @@ def test_configurations_by_name_are_for_the_submodules_of_these_names() -> None:
     names = [g["param_names"] for g in discriminator.optimizer.param_groups]
     assert names == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
     assert wrappers.get_lr()["generator.lr"] == [2e-4]
-
-
-def test_submodules_are_found_inside_of_wrappers() -> None:
-    gan = GAN()
     compiled: Any = torch.compile(nn.DataParallel(gan), backend="eager")
     for wrapped in (compiled, nn.DataParallel(compiled)):
         wrappers = built_dict(wrapped, {"type": "OptimWrapperDict", **GAN_CFG})
@@ -275,11 +270,7 @@ def test_submodules_are_found_inside_of_wrappers() -> None:
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
         ({}, ValueError, "at least one wrapper"),
         ({"optimizer": None}, TypeError, "expected an OptimWrapper, .*but got None"),
-        (
-            {"type": "OptimWrapper", "optimiser": 1},
-            ValueError,
-            "'optimizer'; did you mean 'optimiser",
-        ),
+        ({"type": "OptimWrapper", "optimiser": 1}, ValueError, "; did you mean 'optimiser'"),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
         ({"constructor": "DefaultCnstructor"}, KeyError, "mean 'DefaultOptimWrapperCons"),
     ],

@@ -46,22 +46,13 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(clip: Any, by_hand: An
     assert same(ours, reference)
 
 
-@pytest.mark.parametrize(
-    "clip",
-    [
-        {"type": "both", "max_norm": 1.0},
-        {},
-        {"max_norm": -1.0},
-        {"max_norm": 1.0, "norm": 2},
-        {"type": "value", "max_norm": 1.0},
-    ],
-)
-def test_wrong_clipping_is_refused(clip: Any) -> None:
-    with pytest.raises(ValueError, match=f"clip_grad must be like .* not {re.escape(str(clip))}"):
-        OptimWrapper(sgd(linear()), clip_grad=clip)
-
-
 def test_wrong_arguments_are_refused() -> None:
+    clippings: list[Any] = [{}, {"max_norm": -1.0}, {"max_norm": 1.0, "norm": 2}]
+    clippings += [{"type": kind, "max_norm": 1.0} for kind in ("both", "value")]
+    for clip in clippings:
+        message = f"clip_grad must be like .* not {re.escape(str(clip))}"
+        with pytest.raises(ValueError, match=message):
+            OptimWrapper(sgd(linear()), clip_grad=clip)
     with pytest.raises(TypeError, match="optimizer must be"):
         OptimWrapper(linear())  # type: ignore[arg-type]
     for bad in (0, -1):
@@ -358,8 +349,7 @@ def test_clipping_sees_the_norm_of_the_whole_gradient(two: list[dict[str, Any]])
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(two: list[dict[str, Any]]) -> None:
+    expected = {"updated": [False, True], "skipped": 1, "scale": 2.0}
     for result in two:
-        assert result["overflow"]["updated"] == [False, True]
-        assert result["overflow"]["skipped"] == 1
-        assert result["overflow"]["scale"] == 2.0
+        assert result["overflow"].items() >= expected.items()
     assert all(two[0]["overflow"]["changed"])

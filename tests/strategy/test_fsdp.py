@@ -31,12 +31,8 @@ def make(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrateg
 
 def prepared(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrategy:
     strategy = make(kind, work_dir, **options)
-    strategy.prepare(
-        CONFIG,
-        optim_wrapper=ADAMW,
-        param_scheduler=SCHEDULER,
-        dispatch_kwargs={"max_iters": 6},
-    )
+    known = {"max_iters": 6}
+    strategy.prepare(CONFIG, optim_wrapper=ADAMW, param_scheduler=SCHEDULER, dispatch_kwargs=known)
     return strategy
 
 
@@ -50,12 +46,9 @@ def run(strategy: BaseStrategy, steps: slice) -> list[float]:
 
 
 def states(strategy: BaseStrategy) -> Any:
-    return copy.deepcopy(
-        {
-            "model": full_tensors(dict(strategy.model_state_dict())),
-            "optimizer": full_tensors(strategy.optim_state_dict())["state"],
-        }
-    )
+    model = full_tensors(dict(strategy.model_state_dict()))
+    optimizer = full_tensors(strategy.optim_state_dict())["state"]
+    return copy.deepcopy({"model": model, "optimizer": optimizer})
 
 
 def saved_run(kind: type[BaseStrategy], path: str, **options: Any) -> dict[str, Any]:
@@ -164,40 +157,21 @@ def test_losses_are_those_of_the_other_strategies(
     assert two[0]["shards"]["losses"] == two[0]["full"]["losses"]
 
 
-def test_a_file_of_a_sharded_run_resumes_in_one_process(
-    folder: Path, two: list[dict[str, Any]]
+def test_what_one_strategy_saves_resumes_in_any_other(
+    folder: Path, one: dict[str, Any], two: list[dict[str, Any]]
 ) -> None:
-    resumed = resumed_run(SingleDeviceStrategy, f"{folder}/full", True)
-    assert resumed["iter"] == 3
-    assert same(resumed["states"], two[0]["full"]["states"])
-    assert resumed["losses"] == pytest.approx(two[0]["full"]["losses"][3:], abs=1e-5)
-
-
-def test_a_file_of_one_process_resumes_sharded(
-    one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
-    resumed = two[0]["from one"]
-    assert resumed["iter"] == 3
-    assert same(resumed["states"], one["states"])
-    assert resumed["losses"] == pytest.approx(one["losses"][3:], abs=1e-5)
-
-
-def test_a_folder_of_shards_resumes_with_equal_bits(two: list[dict[str, Any]]) -> None:
-    resumed, saved = two[0]["from shards"], two[0]["shards"]
-    assert resumed["iter"] == 3
-    assert same(resumed["states"], saved["states"])
-    assert resumed["losses"] == saved["losses"][3:]
-
-
-def test_a_folder_of_shards_resumes_without_shards(folder: Path, two: list[dict[str, Any]]) -> None:
-    saved = two[0]["shards"]
-    for resumed in (
-        two[0]["ddp from shards"],
-        resumed_run(SingleDeviceStrategy, f"{folder}/shards", True),
+    full, shards = two[0]["full"], two[0]["shards"]
+    for resumed, saved in (
+        (two[0]["from one"], one),
+        (resumed_run(SingleDeviceStrategy, f"{folder}/full", True), full),
+        (resumed_run(SingleDeviceStrategy, f"{folder}/shards", True), shards),
+        (two[0]["ddp from shards"], shards),
+        (two[0]["from shards"], shards),
     ):
         assert resumed["iter"] == 3
         assert same(resumed["states"], saved["states"])
         assert resumed["losses"] == pytest.approx(saved["losses"][3:], abs=1e-5)
+    assert two[0]["from shards"]["losses"] == shards["losses"][3:]  # bit for bit
 
 
 def test_the_states_are_whole_on_the_main_process_and_empty_elsewhere(
@@ -207,12 +181,11 @@ def test_the_states_are_whole_on_the_main_process_and_empty_elsewhere(
     assert two[1]["full"]["states"]["model"] == {}
 
 
-def test_an_optimizer_built_before_goes_over_to_the_shards(two: list[dict[str, Any]]) -> None:
+def test_an_optimizer_built_before_goes_over_to_the_shards_and_the_model_compiles(
+    two: list[dict[str, Any]],
+) -> None:
     assert two[0]["prebuilt"]["same"]
     assert two[0]["prebuilt"]["losses"] == pytest.approx(two[0]["configured"], abs=1e-6)
-
-
-def test_a_sharded_model_compiles(two: list[dict[str, Any]]) -> None:
     assert two[0]["compiled"] == pytest.approx(two[0]["configured"], abs=1e-5)
 
 
@@ -227,13 +200,10 @@ def test_a_model_that_was_evaluated_is_prepared_for_training(two: list[dict[str,
     assert all(result["prepared again"] for result in two)
 
 
-def test_arguments_are_checked_before_anything_happens() -> None:
+def test_arguments_are_checked_at_once_and_one_process_alone_is_told_what_to_use() -> None:
     with pytest.raises(ValueError, match="must be 'full' or 'sharded', got 'shraded'"):
         FSDPStrategy(state_dict_cfg="shraded")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
         FSDPStrategy(mp_policy={"dtype": "bfloat16"})
-
-
-def test_one_process_alone_is_told_what_to_use() -> None:
     with pytest.raises(RuntimeError, match="start them by torchrun"):
         FSDPStrategy(device="cpu", env_kwargs={"seed": 0}).prepare(make_model())
