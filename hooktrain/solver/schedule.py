@@ -10,7 +10,7 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -272,7 +272,6 @@ class CompositeParamScheduler(ParamScheduler):
     schedulers: Sequence[ParamScheduler]
     lengths: Sequence[float]
     interval_scaling: Sequence[str]
-    _ends: Sequence[float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         schedulers, lengths = tuple(self.schedulers), tuple(self.lengths)
@@ -286,15 +285,14 @@ class CompositeParamScheduler(ParamScheduler):
         if set(scalings) - {"rescaled", "fixed"}:
             raise ValueError(f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}")
         lengths = (*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1])))
-        ends = tuple(end if end < 1 - ROUNDING else 1.0 for end in accumulate(lengths))
-        vars(self).update(schedulers=schedulers, lengths=lengths)
-        vars(self).update(interval_scaling=scalings, _ends=ends)
+        vars(self).update(schedulers=schedulers, lengths=lengths, interval_scaling=scalings)
 
     def _value_at(self, where: float) -> float:
-        k = bisect_left(self._ends, min(where + ROUNDING, 1.0))
+        ends = [end if end < 1 - ROUNDING else 1.0 for end in accumulate(self.lengths)]
+        k = bisect_left(ends, min(where + ROUNDING, 1.0))
         if self.interval_scaling[k] == "rescaled":
-            start = self._ends[k - 1] if k else 0.0
-            where = max(0.0, (where - start) / (self._ends[k] - start))
+            start = ends[k - 1] if k else 0.0
+            where = max(0.0, (where - start) / (ends[k] - start))
         return self.schedulers[k](where)
 
 
