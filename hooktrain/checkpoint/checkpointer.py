@@ -389,6 +389,7 @@ class Checkpointer:
 
     def _restore(self, path: str, state: State, names: Names) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
+        names = None if names is None else list(names)
         if "trainer" in self.checkpointables and names != []:
             state = with_trainer(state)
         chosen = choose_parts(path, state, self.checkpointables, names)
