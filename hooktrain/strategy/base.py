@@ -225,9 +225,9 @@ class BaseStrategy(ABC):
             self.model = self.wrap_model(built)
         elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(self.model):
             raise ValueError("this strategy has prepared another model: make one strategy for each")
-        if compile is not False and not self._compiled:
+        if not self._compiled:
             self.model = self.compile_model(self.model, compile)
-            self._compiled = True
+            self._compiled = compile is not False
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
             self.optim_wrapper.name_parameters(self.model)

@@ -132,7 +132,7 @@ def test_nothing_of_the_caller_is_changed() -> None:
     assert (arguments, constructor) == before
 
 
-def test_a_model_that_is_prepared_again_is_not_compiled_again(
+def test_compile_model_is_always_called_and_a_model_prepared_again_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, calls = strategy(), []
@@ -140,7 +140,7 @@ def test_a_model_that_is_prepared_again_is_not_compiled_again(
     model = made.prepare(Regression())
     for how in (True, {"target": "train_step"}):
         made.prepare(model, compile=how)
-    assert calls == [True]
+    assert calls == [False, True]
 
 
 @pytest.mark.parametrize("target", ["forward", "train_step"])
