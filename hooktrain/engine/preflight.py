@@ -63,7 +63,8 @@ def _has_another_model(hook: Any, known: Collection[Any]) -> bool:
 
 def _check_schedules(hooks: list[Any], optimizers: list[Any]) -> None:
     seen = set()
-    for hook in [hook for hook in hooks if isinstance(hook, LRScheduler)]:
+    # One that was put into the list without register_hooks does not know its trainer yet.
+    for hook in [h for h in hooks if isinstance(h, LRScheduler) and h.trainer is not None]:
         hook._find_schedulers()
         for name, schedule in [(n, s) for n, each in hook._schedulers.items() for s in each]:
             driven = getattr(schedule, "optimizer", hook._optimizer_of(name))

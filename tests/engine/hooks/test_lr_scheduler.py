@@ -439,3 +439,10 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
     with pytest.raises(error, match=message):
         trainer.train(0, 1)
     assert "total_loss" not in trainer.storage.histories()
+
+
+def test_a_hook_that_was_put_into_the_list_by_hand_has_a_schedule_too() -> None:
+    trainer = linear_trainer(lr=1.0)
+    trainer._hooks.append(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)))
+    trainer.train(0, 2)
+    assert recorded(trainer) == [1.0, 0.5]
