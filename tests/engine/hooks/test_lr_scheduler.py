@@ -1,6 +1,5 @@
 """The hook that steps schedules of each family, in lists, and for several optimizers."""
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -176,15 +175,6 @@ def test_a_plateau_with_a_range_counts_epochs() -> None:
     trainer.train(0, 8)
     # Epoch 2 begins after iteration 3, whose value is the first to count.
     assert recorded(trainer) == [1.0] * 5 + [0.5] * 3
-
-
-def test_a_metric_that_never_came_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = linear_trainer()
-    scheduler = ReduceOnPlateauLR(trainer.optimizer, "acuracy")
-    trainer.register_hooks([LRScheduler(scheduler=scheduler)])
-    with caplog.at_level(logging.WARNING):
-        trainer.train(0, 2)
-    assert "LRScheduler watches the metric 'acuracy', which nothing has put" in caplog.text
 
 
 class TwoParts(nn.Module):
@@ -427,7 +417,6 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
         (lambda o: StepLR(o, 2), {}, ValueError, "step_size=2.* counts epochs: give epoch_length="),
         (lambda o: TorchStepLR(o, 2), {"by_epoch": True}, ValueError, "counts epochs: give"),
         (lambda o: ReduceOnPlateauLR(o, begin=2), {}, ValueError, "counts epochs: give"),
-        (lambda o: 0.5, {}, AttributeError, "'float' object has no attribute 'step'"),
         (lambda o: {"a": ["StepLR"]}, {}, TypeError, "not subscriptable"),
     ],
 )
