@@ -12,6 +12,7 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.engine.hooks.ema import EMA
+from hooktrain.engine.hooks.eval_hook import EvalHook
 from hooktrain.engine.hooks.watching import better_by_name, check_comes, sign_of
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
@@ -117,7 +118,8 @@ class BestCheckpointer(HookBase):
             if latest is None:
                 text = f"there is no metric {name!r} to choose the best checkpoint by"
                 text += did_you_mean(name, storage.histories())
-            if not at_end:
+            evaluations = [h.evaluated_at for h in self.trainer._hooks if isinstance(h, EvalHook)]
+            if not at_end and max(evaluations, default=0) >= 0:  # without results it is no mistake
                 self.trainer.raise_later(ValueError(text))
             return
         is_better, before = self._is_better(value), self.state_dict()

@@ -32,7 +32,8 @@ class EvalHook(HookBase):
         eval_after_train: whether to evaluate at the end.
 
     Attributes:
-        evaluated_at: the number of finished iterations at the last evaluation; -1 before the first.
+        evaluated_at: the number of finished iterations at the last evaluation that had results; -1
+            before the first.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -76,7 +77,8 @@ class EvalHook(HookBase):
         outcomes = comm.all_gather((numbers, repr(error) if error else None))
         if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]:
             self.trainer.raise_later(error or RuntimeError(f"The evaluation failed on {failed[0]}"))
-        self.evaluated_at = self.trainer.iter + (not self.trainer.succeeded)
+        if outcomes[0][0]:
+            self.evaluated_at = self.trainer.iter + (not self.trainer.succeeded)
         hints = self.trainer.storage.smoothing_hints()
         for name, number in outcomes[0][0].items():
             # A name that training uses too keeps its hint.
