@@ -178,6 +178,7 @@ def count_period(folder: str) -> int:
             counts.append(len(called))
 
     torch.set_num_threads(1)
+    logging.disable()  # in this process too
     trainer = small_trainer(Counted)
     writers = [CommonMetricPrinter(60), JSONWriter(f"{folder}/metrics.json")]
     trainer.register_hooks(

@@ -64,13 +64,13 @@ class CommonMetricPrinter(EventWriter):
         if storage.iter < end:
             lines[storage.iter, False] = {}  # also without metrics
             eta = self._get_eta(storage)
-        hints = storage.smoothing_hints()
+        histories = storage.histories()
         for name, value, iteration in self._unwritten.find(storage):
-            kind, smoothed = _kind(name), hints[name]
+            kind, smoothed = _kind(name), histories[name].smoothing_hint
             if name in _FOR_FILES or (smoothed and kind == _OTHERS and "/" in name):
                 continue
             if kind in (_TIME, _DATA_TIME):
-                value = fmean(storage.history(name).recent(self._window_size))
+                value = fmean(histories[name].recent(self._window_size))
             line = lines.setdefault((iteration, not smoothed and kind < _TIME), {})
             line[name] = f"{value:.4g}" if kind < _TIME else f"{value:.3g}"
         self._unwritten.mark_written()

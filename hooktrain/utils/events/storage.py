@@ -261,9 +261,10 @@ class EventStorage:
 
         Images and histograms are not in it.
         """
+        self._fetch_pending()
         return {
             "iteration": self.iter,
-            "metrics": {name: history.state_dict() for name, history in self.histories().items()},
+            "metrics": {name: history.state_dict() for name, history in self._histories.items()},
             "written": dict(self.written),
         }
 
