@@ -2,13 +2,17 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.solver import OptimWrapper
+from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.utils.dtensor import shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ class StepTrainer(ModelTrainer):
 
     last_batch: Any = None
     last_outputs: Mapping[str, Any] | None = None
-    _warned = False
+    _gradients: Mapping[str, Tensor] | None = None  # of a checkpoint, for the first step
 
     def _wrappers(self) -> Mapping[str, OptimWrapper]:
         return wrappers_by_name(self.optim_wrapper)
@@ -44,18 +48,25 @@ class StepTrainer(ModelTrainer):
         return all(wrapper.should_update() for wrapper in self._wrappers().values())
 
     def state_dict(self) -> dict[str, Any]:
-        """That of :class:`ModelTrainer`. A warning says, once, if gradients would be lost."""
-        if not self._warned and any(
-            # Their after_backward is set while this trainer makes the steps.
-            wrapper.after_backward and wrapper.inner_count and wrapper.has_gradients()
-            for wrapper in (self._wrappers().values() if self.can_save else ())
-        ):
-            self._warned = True
-            logger.warning(
-                "Gradients live on after train_step, and are not saved: unless it begins with "
-                "optim_wrapper.zero_grad(), a resumed run is not exact. End train_step with it"
-            )
-        return super().state_dict()
+        """That of :class:`ModelTrainer`, and the gradients that live on after ``train_step``.
+
+        The next backward passes add to them, unless it begins with ``optim_wrapper.zero_grad()``.
+        To keep them out of checkpoints, end ``train_step`` with that.
+        """
+        state = super().state_dict()
+        # Their after_backward is set while this trainer makes the steps.
+        if self.can_save and any(wrapper.after_backward for wrapper in self._wrappers().values()):
+            names = parameter_names(self.model)
+            state["gradients"] = {n: p.grad for p, n in names.items() if p.grad is not None}
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+    ) -> None:
+        """Load what :meth:`state_dict` returned; see :class:`ModelTrainer`."""
+        super().load_state_dict(state_dict, only=only)
+        if only is None or "optimizer" in only:
+            self._gradients = state_dict.get("gradients")
 
     def run_step(self) -> None:
         """One batch for the model's own step."""
@@ -83,6 +94,10 @@ class StepTrainer(ModelTrainer):
         """Set the wrappers up. What a step that broke off has left is forgotten."""
         self.optim_wrapper.start_window()
         self.optim_wrapper.zero_grad()
+        loaded, self._gradients = self._gradients or {}, None
+        for parameter, name in parameter_names(self.model).items():
+            if name in loaded:
+                parameter.grad = shard_like(loaded[name].to(parameter.device), parameter)
         for wrapper in self._wrappers().values():
             wrapper.after_backward = partial(self._before_update, wrapper)
 
@@ -113,9 +128,11 @@ class StepTrainer(ModelTrainer):
 
     def after_train(self) -> None:
         """Call the hooks; say so if the last window of accumulation made no update."""
-        for wrapper in self._wrappers().values():
-            wrapper.after_backward = None
-        super().after_train()
+        try:
+            super().after_train()
+        finally:
+            for wrapper in self._wrappers().values():
+                wrapper.after_backward = None
         if self.succeeded and not self.can_save:
             logger.warning(
                 "The run ended inside of a window of accumulation: its last backward passes "
