@@ -63,7 +63,7 @@ class CommonMetricPrinter(EventWriter):
         end, eta = self._max_iter or 0, ""
         if storage.iter < end:
             lines[storage.iter, False] = {}  # also without metrics
-            eta = self._get_eta(storage)
+            eta = self._get_eta(storage, end)
         histories = storage.histories()
         for name, value, iteration in self._unwritten.find(storage):
             kind, smoothed = _kind(name), histories[name].smoothing_hint
@@ -93,10 +93,8 @@ class CommonMetricPrinter(EventWriter):
         """Remove the progress bar."""
         show_progress("Training", 1, 1)
 
-    def _get_eta(self, storage: EventStorage) -> str:
-        if self._max_iter is None:
-            return ""
-        now, left = time.perf_counter(), self._max_iter - storage.iter - 1
+    def _get_eta(self, storage: EventStorage, end: int) -> str:
+        now, left = time.perf_counter(), end - storage.iter - 1
         self._first_write = self._first_write or (storage.iter, now)
         first, since = self._first_write
         if storage.iter > first:
