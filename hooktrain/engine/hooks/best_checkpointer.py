@@ -12,8 +12,7 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.formats import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.engine.hooks.ema import EMA
-from hooktrain.engine.hooks.eval_hook import EvalHook
-from hooktrain.engine.hooks.watching import better_by_name, check_comes, sign_of
+from hooktrain.engine.hooks.watching import better_by_name, check_comes, evaluated_at, sign_of
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.registry import did_you_mean
@@ -118,8 +117,8 @@ class BestCheckpointer(HookBase):
             if latest is None:
                 text = f"there is no metric {name!r} to choose the best checkpoint by"
                 text += did_you_mean(name, storage.histories())
-            evaluations = [h.evaluated_at for h in self.trainer._hooks if isinstance(h, EvalHook)]
-            if not at_end and max(evaluations, default=0) >= 0:  # without results it is no mistake
+            # An evaluation without results is no mistake.
+            if not at_end and max(evaluated_at(self.trainer), default=0) >= 0:
                 self.trainer.raise_later(ValueError(text))
             return
         is_better, before = self._is_better(value), self.state_dict()

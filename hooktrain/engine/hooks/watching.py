@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from hooktrain.engine.hooks.eval_hook import EvalHook
+from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ def sign_of(metric: str, mode: str | None) -> int:
     return 1 if mode == "max" else -1
 
 
+def evaluated_at(trainer: TrainerBase) -> list[int]:
+    """When each ``EvalHook`` of a trainer has evaluated last; see its ``evaluated_at``."""
+    return [hook.evaluated_at for hook in trainer._hooks if isinstance(hook, EvalHook)]
+
+
 def check_comes(hook: Any, metric: str) -> None:
     """End the run by an error if each ``EvalHook`` has evaluated, and a metric has not come.
 
@@ -52,11 +58,11 @@ def check_comes(hook: Any, metric: str) -> None:
     """
     trainer = hook.trainer
     measured_at, start = trainer.storage.latest_iter(metric), trainer.start_iter
-    evaluations = [h.evaluated_at for h in trainer._hooks if isinstance(h, EvalHook)]
     if measured_at is not None and measured_at >= start:
         return
     hint = did_you_mean(metric, trainer.storage.histories())
     text = f"{type(hook).__name__} watches the metric {metric!r}, which nothing has put{hint}"
+    evaluations = evaluated_at(trainer)
     # Hooks may put metrics later in the iteration of an evaluation.
     if evaluations and all(start < at <= trainer.iter for at in evaluations):
         trainer.raise_later(ValueError(text))
