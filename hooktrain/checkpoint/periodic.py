@@ -10,6 +10,7 @@ from hooktrain.checkpoint.checkpointer import Checkpointer
 from hooktrain.checkpoint.files import CorruptCheckpointError
 from hooktrain.checkpoint.formats import verify_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names, files_to_delete, read_pointer
+from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.file_io import delete
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class PeriodicCheckpointer:
 
     Args:
         checkpointer: what saves.
-        period: at least 1.
+        period: at least 1. That of a hook may also be a text such as ``"1 epoch"``.
         max_iter: None if the end is not known, so that no final file is written.
         max_to_keep: at least 1, or None. The count is that of files and folders in ``save_dir``,
             also after a resume; the final one and others without a number are neither counted nor
@@ -45,14 +46,14 @@ class PeriodicCheckpointer:
     """
 
     checkpointer: Checkpointer
-    period: int
+    period: int | str
     max_iter: int | None = None
     max_to_keep: int | None = None
     file_prefix: str = "model"
 
     def __post_init__(self) -> None:
         for key, number in [("period", self.period), ("max_to_keep", self.max_to_keep)]:
-            if number is not None and (number < 1 or number % 1):
+            if isinstance(number, int | float) and (number < 1 or number % 1):
                 raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}")
         self.checkpointer.check_name(self.file_prefix)
 
@@ -71,7 +72,7 @@ class PeriodicCheckpointer:
             OSError: if the disk is full at the last save, or fails otherwise at any.
         """
         is_last = self.max_iter is not None and iteration >= self.max_iter - 1
-        if is_last or (iteration + 1) % self.period == 0:
+        if is_last or (iteration + 1) % in_iterations(self.period, None) == 0:
             self.save_at(iteration, **extra)
 
     def save_at(self, iteration: int, **extra: Any) -> None:
@@ -91,8 +92,9 @@ class PeriodicCheckpointer:
 
     def _go_on(self, error: OSError) -> None:
         # The error names the path and the free space.
-        message = "NOT SAVED: %s. Training goes on; the next attempt is in %d iterations"
-        logger.error(message, error, self.period)
+        message = "NOT SAVED: %s. Training goes on; the next attempt is in %s"
+        period = f"{self.period} iterations" if isinstance(self.period, int) else self.period
+        logger.error(message, error, period)
 
     def _delete_old(self, iteration: int, max_to_keep: int, newest: str) -> None:
         """Delete what is too old, if the newest checkpoint is good. In any thread."""

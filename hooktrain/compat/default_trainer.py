@@ -144,7 +144,9 @@ class DefaultTrainer(_WithoutArguments):
         """Where metrics are written to."""
         return default_writers(self.cfg.OUTPUT_DIR, self.max_iter)
 
-    def train(self, start_iter: int | None = None, max_iter: int | None = None) -> Any:
+    def train(  # type: ignore[override]
+        self, start_iter: int | None = None, max_iter: int | None = None
+    ) -> Any:
         """Train from ``start_iter`` to ``max_iter``, by default those of this trainer.
 
         Returns:

@@ -9,7 +9,6 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
-from operator import length_hint
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ _INSTEAD = {
     "EarlyStoppingHook": "hooks.EarlyStopping",
     "EmptyCacheHook": "hooks.CallbackHook(after_step=lambda trainer: torch.cuda.empty_cache())",
     "IterTimerHook": "hooks.IterationTimer",
-    "LoggerHook": "hooks.PeriodicWriter(default_writers(folder, max_iter))",
+    "LoggerHook": "hooks.PeriodicWriter(default_writers(folder))",
     "MessageHub": "get_event_storage() of hooktrain.utils.events: iter, history(name)",
     "NaiveVisualizationHook": "trainer.storage.put_image",
     "ParamSchedulerHook": "hooks.LRScheduler",
@@ -186,7 +185,7 @@ class _Runner:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.logger = logging.getLogger("hooktrain")
-        self.epoch_length = length_hint(trainer.data_loader, 0) or trainer.max_iter
+        self.epoch_length = trainer.epoch_length or trainer.max_iter
 
     @property
     def epoch(self) -> int:

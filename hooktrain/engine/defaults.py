@@ -28,6 +28,7 @@ from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, 
 from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
+from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from hooktrain.utils.locks import lock_folder
 from hooktrain.utils.logger import LEVELS, setup_logger
@@ -158,7 +159,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
 
     Args:
         output_dir: the folder to write to; it is made if needed.
-        max_iter: the length of the run, for the remaining time.
+        max_iter: see :class:`~hooktrain.utils.events.CommonMetricPrinter`.
     """
     output_dir = os.path.expanduser(output_dir)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -173,15 +174,14 @@ def default_hooks(
     *,
     scheduler: Any,
     checkpointer: Checkpointer,
-    checkpoint_period: int,
+    checkpoint_period: int | str,
     max_to_keep: int | None = None,
     eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
-    eval_period: int = 0,
+    eval_period: int | str = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,
     writers: Sequence[EventWriter] = (),
-    log_period: int = 20,
-    epoch_length: int | None = None,
+    log_period: int | str = 20,
     watchdog_s: float = 0,
 ) -> list[hooks.HookBase]:
     """The usual hooks in the order that makes resuming exact.
@@ -193,23 +193,22 @@ def default_hooks(
     Args:
         scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
         checkpointer: what saves.
-        checkpoint_period: in iterations.
+        checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
         eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
-        eval_period: in iterations; 0 evaluates at the end only.
+        eval_period: 0 evaluates at the end only.
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
         best_mode: ``"max"``, ``"min"`` or None; see
             :class:`~hooktrain.engine.hooks.BestCheckpointer`.
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
-        log_period: in iterations.
-        epoch_length: the iterations of an epoch, for schedules that step by epochs.
+        log_period: see ``writers``.
         watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
             iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
             ends the process. 0 watches nothing.
     """
     found: list[hooks.HookBase] = [
         hooks.IterationTimer(),
-        hooks.LRScheduler(scheduler=scheduler, epoch_length=epoch_length),
+        hooks.LRScheduler(scheduler=scheduler),
     ]
     if eval_function is not None:
         found.append(hooks.EvalHook(eval_period, eval_function))
@@ -283,12 +282,16 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         )
         owns_step = hasattr(unwrap_model(model), "train_step")
         self._kind = StepTrainer if owns_step else SimpleTrainer
+        self.epoch_length = cfg.train.get("epoch_length")
         self._kind.__init__(self, model, loader, optim_wrapper, cfg.train.log_period)
         self.seed = self.strategy.seed
-        self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.strategy.seed}
         self.checkpointer = self.build_checkpointer()
+        if cfg.train.get("max_epochs") is not None:
+            cfg.train.max_iter = in_iterations(f"{cfg.train.max_epochs} epochs", self.epoch_length)
+            resolve(cfg)
         self.max_iter = cfg.train.max_iter
         self.ema = hooks.EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
+        self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.seed}
         self.last_results: dict[str, Any] = {}
         self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
@@ -390,14 +393,15 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
 
     def build_writers(self) -> list[EventWriter]:
         """Where metrics are written to."""
-        return default_writers(self.cfg.train.output_dir, self.max_iter)
+        return default_writers(self.cfg.train.output_dir)
 
     def build_hooks(self) -> list[hooks.HookBase]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
         me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
+        known = ConfigDict(self.cfg, train={**train, "epoch_length": self.epoch_length})
         found = default_hooks(
-            scheduler=self.build_lr_scheduler(self.cfg, self.optim_wrapper),
+            scheduler=self.build_lr_scheduler(known, self.optim_wrapper),
             checkpointer=self.checkpointer,
             checkpoint_period=train.checkpointer.period,
             max_to_keep=train.checkpointer.max_to_keep,
@@ -407,7 +411,6 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             best_mode=train.get("best_mode"),
             writers=self.build_writers(),
             log_period=train.log_period,
-            epoch_length=train.get("epoch_length"),
             watchdog_s=train.get("watchdog_s", 0),
         )
         place = next(i for i, hook in enumerate(found) if isinstance(hook, hooks.EvalHook))
@@ -498,9 +501,13 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         self.train()
 
     def train(  # type: ignore[override]
-        self, start_iter: int | None = None, max_iter: int | None = None
+        self,
+        start_iter: int | None = None,
+        max_iter: int | None = None,
+        *,
+        max_epochs: float | None = None,
     ) -> dict[str, Any]:
-        """Train up to ``train.max_iter``, or to ``max_iter`` if it is given.
+        """Train up to ``train.max_iter``, or to ``max_iter`` or ``max_epochs`` if that is given.
 
         With the hook :class:`~hooktrain.engine.hooks.Rewind` it goes on after a loss that is not
         finite.
@@ -511,10 +518,11 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         Raises:
             ValueError: if ``train.expected_results`` are given and not reached.
         """
-        end = self.cfg.train.max_iter if max_iter is None else max_iter
+        if max_iter is None and max_epochs is None:
+            max_iter = self.cfg.train.max_iter
         while True:
             try:
-                super().train(start_iter, end)
+                super().train(start_iter, max_iter, max_epochs=max_epochs)
                 break
             except FloatingPointError as error:
                 rewind = [hook for hook in self._hooks if isinstance(hook, hooks.Rewind)]

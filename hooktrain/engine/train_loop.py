@@ -16,6 +16,7 @@ from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.outputs import note_batch
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
+from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.events import EventStorage
 from hooktrain.utils.registry import did_you_mean
 
@@ -77,16 +78,19 @@ class HookBase:
     def after_step(self) -> None:
         """Called after each iteration."""
 
-    def is_due(self, period: int, at_end: bool | None = True) -> bool:
+    def is_due(self, period: int | str, at_end: bool | None = True) -> bool:
         """Whether something that happens every ``period`` iterations is due after this one.
 
         Args:
-            period: in iterations, counted from the start of the training. 0 is never due.
+            period: in iterations, or a text such as ``"1 epoch"``, counted from the start of the
+                training. 0 is never due.
             at_end: the answer at the last iteration of the run; None asks the period there too.
         """
         done: int = self.trainer.iter + 1
         if at_end is not None and done == self.trainer.max_iter:
             return at_end
+        if isinstance(period, str):
+            period = in_iterations(period, self.trainer.epoch_length)
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,6 +117,8 @@ class TrainerBase:
         start_iter: the first iteration of the current run.
         max_iter: the iteration that the run ends before. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing has failed since.
+        epoch_length: the iterations of an epoch, which trainers with a loader take from its length,
+            rounded up where an iteration takes several batches; None if that is not known.
         seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process when
             the training begins.
         storage: the :class:`~hooktrain.utils.events.EventStorage` that takes the metrics.
@@ -123,6 +129,7 @@ class TrainerBase:
     """
 
     sync_period: int = 20
+    epoch_length: int | None = None
     state_parts: tuple[str, ...] = ("iteration", "hooks", "storage", "seed")
 
     def __init__(self) -> None:
@@ -224,7 +231,13 @@ class TrainerBase:
         ]
         return tabulate(rows, headers=["", "hook", *EVENTS], tablefmt="pipe")
 
-    def train(self, start_iter: int | None = None, max_iter: int | None = None) -> None:
+    def train(
+        self,
+        start_iter: int | None = None,
+        max_iter: int | None = None,
+        *,
+        max_epochs: float | None = None,
+    ) -> None:
         """Run the iterations from ``start_iter`` up to, not including, ``max_iter``.
 
         Args:
@@ -232,9 +245,11 @@ class TrainerBase:
                 in a new trainer, after the loaded state in a resumed one.
             max_iter: the iteration to end before. With ``max_iter == start_iter`` nothing is left
                 to do, and only ``before_train`` and ``after_train`` run.
+            max_epochs: in place of ``max_iter``, the epochs to train, counted from iteration 0.
 
         Raises:
-            ValueError: if ``max_iter`` is missing or lies before ``start_iter``.
+            ValueError: if ``max_iter`` is missing or lies before ``start_iter``, or if nobody
+                knows how long an epoch is.
             RuntimeError: if the last run broke off inside an iteration and ``start_iter`` is None.
                 What that iteration has done and what not, is not known.
         """
@@ -245,9 +260,11 @@ class TrainerBase:
                 f"go on with things as they are, call train(start_iter={self._finished}, ...)"
             )
         start = self._finished if start_iter is None else start_iter
+        if max_iter is None and max_epochs is not None:
+            max_iter = in_iterations(f"{max_epochs} epochs", self.epoch_length)
         if max_iter is None or not 0 <= start <= max_iter:
             raise ValueError(
-                f"train() needs max_iter, and start_iter between 0 and that, but got "
+                f"train() needs max_iter or max_epochs, and start_iter between 0 and that, but got "
                 f"start_iter={start!r} and max_iter={max_iter!r}"
             )
         if start == max_iter:
@@ -277,7 +294,7 @@ class TrainerBase:
             self.after_train()
 
     def _agree(self) -> None:
-        """Take the main process's seed and period; find the hooks that not all ranks have."""
+        """Take the main process's seed and lengths; find the hooks that not all ranks have."""
         for hook in self._hooks:  # also what was put into the list without register_hooks
             if hook.trainer is None:
                 hook.trainer = weakref.proxy(self)
@@ -285,8 +302,9 @@ class TrainerBase:
         named = self._named_hooks()
         needs_all = {name: hook.needs_every_rank for name, hook in named.items()}
         seed = torch.initial_seed() if self.seed is None else self.seed
-        of_ranks = comm.all_gather((needs_all, self.sync_period, seed))
-        _, self.sync_period, self.seed = of_ranks[0]
+        lengths = self.sync_period, self.epoch_length, self.max_iter
+        of_ranks = comm.all_gather((needs_all, lengths, seed))
+        _, (self.sync_period, self.epoch_length, self.max_iter), self.seed = of_ranks[0]
         everywhere = set.intersection(*(set(names) for names, _, _ in of_ranks))
         for name, hook in named.items():
             hook.on_every_rank = name in everywhere

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
+from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.finite import non_finite
 
 
@@ -28,7 +30,7 @@ class ModelTrainer(TrainerBase):
         optimizer: a torch optimizer, or an :class:`~hooktrain.solver.OptimWrapper` around one; or
             several of either, in a dict or an :class:`~hooktrain.solver.OptimWrapperDict`.
         gather_metric_period: with several ranks, the values of their metrics are brought together
-            every so many iterations. Until then they cannot be read.
+            every so many iterations, or every ``"1 epoch"``. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
         async_write_metrics: never check a loss inside the step. On the CPU the loss is checked
             before each update by default. With this it is checked at the end of the period, as
@@ -52,24 +54,26 @@ class ModelTrainer(TrainerBase):
         model: nn.Module,
         data_loader: Iterable[Any],
         optimizer: Any,
-        gather_metric_period: int = 20,
+        gather_metric_period: int | str = 20,
         zero_grad_before_forward: bool = False,
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
-        if gather_metric_period < 1:
+        optimizer = build_optim_wrapper(None, optimizer)
+        is_simple = getattr(self, "_kind", type(self)).run_step is SimpleTrainer.run_step
+        if is_simple and isinstance(optimizer, OptimWrapperDict):
+            raise TypeError("SimpleTrainer has one optimizer: for several take StepTrainer")
+        if self.epoch_length is None and (length := length_hint(data_loader, 0)):
+            self.epoch_length = -(-length // (optimizer.accumulative_counts if is_simple else 1))
+        self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
+        if self.sync_period < 1:
             raise ValueError(
                 f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
             )
-        optimizer = build_optim_wrapper(None, optimizer)
-        several = isinstance(optimizer, OptimWrapperDict)
-        if several and type(self).run_step is SimpleTrainer.run_step:
-            raise TypeError("SimpleTrainer has one optimizer: for several take StepTrainer")
         self.model = init_weights_once(model).train()
         self._batches = Batches(data_loader)
         self.optim_wrapper = self.updating = optimizer
         optimizer.name_parameters(model)
-        self.sync_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self._losses = LossRecorder(check_at_once=not async_write_metrics)
@@ -108,13 +112,19 @@ class ModelTrainer(TrainerBase):
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
-    def train(self, start_iter: int | None = None, max_iter: int | None = None) -> None:
+    def train(
+        self,
+        start_iter: int | None = None,
+        max_iter: int | None = None,
+        *,
+        max_epochs: float | None = None,
+    ) -> None:
         """:meth:`TrainerBase.train`, which also goes on where a strategy has resumed."""
         if self.optim_wrapper.resumed is not None:
             parts = set(self.state_parts) - {"optimizer"}  # the strategy has loaded it
             self.load_state_dict(self.optim_wrapper.resumed, only=parts)
         check_parts(self)
-        super().train(start_iter, max_iter)
+        super().train(start_iter, max_iter, max_epochs=max_epochs)
 
     def before_train(self) -> None:
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""
@@ -286,7 +296,7 @@ class AMPTrainer(SimpleTrainer):
         model: nn.Module,
         data_loader: Iterable[Any],
         optimizer: torch.optim.Optimizer,
-        gather_metric_period: int = 20,
+        gather_metric_period: int | str = 20,
         zero_grad_before_forward: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         precision: torch.dtype = torch.float16,

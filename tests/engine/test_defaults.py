@@ -315,6 +315,31 @@ def test_the_state_is_there_once_and_the_configuration_stays_plain_data(folder: 
     assert "model" not in cfg.optimizer.params
 
 
+def test_epochs_in_a_configuration_decide_the_length_and_the_periods(folder: Path) -> None:
+    # 1437 digits are 12 batches of 128.
+    epochs = ["train.max_epochs=1.5", "train.eval_period=1 epoch"]
+    others = [
+        "dataloader.train.total_batch_size=128",
+        "train.checkpointer.period=${train.max_iter}",
+    ]
+    trainer = DefaultTrainer(config(folder, *epochs, *others))
+    trainer.train()
+    assert trainer.iter == trainer.cfg.train.max_iter == trainer.cfg.train.checkpointer.period == 18
+    history = trainer.storage.history("classification/accuracy").values()
+    assert [iteration for _, iteration in history] == [11, 18]
+
+
+def test_schedules_of_a_configuration_count_the_epochs_of_its_loader(folder: Path) -> None:
+    cfg = config(folder, "~lr_multiplier", "dataloader.train.total_batch_size=512")
+    assert cfg.train.epoch_length is None  # 1437 digits are 3 batches of 512
+    cfg.param_scheduler = [{"type": "StepLR", "step_size": 1, "gamma": 0.5}]
+    trainer = DefaultTrainer(cfg)
+    trainer.train()
+    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
+    assert rates == [0.1, 0.1, 0.1, 0.05]
+    assert cfg.train.epoch_length is None  # another batch size makes another length
+
+
 def test_one_part_is_changed_by_overriding_the_method_that_builds_it(folder: Path) -> None:
     class OnModel(DefaultTrainer):
         @classmethod

@@ -105,7 +105,7 @@ def best(metric: str, period: int = 1, **options: Any) -> Callable[[Any], BestCh
     return lambda trainer: BestCheckpointer(period, Checkpointer(trainer.model), metric, **options)
 
 
-def evaluate(metrics: Any, period: int = 1) -> EvalHook:
+def evaluate(metrics: Any, period: int | str = 1) -> EvalHook:
     return EvalHook(period, lambda: metrics)
 
 
@@ -229,7 +229,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(evaluate(0.5)), TypeError, "return a dict of results, but got 0.5"),
     (lambda: train(evaluate({"a": {"acc": [1, 2]}})), ValueError, r"'a/acc' is \[1, 2\]"),
     (lambda: train(lambda t: EvalHook(2, t.model.eval)), TypeError, "a dict of results"),
-    (lambda: train(evaluate({}, "2")), TypeError, "'str' and 'int'"),  # type: ignore[arg-type]
+    (lambda: train(evaluate({}, "2")), ValueError, "a text like '1 epoch', not '2'"),
     # Metrics to watch
     (lambda: train(evaluate({"acc": 1}), best("accuracy")), ValueError, "there is no metric 'accu"),
     (lambda: train(best("acc")), ValueError, "there is no metric 'acc'.*'total_loss'"),

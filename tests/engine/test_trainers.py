@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_toys import Net, batches, make, sgd
+from trainer_toys import Net, Stream, batches, make, sgd
 
 from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
-from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer
+from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer, hooks
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.events import EventStorage
+from hooktrain.utils.events import EventStorage, EventWriter, get_event_storage
 
 
 def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], Net]:
@@ -224,6 +226,74 @@ def test_hooks_see_the_gradients_between_backward_and_update() -> None:
     trainer.register_hooks([Zero()])
     trainer.train(0, 2)
     assert torch.equal(trainer.model.fc.weight, before)
+
+
+@pytest.mark.parametrize(("accumulated", "expected"), [(1, 12), (2, 6), (3, 6)])
+def test_max_epochs_counts_epochs_of_whole_iterations_from_the_beginning(
+    accumulated: int, expected: int
+) -> None:
+    model = Net()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=accumulated)
+    trainer = SimpleTrainer(model, batches(4), wrapper)
+    trainer.train(0, 2)
+    trainer.train(max_epochs=3)
+    assert trainer.start_iter == 2
+    assert trainer.iter == expected
+
+
+def test_epochs_of_a_loader_without_a_length_need_one() -> None:
+    trainer = make(Stream())
+    with pytest.raises(ValueError, match="how many iterations '2 epochs' are"):
+        trainer.train(max_epochs=2)
+    trainer.epoch_length = 5
+    trainer.train(max_epochs=1.5)
+    assert trainer.iter == 8
+
+
+class Recorder(EventWriter):
+    def __init__(self) -> None:
+        self.iters: list[int] = []
+
+    def write(self) -> None:
+        self.iters.append(get_event_storage().iter)
+
+
+def test_every_period_may_be_one_of_epochs(tmp_path: Path) -> None:
+    trainer = make(gather_metric_period="1 epoch")
+    assert trainer.sync_period == 4
+    evaluated: list[int] = []
+    checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
+
+    def evaluate() -> dict[str, float]:
+        evaluated.append(trainer.iter)
+        return {"loss": 1.0 / trainer.iter}
+
+    recorder = Recorder()
+    trainer.register_hooks(
+        [
+            hooks.EvalHook("1 epoch", evaluate),
+            hooks.BestCheckpointer("1 epoch", checkpointer, "loss"),
+            hooks.PeriodicWriter([recorder], "0.5 epochs"),
+            hooks.PeriodicCheckpointer(checkpointer, "2 epochs"),
+        ]
+    )
+    trainer.train(max_epochs=2.5)
+    assert evaluated == [3, 7, 10]
+    assert recorder.iters == [1, 3, 5, 7, 9, 10]
+    saved = [name for name in os.listdir(tmp_path) if name.endswith(".pth")]
+    assert sorted(saved) == ["model_0000007.pth", "model_best.pth", "model_final.pth"]
+
+
+def uneven_epochs() -> tuple[int, list[int]]:
+    trainer = make(batches(2 + comm.get_rank()))
+    evaluated: list[int] = []
+    trainer.register_hooks([hooks.EvalHook("1 epoch", lambda: evaluated.append(trainer.iter))])
+    trainer.train(max_epochs=2)
+    return trainer.iter, evaluated
+
+
+def test_all_ranks_take_the_epochs_of_the_main_process() -> None:
+    assert run_ranks(uneven_epochs, 2) == [(4, [1, 4])] * 2
 
 
 def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None:

@@ -269,7 +269,7 @@ def by_epochs(work_dir: Path) -> tuple[SingleDeviceStrategy, StepTrainer, hooks.
     strategy = prepared(work_dir, dropout=0.0, optim_wrapper=ADAMW, param_scheduler=schedule)
     ema = hooks.EMA(strategy.model, decay=0.5, warmup=False)
     trainer = StepTrainer(strategy.model, [batch(8, 0), batch(8, 1)], strategy.optim_wrapper)
-    schedules = hooks.LRScheduler(scheduler=strategy.param_schedulers, epoch_length=2)
+    schedules = hooks.LRScheduler(scheduler=strategy.param_schedulers)
     trainer.register_hooks([schedules, ema])
     return strategy, trainer, ema
 

@@ -31,7 +31,7 @@ class BestCheckpointer(HookBase):
     was measured is what is saved.
 
     Args:
-        eval_period: that of the ``EvalHook``, in iterations; 0 looks at the end of training only.
+        eval_period: that of the ``EvalHook``; 0 looks at the end of training only.
             Where it is due, there must be a new value.
         checkpointer: what saves.
         val_metric: the name of the metric, such as ``"classification/accuracy"``. One that begins
@@ -51,7 +51,7 @@ class BestCheckpointer(HookBase):
 
     def __init__(
         self,
-        eval_period: int,
+        eval_period: int | str,
         checkpointer: Checkpointer,
         val_metric: str,
         mode: str | None = None,

@@ -27,7 +27,7 @@ class EvalHook(HookBase):
     and it ends the run at once.
 
     Args:
-        eval_period: in iterations; 0 or less evaluates at the end only.
+        eval_period: in iterations, or like ``"1 epoch"``; 0 or less evaluates at the end only.
         eval_function: takes nothing; returns a dict of results, or nothing.
         eval_after_train: whether to evaluate at the end.
 
@@ -43,7 +43,7 @@ class EvalHook(HookBase):
 
     def __init__(
         self,
-        eval_period: int,
+        eval_period: int | str,
         eval_function: Callable[[], Mapping[str, Any] | None],
         eval_after_train: bool = True,
     ) -> None:

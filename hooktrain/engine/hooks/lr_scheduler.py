@@ -40,13 +40,12 @@ class LRScheduler(HookBase):
             either by name, where ``<name>.lr`` is recorded. None takes ``trainer.scheduler``.
         metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the metric that it watches.
             It steps after each new value, so register this hook after the one that evaluates.
-        epoch_length: the number of iterations of an epoch, for schedules that count epochs.
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a scheduler needs ``epoch_length`` and has none, one is
-            there twice, all are of another optimizer, or ``metric`` is not used; when a state is
-            loaded, if it is of other schedulers.
+        ValueError: when training starts, if a scheduler counts epochs and the trainer has no
+            ``epoch_length``, one is there twice, all are of another optimizer, or ``metric`` is not
+            used; when a state is loaded, if it is of other schedulers.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -58,13 +57,11 @@ class LRScheduler(HookBase):
         scheduler: Any = None,
         metric: str | None = None,
         *,
-        epoch_length: int | None = None,
         by_epoch: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self.scheduler = scheduler
         self._metric = metric
-        self._epoch_length = epoch_length
         self._by_epoch = by_epoch
         self._schedulers: dict[str, list[Any]] = {}  # the only optimizer has the name ""
         self._seen_iters: dict[int, int] = {}
@@ -128,9 +125,10 @@ class LRScheduler(HookBase):
             by_epoch = s.by_epoch and (metric is None or (s.begin, s.end) != (0, INF))
         else:
             by_epoch = self._by_epoch and not isinstance(s, LRMultiplier | ReduceLROnPlateau)
-        period = self._epoch_length if by_epoch else 1
+        period = self.trainer.epoch_length if by_epoch else 1
         if not period:
-            raise ValueError(f"{s!r} counts epochs: give epoch_length=, or make it by_epoch=False")
+            text = "and the loader has no length: set trainer.epoch_length, or by_epoch=False"
+            raise ValueError(f"{s!r} counts epochs, {text}")
         if metric is not None:
             mode = getattr(s, "mode", "max" if getattr(s, "rule", "") == "greater" else "min")
             if better_by_name(metric) not in (mode, None):

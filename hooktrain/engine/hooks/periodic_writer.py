@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventWriter
+from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.events import CommonMetricPrinter, EventWriter
 from hooktrain.utils.file_io import is_disk_full
 
 logger = logging.getLogger(__name__)
@@ -23,22 +24,26 @@ class PeriodicWriter(HookBase):
 
     Args:
         writers: the writers, called in order.
-        period: in iterations; 0 or less writes at the last one only. With several ranks a multiple
-            of the trainer's ``gather_metric_period``, since losses cannot be read in between.
+        period: in iterations, or like ``"1 epoch"``; 0 or less writes at the last one only. With
+            several ranks a multiple of the trainer's ``gather_metric_period``, since losses cannot
+            be read in between.
     """
 
-    def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
+    def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
         self._writers = list(writers)
         self._period = period
 
     def before_train(self) -> None:
         """Make the writers forget what lies after the state that the run starts from."""
         for writer in self._writers:
+            if isinstance(writer, CommonMetricPrinter) and writer.max_iter is None:
+                writer.max_iter = self.trainer.max_iter
             writer.rewind(self.trainer.start_iter)
-        if comm.get_world_size() > 1 and self._period % self.trainer.sync_period:
+        period = in_iterations(self._period, self.trainer.epoch_length)
+        if comm.get_world_size() > 1 and period % self.trainer.sync_period:
             text = "Metrics are written every %d iterations, but the ranks bring theirs together "
             text += "every %d: the lines in between have no losses. Set gather_metric_period"
-            logger.warning(text, self._period, self.trainer.sync_period)
+            logger.warning(text, period, self.trainer.sync_period)
 
     def after_step(self) -> None:
         """Write where a period ends."""

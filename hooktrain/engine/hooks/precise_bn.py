@@ -20,7 +20,7 @@ class PreciseBN(HookBase):
     See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
 
     Args:
-        period: in iterations; 0 or less does it at the last iteration only.
+        period: in iterations, or like ``"1 epoch"``; 0 or less does it at the last one only.
         model: a model whose batch-norm layers are in training mode when the time comes; without
             any, nothing is done.
         data_loader: batches for the model. A finite loader starts again when it is exhausted. If it
@@ -32,7 +32,7 @@ class PreciseBN(HookBase):
     """
 
     def __init__(
-        self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int
+        self, period: int | str, model: nn.Module, data_loader: Iterable[Any], num_iter: int
     ) -> None:
         self._period = period
         self._model = model

@@ -17,11 +17,11 @@ class TorchMemoryStats(HookBase):
     accelerator it does nothing.
 
     Args:
-        period: in iterations; 0 or less logs at the last iteration only.
+        period: in iterations, or like ``"1 epoch"``; 0 or less logs at the last one only.
         max_runs: how many times to log.
     """
 
-    def __init__(self, period: int = 20, max_runs: int = 10) -> None:
+    def __init__(self, period: int | str = 20, max_runs: int = 10) -> None:
         self._period = period
         self._max_runs = max_runs
 

@@ -34,7 +34,8 @@ class CommonMetricPrinter(EventWriter):
     from ``time``, if there is that. It is put into the storage as ``eta_seconds``.
 
     Args:
-        max_iter: where the run ends, for the time that is left.
+        max_iter: where the run ends, for the time that is left. None asks the trainer, where the
+            hook ``PeriodicWriter`` writes.
         window_size: losses and the like are medians, times are means, over so many iterations.
 
     Attributes:
@@ -46,7 +47,7 @@ class CommonMetricPrinter(EventWriter):
     def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
         if not self.logger.hasHandlers() and not logging.getLogger("hooktrain").level:
             setup_logger(distributed_rank=comm.get_rank())
-        self._max_iter = max_iter
+        self.max_iter = max_iter
         self._window_size = window_size
         self._unwritten = UnwrittenScalars(window_size)
         # The iteration and the clock at the first write.
@@ -60,7 +61,7 @@ class CommonMetricPrinter(EventWriter):
             return
         # A line for an iteration, and one for the results of its evaluation.
         lines: dict[tuple[int, bool], dict[str, str]] = {}
-        end, eta = self._max_iter or 0, ""
+        end, eta = self.max_iter or 0, ""
         if storage.iter < end:
             lines[storage.iter, False] = {}  # also without metrics
             eta = self._get_eta(storage, end)

@@ -135,7 +135,8 @@ def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
             torch.optim.SGD(trainer.model.parameters(), lr=1.0), LinearParamScheduler(1, 0), 6
         ),
     ]
-    trainer.register_hooks([LRScheduler(scheduler=schedulers, epoch_length=2, by_epoch=True)])
+    trainer.epoch_length = 2
+    trainer.register_hooks([LRScheduler(scheduler=schedulers, by_epoch=True)])
     trainer.train(0, 6)
     assert recorded(trainer) == [8.0, 8.0, 4.0, 4.0, 1.0, 1.0]
     assert schedulers[2].last_epoch == 6
@@ -171,7 +172,8 @@ def test_plateaus_step_after_each_new_value_of_their_metric() -> None:
 def test_a_plateau_with_a_range_counts_epochs() -> None:
     trainer = linear_trainer(measure(dict.fromkeys(range(8), 1.0)), lr=1.0)
     scheduler = ReduceOnPlateauLR(trainer.optimizer, "val", factor=0.5, patience=0, begin=2, end=3)
-    trainer.register_hooks([LRScheduler(scheduler=scheduler, epoch_length=2)])
+    trainer.epoch_length = 2
+    trainer.register_hooks([LRScheduler(scheduler=scheduler)])
     trainer.train(0, 8)
     # Epoch 2 begins after iteration 3, whose value is the first to count.
     assert recorded(trainer) == [1.0] * 5 + [0.5] * 3
@@ -260,7 +262,8 @@ def all_kinds(trainer: Any) -> list[Any]:
 
 def make() -> Any:
     trainer = linear_trainer(measure(dict.fromkeys(range(0, 20, 2), 1.0)), lr=0.5)
-    trainer.register_hooks([LRScheduler(scheduler=all_kinds(trainer), epoch_length=3)])
+    trainer.epoch_length = 3
+    trainer.register_hooks([LRScheduler(scheduler=all_kinds(trainer))])
     return trainer
 
 
@@ -297,7 +300,8 @@ def test_the_state_of_other_schedulers_is_refused(
     first, second = make(), linear_trainer()
     first.train(0, 2)
     given = {name: all_kinds(second)[schedulers]}
-    second.register_hooks([LRScheduler({name: second.optimizer}, given, epoch_length=3)])
+    second.epoch_length = 3
+    second.register_hooks([LRScheduler({name: second.optimizer}, given)])
     expected = f"so many schedulers: {{'': 4}}, and this run: {there_are}"
     with pytest.raises(ValueError, match=re.escape(expected)):
         second.load_state_dict(first.state_dict())
@@ -414,9 +418,19 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (lambda o: StepLR(o, 2), {}, ValueError, "step_size=2.* counts epochs: give epoch_length="),
-        (lambda o: TorchStepLR(o, 2), {"by_epoch": True}, ValueError, "counts epochs: give"),
-        (lambda o: ReduceOnPlateauLR(o, begin=2), {}, ValueError, "counts epochs: give"),
+        (lambda o: StepLR(o, 2), {}, ValueError, "step_size=2.* counts epochs, and"),
+        (
+            lambda o: TorchStepLR(o, 2),
+            {"by_epoch": True},
+            ValueError,
+            "counts epochs, .*set trainer.epoch_length",
+        ),
+        (
+            lambda o: ReduceOnPlateauLR(o, begin=2),
+            {},
+            ValueError,
+            "counts epochs, .*set trainer.epoch_length",
+        ),
         (lambda o: {"a": ["StepLR"]}, {}, TypeError, "not subscriptable"),
     ],
 )
@@ -424,6 +438,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
     make: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     trainer = linear_trainer()
+    trainer.epoch_length = None
     trainer.register_hooks([LRScheduler(scheduler=make(trainer.optimizer), **options)])
     with pytest.raises(error, match=message):
         trainer.train(0, 1)

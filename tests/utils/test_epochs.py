@@ -1,0 +1,34 @@
+"""Numbers of iterations that are given in epochs."""
+
+import pytest
+
+from hooktrain.utils.epochs import in_iterations
+
+
+@pytest.mark.parametrize(
+    ("number", "length", "expected"),
+    [
+        (20, None, 20),
+        (0, 7, 0),
+        ("1 epoch", 23, 23),
+        ("3 epochs", 23, 69),
+        ("0.5 epochs", 23, 12),
+        (".1 epochs", 30, 3),  # in floating point it would be 3.0000000000000004
+        ("2.0 epochs", 5, 10),
+    ],
+)
+def test_epochs_become_iterations_and_a_part_of_one_counts(
+    number: int | str, length: int | None, expected: int
+) -> None:
+    assert in_iterations(number, length) == expected
+
+
+@pytest.mark.parametrize("text", ["20", "epoch", "1epoch", "-1 epochs", "1 epoch ", "one epoch"])
+def test_another_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a number of iterations, or a text like '1 epoch', not"):
+        in_iterations(text, 10)
+
+
+def test_epochs_of_unknown_length_are_refused_with_what_to_set() -> None:
+    with pytest.raises(ValueError, match="'2 epochs' are: the loader has no length"):
+        in_iterations("2 epochs", None)
