@@ -54,6 +54,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.5",
             "ruff>=0.6",
+            "torchmetrics>=1.0",
             "types-tabulate",
         ],
     },

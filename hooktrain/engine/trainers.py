@@ -18,6 +18,7 @@ from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrap
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.finite import non_finite
+from hooktrain.utils.to_device import mover_to
 
 
 class ModelTrainer(TrainerBase):
@@ -77,6 +78,7 @@ class ModelTrainer(TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self._losses = LossRecorder(check_at_once=not async_write_metrics)
+        self._move: Callable[[Any], Any] | None = None
         self._meant_so: set[str] | None = None  # such as masks: not finite when the run began
 
     @property
@@ -130,8 +132,17 @@ class ModelTrainer(TrainerBase):
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""
         super().before_train()
         self._meant_so = non_finite(self.model.state_dict())
+        self._move = None  # the model may have been moved between two runs
         if self.start_iter < self.max_iter:
             self._batches.start()
+
+    def prepare_batch(self, data: Any) -> Any:
+        """Bring a batch to the model's device; see :func:`~hooktrain.utils.to_device.mover_to`.
+
+        Override it to do more. A ``run_step`` of your own decides by itself whether to call it.
+        """
+        self._move = self._move or mover_to(self.model)
+        return self._move(data)
 
     def _check_mode(self) -> None:
         if not self.model.training:
@@ -234,7 +245,7 @@ class SimpleTrainer(ModelTrainer):
         data_time = 0.0
         for batch in range(count):
             start = time.perf_counter()
-            data = next(self._batches)
+            data = self.prepare_batch(next(self._batches))
             data_time += time.perf_counter() - start
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()

@@ -1,6 +1,7 @@
 """Runs a model over a data set and hands its outputs to evaluators."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,13 +10,14 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.utils import comm, timer
 from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.to_device import mover_to
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class DatasetEvaluator:
         """Take in one batch.
 
         Args:
-            inputs: what the data loader gave.
+            inputs: what the data loader gave, on the device of the model.
             outputs: what the model made of it.
         """
 
@@ -54,15 +56,76 @@ class DatasetEvaluator:
         return None
 
 
+class MetricEvaluator(DatasetEvaluator):
+    """Evaluates by a metric of outputs and targets.
+
+    The targets of a batch are its last item, or what it has under ``target_key``.
+
+    Args:
+        metric: a function of outputs and targets that returns the mean over a batch. Its results
+            are averaged over the samples of all ranks. Or an object with ``update(outputs,
+            targets)``, ``compute()`` and ``reset()``, such as those of torchmetrics, which bring
+            the ranks together by themselves.
+        target_key: of the targets in a batch that is a dict.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+
+    def __init__(self, metric: Any, target_key: str = "label") -> None:
+        if not callable(metric):
+            raise TypeError(f"an evaluator needs process(), or is a metric to call: {metric!r}")
+        self._metric, self._target_key = metric, target_key
+        self._adds_up = hasattr(metric, "compute")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a new evaluation begins."""
+        self._sum, self._count = torch.zeros(()), 0
+        if self._adds_up:
+            self._metric.reset()
+
+    @torch.no_grad()
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Take in one batch."""
+        targets = targets_of(inputs, self._target_key)
+        if self._adds_up:
+            if isinstance(outputs, Tensor) and hasattr(self._metric, "to"):
+                self._metric.to(outputs.device)
+            self._metric.update(outputs, targets)
+        else:
+            self._sum = self._sum + self._metric(outputs, targets) * len(targets)
+            self._count += len(targets)
+
+    def evaluate(self) -> dict[str, Any]:
+        """The metric over all batches of all ranks, by its name. Collective."""
+        if self._adds_up:
+            result = self._metric.compute()
+        else:
+            # The transfer waits for the device: a host-device synchronisation, once an evaluation.
+            sums, counts = zip(*comm.all_gather((float(self._sum), self._count)), strict=True)
+            result = math.fsum(sums) / sum(counts)
+        name = getattr(self._metric, "__name__", type(self._metric).__name__)
+        return dict(result) if isinstance(result, Mapping) else {name: result}
+
+
+def targets_of(batch: Any, key: str) -> Any:
+    """The targets in a batch: the last item of a tuple or list, else what is under ``key``."""
+    return batch[-1] if isinstance(batch, tuple | list) else batch[key]
+
+
 class DatasetEvaluators(DatasetEvaluator):
     """Several evaluators as one.
 
     Args:
-        evaluators: each one gets every batch, in this order.
+        evaluators: each one gets every batch, in this order. One without ``process`` is a metric
+            for :class:`MetricEvaluator`.
     """
 
-    def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
-        self._evaluators = tuple(evaluators)
+    def __init__(self, evaluators: Sequence[Any]) -> None:
+        self._evaluators = [
+            each if hasattr(each, "process") else MetricEvaluator(each) for each in evaluators
+        ]
 
     def reset(self) -> None:
         """Reset each evaluator."""
@@ -92,13 +155,14 @@ class DatasetEvaluators(DatasetEvaluator):
 def inference_on_dataset(
     model: Callable[[Any], Any],
     data_loader: Iterable[Any],
-    evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None,
+    evaluator: Any,
     callbacks: Mapping[str, Callable[[], None]] | None = None,
     step: str = "test_step",
 ) -> dict[str, Any]:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
 
-    A model that owns its steps has its ``test_step`` called, any other is called itself.
+    A model that owns its steps has its ``test_step`` called, any other is called itself, with
+    batches on its device.
 
     A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
     submodules is back in the mode it was in. A bar on the terminal shows the progress; where nobody
@@ -114,7 +178,8 @@ def inference_on_dataset(
     Args:
         model: a module, or any function of a batch.
         data_loader: gives the batches once; without a length there is no ETA.
-        evaluator: one or several; None only measures the speed.
+        evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it; or
+            several of them in a list. None only measures the speed.
         callbacks: functions without arguments: ``on_start`` and ``on_end`` are called once,
             ``before_inference`` and ``after_inference`` around each call of the model.
         step: the method to call instead of the model, if the model has it: ``"val_step"`` during
@@ -124,7 +189,7 @@ def inference_on_dataset(
         What the evaluator returned, or ``{}`` for nothing.
 
     Raises:
-        TypeError: ``data_loader`` is a data set.
+        TypeError: ``data_loader`` is a data set, or an evaluator is none.
         ValueError: the only rank got no batch, the loader never ends, or a callback's name is
             unknown.
     """
@@ -135,8 +200,9 @@ def inference_on_dataset(
         if name not in _CALLBACKS:
             raise ValueError(f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}")
     callbacks = {**dict.fromkeys(_CALLBACKS, lambda: None), **(callbacks or {})}
-    if evaluator is None or isinstance(evaluator, Sequence):
-        evaluator = DatasetEvaluators(evaluator or ())
+    if not isinstance(evaluator, Sequence):
+        evaluator = () if evaluator is None else [evaluator]
+    evaluator = DatasetEvaluators(evaluator)
     evaluator.reset()
     module = model if isinstance(model, nn.Module) else nn.Module()  # a function has no parameters
     accelerator = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
@@ -145,10 +211,12 @@ def inference_on_dataset(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forward = getattr(inner, step, inner)
     together = computes_together(module)
+    move = mover_to(module)
     with inference_context(module), torch.no_grad():
         callbacks["on_start"]()
         mine = start_workers(data_loader)
         for inputs, own in in_step(mine) if together else zip(mine, repeat(True)):
+            inputs = move(inputs)
             progress.lap("Dataloading")
             callbacks["before_inference"]()
             outputs = forward(inputs)

@@ -2,14 +2,14 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from hooktrain.evaluation.evaluator import DatasetEvaluator
+from hooktrain.evaluation.evaluator import DatasetEvaluator, targets_of
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Args:
         class_names: one for each class, in the order of the logits.
-        label_key: the key of the labels in a batch.
+        label_key: the key of the labels in a batch that is a dict. In a tuple they come last.
     """
 
     def __init__(self, class_names: Sequence[str], label_key: str = "label") -> None:
@@ -40,7 +40,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._loss_sum = torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
-    def process(self, inputs: Mapping[str, Any], outputs: Tensor) -> None:
+    def process(self, inputs: Any, outputs: Tensor) -> None:
         """Take in one batch.
 
         Args:
@@ -52,7 +52,7 @@ class ClassificationEvaluator(DatasetEvaluator):
                 :meth:`evaluate`, to save a synchronisation.
         """
         classes, key = len(self._class_names), self._label_key
-        labels = torch.as_tensor(inputs[key])
+        labels = torch.as_tensor(targets_of(inputs, key))
         fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
         if not fits or labels.is_floating_point():
             raise ValueError(

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hooktrain.model.base_model import BaseModel, compute_losses
 from hooktrain.utils import comm, timer
 from hooktrain.utils.registry import unwrap_model
+from hooktrain.utils.to_device import mover_to
 from hooktrain.utils.workers import start_workers
 
 
@@ -114,7 +115,8 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
         return
     bare = unwrap_model(model)
     forward = partial(compute_losses, bare, forward=bare) if isinstance(bare, BaseModel) else model
-    sums, seen = _sums(model, layers, forward, islice(start_workers(data_loader), num_iters))
+    batches = map(mover_to(model), islice(start_workers(data_loader), num_iters))
+    sums, seen = _sums(model, layers, forward, batches)
     if comm.any_rank(seen < num_iters):
         raise ValueError(f"a data_loader is too short: this gave {seen} of num_iters={num_iters}")
     merged = torch.cat(sums, 1)

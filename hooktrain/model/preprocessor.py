@@ -1,6 +1,5 @@
 """From the data loader to the model: batches on the device, images of one size and scale."""
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.utils.registry import MODELS
+from hooktrain.utils.to_device import can_move, map_items
 
 
 @MODELS.register_module()
@@ -33,24 +33,15 @@ class BaseDataPreprocessor(nn.Module):
         return self._device
 
     def cast_data(self, data: Any) -> Any:
-        """Move every tensor in dicts, lists and tuples, and every other object with ``to``.
+        """Move tensors in dicts, lists, tuples and dataclasses, and other objects with ``to``.
 
         Containers are copied and keep their types. Everything else, such as strings and None, is
         returned as it is.
         """
-        if callable(getattr(data, "to", None)) and not isinstance(data, type):
+        if can_move(data):
             options = {"non_blocking": True} if self.non_blocking else {}
             return data.to(self._device, **options)
-        if isinstance(data, Mapping | list):
-            # Not every kind of dict can be made from pairs: defaultdict for one.
-            moved: Any = copy.copy(data)
-            for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
-                moved[key] = self.cast_data(value)
-            return moved
-        if isinstance(data, tuple):
-            make = getattr(type(data), "_make", type(data))  # namedtuple or tuple
-            return make([self.cast_data(item) for item in data])
-        return data
+        return map_items(self.cast_data, data)
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Turn a batch into the arguments of the model's forward.

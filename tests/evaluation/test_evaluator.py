@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from gloo import run_ranks
 from hooktrain.evaluation import (
+    ClassificationEvaluator,
     DatasetEvaluator,
+    MetricEvaluator,
     evaluator,
     inference_context,
     inference_on_dataset,
@@ -122,6 +126,54 @@ def test_several_evaluators_come_as_a_list_or_a_tuple_with_results_of_different_
     assert [e.calls for e in evaluators] == [["reset", (1, 2), "evaluate"]] * 3
     with pytest.raises(ValueError, match=r"\['b'\]"):
         inference_on_dataset(double, [1], kind([*evaluators, Recorder({"b": 3})]))
+
+
+def share_of(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of different sizes: outputs that a model repeats, and targets."""
+    outputs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7], [0.8, 0.2]])
+    targets = torch.tensor([0, 1, 1, 1, 1])
+    parts = [slice(0, 3), slice(3, 4), slice(4, 5)]
+    return [(outputs[part], targets[part]) for part in parts[rank::world]]
+
+
+def share_of_right_ones(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def evaluate_metrics() -> dict[str, Any]:
+    loader = share_of(comm.get_rank(), comm.get_world_size())
+    of_torchmetrics = MetricCollection(
+        {"acc": MulticlassAccuracy(2, average="micro"), "f1": MulticlassF1Score(2)}
+    )
+    ours = ClassificationEvaluator(["no", "yes"])
+    metrics = [share_of_right_ones, of_torchmetrics, ours]
+    return inference_on_dataset(lambda batch: batch[0], loader, metrics)
+
+
+def test_functions_and_objects_of_torchmetrics_judge_tuples_and_bring_the_ranks_together() -> None:
+    first, second = run_ranks(evaluate_metrics, 2)
+    assert first == second
+    assert first["share_of_right_ones"] == first["acc"] == pytest.approx(0.6)
+    # Of the class 0: precision 1/3, recall 1. Of the class 1: precision 1, recall 2/4.
+    assert first["f1"] == pytest.approx((0.5 + 2 / 3) / 2)
+    assert first["classification"]["accuracy"] == 60.0
+
+
+def test_a_metric_finds_the_targets_of_a_dict_under_their_key() -> None:
+    batch = {"pixels": torch.tensor([1.0, 2.0]), "size": torch.tensor([1.0, 4.0])}
+    metric = MetricEvaluator(nn.functional.mse_loss, target_key="size")
+    results = inference_on_dataset(lambda batch: batch["pixels"], [batch], metric)
+    assert results == {"mse_loss": 2.0}
+
+
+def test_an_evaluator_sees_batches_and_outputs_on_the_device_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)  # there is nothing
+    inference_on_dataset(nn.Linear(2, 2, device="meta"), [torch.zeros(1, 2)], recorder)
+    inputs, outputs = recorder.calls[1]
+    assert (inputs.device.type, outputs.device.type) == ("meta", "meta")
 
 
 def test_no_gradients_are_computed_and_the_model_is_in_evaluation_mode() -> None:
