@@ -13,6 +13,7 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14"]
 PLOT = ["matplotlib>=3.7"]
+STREAMS = ["torchdata>=0.10"]
 
 
 class BuildWithScripts(build_py):
@@ -44,9 +45,11 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
+        "streams": STREAMS,
         "dev": [
             *TENSORBOARD,
             *PLOT,
+            *STREAMS,
             "hypothesis>=6.90",
             "mmengine==0.10.7",
             "mypy>=1.11",

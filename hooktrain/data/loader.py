@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain, count, islice
 from typing import Any, ClassVar
 
@@ -188,22 +190,25 @@ def build_train_loader(
     sampler: Sampler[int] | None = None,
     seed: int | None = None,
     **options: Any,
-) -> TrainLoader:
-    """An endless, resumable stream of training batches.
+) -> TrainLoader | DataLoader[Any]:
+    """Training batches that go on where a run stopped: an endless stream, in which none is short.
+
+    Of an ``IterableDataset``, whose order is its own, it is a ``StatefulDataLoader`` if the package
+    ``torchdata`` is installed, which continues at its place too, else a torch ``DataLoader``.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``.
+        dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each
+            rank and each worker its part by itself.
         total_batch_size: samples in a batch of all ranks together; a multiple of their number.
         mapper: applied to each sample, see :class:`~hooktrain.data.MapDataset`.
         sampler: gives the indices; None shuffles with ``seed``. One of torch's kind must divide
             the data among the ranks by itself. It is asked for a thousand indices at a time.
         seed: of the order and of what is random in a sample. Any non-negative integer; None draws
             one that all ranks share (a collective).
-        options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
+        options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``; but for
+            ``drop_last``, which makes a difference for an ``IterableDataset`` only.
 
     Raises:
-        TypeError: for a data set without a length, such as an ``IterableDataset``: nothing can be
-            skipped in it without reading. Give the trainer a torch ``DataLoader`` of it.
         ValueError: for an empty data set, or a batch size that the ranks cannot share.
     """
     world = comm.get_world_size()
@@ -214,6 +219,13 @@ def build_train_loader(
         )
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
+    if isinstance(dataset, IterableDataset):
+        make: Any = DataLoader
+        if find_spec("torchdata") is not None:
+            make = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        options.update(batch_size=total_batch_size // world, sampler=sampler)
+        return make(dataset, **options)  # type: ignore[no-any-return]
+    options.pop("drop_last", None)
     if sampler is None:
         sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
     given = getattr(sampler, "seed", None) if seed is None else seed

@@ -39,14 +39,12 @@ class Batches(Iterator[Any]):
         return self._iterator
 
     def __next__(self) -> Any:
-        if self._iterator is not None:
+        for _ in range(2):  # the rest of an epoch, of which nothing may be left, and the next one
             try:
-                return next(self._iterator)
+                return next(self.start())
             except StopIteration:
                 self.epoch += 1
                 self._iterator = None
-        for batch in self.start():
-            return batch
         text = "the data loader is empty (perhaps by drop_last), or starts only once"
         raise ValueError(f"{text}: {self.loader!r}")
 

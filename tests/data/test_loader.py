@@ -231,8 +231,6 @@ def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="positive multiple of the world size 1, but got 0"):
         make(total_batch_size=0)
-    with pytest.raises(TypeError, match="has no len"):
-        build_train_loader(Stream(), total_batch_size=1, seed=0)
     with pytest.raises(ValueError, match="sampler is empty"):
         next(iter(make(sampler=SequentialSampler([]))))
 
@@ -270,6 +268,48 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
     assert torch.equal(resumed, whole[5])
     assert [result[2] for result in results] == [[4, 6], [5, 7]]  # torch's divides by itself
     assert "multiple of the world size 2, but got 3" in results[0][3]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_stream_knows_its_place_where_torchdata_is_installed(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hooktrain.data.loader.find_spec", lambda name: there or None)
+    loader = build_train_loader(Stream(), total_batch_size=2, drop_last=True)
+    assert hasattr(loader, "state_dict") == there
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_stream_orders_its_samples_itself() -> None:
+    with pytest.raises(ValueError, match="unspecified sampler option"):
+        build_train_loader(Stream(), total_batch_size=2, sampler=TrainingSampler(5, seed=0))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_no_batch_is_short_whatever_drop_last_says(drop_last: bool) -> None:
+    loader = build_train_loader(Noise(5), total_batch_size=4, seed=0, drop_last=drop_last)
+    assert [len(batch) for batch in islice(loader, 5)] == [4] * 5
+
+
+class Told(Dataset[int]):
+    """What the worker was told when it started."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(os.environ["TOLD"])
+
+
+def tell(worker_id: int) -> None:
+    os.environ["TOLD"] = str(10 + worker_id)
+
+
+def test_options_of_the_workers_reach_them() -> None:
+    lasting = {"persistent_workers": True, "timeout": 60, "prefetch_factor": 1}
+    workers = {"num_workers": 2, "multiprocessing_context": "forkserver", "worker_init_fn": tell}
+    loader = build_train_loader(Told(), total_batch_size=2, seed=0, **lasting, **workers)
+    assert [batch.tolist() for batch in islice(loader, 3)] == [[10, 10], [11, 11], [10, 10]]
 
 
 def first_of_a_spawned_worker() -> Any:

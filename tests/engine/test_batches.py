@@ -2,13 +2,21 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 from trainer_toys import Stream, batches, make
+
+from hooktrain.checkpoint.files import load_file, save_file
+from hooktrain.data import build_train_loader
+from hooktrain.engine.batches import Batches
 
 
 @pytest.mark.parametrize("place", ["sampler", "batch_sampler", "batch_sampler.sampler"])
@@ -48,6 +56,30 @@ def test_a_loader_with_state_continues_where_it_was() -> None:
     loaded.load_state_dict(saved.state_dict())
     loaded.train(max_iter=5)
     assert loaded.data_loader.position == 5  # type: ignore[attr-defined]
+
+
+class Numbers(IterableDataset[int]):
+    """From 0 to 9, shared by the workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id, 10, worker.num_workers) if worker else range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_torchdata_continues_where_it_was(workers: int, tmp_path: Path) -> None:
+    def stream() -> Batches:
+        return Batches(build_train_loader(Numbers(), total_batch_size=2, num_workers=workers))
+
+    whole = [batch.tolist() for batch in islice(stream(), 14)]
+    assert sorted(chain.from_iterable(whole[: 6 if workers else 5])) == list(range(10))
+    for stop in (2, 6, 7):
+        first, second = stream(), stream()
+        before = [batch.tolist() for batch in islice(first, stop)]
+        save_file(first.state_dict(), tmp_path / "state.pth")
+        second.load_state_dict(load_file(tmp_path / "state.pth"), begun=True)
+        after = [batch.tolist() for batch in islice(second, 14 - stop)]
+        assert before + after == whole
 
 
 def test_the_epoch_of_a_finite_loader_resumes_with_its_order() -> None:
