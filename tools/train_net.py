@@ -4,6 +4,8 @@ One process:        python tools/train_net.py --config-file configs/digits_cnn.p
 Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
 Go on after a stop: add --resume; without a checkpoint it starts from the beginning, so the
                     same command can be submitted again and again.
+Try it out:         --dry-run makes two iterations, and tells what the whole run will take;
+                    --print-config prints the configuration.
 Look at a NaN:      --replay N computes iteration N again and shows the numbers of all layers.
 """
 
@@ -14,6 +16,7 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import DefaultTrainer, default_argument_parser, default_setup, launch
+from hooktrain.engine.dry_run import dry_run
 from hooktrain.strategy.environment import restart_count
 
 logger = logging.getLogger("hooktrain.train_net")
@@ -37,6 +40,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         return DefaultTrainer.test(cfg, model)
 
+    if args.dry_run:
+        dry_run(cfg)
+        return {}
     trainer = DefaultTrainer(cfg)
     logger.debug("Hooks:\n%s", trainer.describe_hooks())
     if args.replay is not None:

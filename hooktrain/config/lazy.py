@@ -136,9 +136,13 @@ class LazyConfig:
             ValueError: If the file is no ``.py`` file.
         """
         path = _python_file(filename)
-        source = config_source(restore_references(cfg.copy()))
         with atomic_write(path) as file:
-            file.write(source.encode())
+            file.write(LazyConfig.source(cfg).encode())
+
+    @staticmethod
+    def source(cfg: ConfigDict) -> str:
+        """The text of the file that `save` writes."""
+        return config_source(restore_references(cfg.copy()))
 
     @staticmethod
     def to_py(cfg: ConfigDict, prefix: str = "cfg.") -> str:

@@ -5,8 +5,10 @@ import inspect
 import logging
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import unified_diff
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,8 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add("--eval-only", action="store_true", help="evaluate only")
     levels = "what the terminal shows; log.txt has everything"
     add("--log-level", choices=tuple(LEVELS), default="normal", help=levels)
+    add("--print-config", action="store_true", help="print the configuration, and do nothing else")
+    add("--dry-run", action="store_true", help="two iterations, to see that it works and how fast")
     add("--replay", type=int, metavar="N", help="show all layers in the past iteration N")
     add("--num-gpus", type=int, default=1, help="processes, each with its GPU, per machine")
     add("--num-machines", type=int, default=1, help="number of machines")
@@ -103,10 +107,12 @@ def default_setup(cfg: Any, args: Any) -> None:
             ``train.float32_precision`` are looked at. Each rank is seeded with the seed plus its
             rank.
         args: the command line's arguments; of them, ``config_file``, ``resume``, ``log_level``,
-            ``eval_only`` and ``replay``, if there. With the last two, nothing but the log is
-            written, and another run may be using the folder. A restart by torchrun is a resume too.
+            ``eval_only``, ``replay``, ``dry_run`` and ``print_config``, if there. With the first
+            two nothing but the log is written, and another run may be using the folder; with
+            ``dry_run`` nothing is. A restart by torchrun is a resume too.
 
     Raises:
+        SystemExit: with ``print_config``, which prints a file for ``--config-file``.
         RuntimeError: if another run is using the output folder.
         ValueError: for keys at the places where detectron2's older configurations have them.
         OSError: if the folder cannot be written to.
@@ -114,12 +120,18 @@ def default_setup(cfg: Any, args: Any) -> None:
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
         instead = "train.output_dir and train.seed, or default_setup of hooktrain.compat.detectron2"
         raise ValueError(f"{yacs} would not be used: take {instead}")
+    if getattr(args, "print_config", False):
+        if comm.is_main_process():
+            sys.stdout.write(LazyConfig.source(cfg))
+        raise SystemExit(0)
     train = cfg.get("train", {})
     output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
     if output_dir:
         train["output_dir"] = output_dir
     eval_only = getattr(args, "eval_only", False)
     reads_only = eval_only or getattr(args, "replay", None) is not None
+    if getattr(args, "dry_run", False):
+        output_dir = ""
     if output_dir and comm.is_main_process():
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         if not reads_only:
@@ -146,8 +158,13 @@ def default_setup(cfg: Any, args: Any) -> None:
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if output_dir and comm.is_main_process() and not reads_only:
+        before = path.read_text("utf-8").splitlines() if resumes and path.is_file() else None
         LazyConfig.save(cfg, path)
         logger.info("Full config saved to %s", path)
+        if before is not None:
+            changes = unified_diff(before, path.read_text("utf-8").splitlines(), n=0, lineterm="")
+            if lines := [line for line in changes if line[:2] not in ("--", "++", "@@")]:
+                logger.info("What has changed since the last start:\n%s", "\n".join(lines))
     if not eval_only and train.get("cudnn_benchmark") is not None:
         torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
     if precision := train.get("float32_precision"):
@@ -183,6 +200,8 @@ def default_hooks(
     writers: Sequence[EventWriter] = (),
     log_period: int | str = 20,
     watchdog_s: float = 0,
+    time_limit_s: float = 0,
+    sanity_batches: int = 0,
 ) -> list[hooks.HookBase]:
     """The usual hooks in the order that makes resuming exact.
 
@@ -205,20 +224,24 @@ def default_hooks(
         watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
             iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
             ends the process. 0 watches nothing.
+        time_limit_s: after how many seconds the run saves and ends; see
+            :class:`~hooktrain.engine.hooks.Preemption`. 0 is no limit.
+        sanity_batches: evaluate on so many batches before the first step.
     """
     found: list[hooks.HookBase] = [
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler),
     ]
     if eval_function is not None:
-        found.append(hooks.EvalHook(eval_period, eval_function))
+        evaluate = hooks.EvalHook(eval_period, eval_function, sanity_batches=sanity_batches)
+        found.append(evaluate)
         if best_metric is not None:
             best = hooks.BestCheckpointer(eval_period, checkpointer, best_metric, best_mode)
             found.append(best)
     found += [
         hooks.PeriodicWriter(writers, period=log_period),
         hooks.PeriodicCheckpointer(checkpointer, checkpoint_period, max_to_keep=max_to_keep),
-        hooks.Preemption(checkpointer),
+        hooks.Preemption(checkpointer, time_limit_s=time_limit_s),
     ]
     if watchdog_s > 0:
         found.append(hooks.Watchdog(watchdog_s, on_timeout="abort"))
@@ -412,6 +435,8 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             writers=self.build_writers(),
             log_period=train.log_period,
             watchdog_s=train.get("watchdog_s", 0),
+            time_limit_s=train.get("time_limit_s", 0),
+            sanity_batches=train.get("sanity_batches", 0),
         )
         place = next(i for i, hook in enumerate(found) if isinstance(hook, hooks.EvalHook))
         ema = [] if self.ema is None else [self.ema]

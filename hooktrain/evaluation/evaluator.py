@@ -5,7 +5,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle, repeat
+from contextvars import ContextVar
+from itertools import cycle, islice, repeat
 from operator import length_hint
 from typing import Any
 
@@ -26,6 +27,7 @@ _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
 _SECONDS_BETWEEN_LINES = 5.0
 _WARMUP_BATCHES = 5
 _END = object()
+_limit: ContextVar[tuple[int | None, list[float]]] = ContextVar("_limit", default=(None, []))
 
 
 class DatasetEvaluator:
@@ -206,7 +208,8 @@ def inference_on_dataset(
     evaluator.reset()
     module = model if isinstance(model, nn.Module) else nn.Module()  # a function has no parameters
     accelerator = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
-    progress = _Progress(length_hint(data_loader, -1), accelerator)
+    total, (limit, estimates) = length_hint(data_loader, -1), _limit.get()
+    progress = _Progress(total if limit is None else min(total, limit), accelerator)
     # DDP's own forward may exchange buffers, and would wait for ranks that have fewer batches.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forward = getattr(inner, step, inner)
@@ -214,7 +217,7 @@ def inference_on_dataset(
     move = mover_to(module)
     with inference_context(module), torch.no_grad():
         callbacks["on_start"]()
-        mine = start_workers(data_loader)
+        mine = islice(start_workers(data_loader), limit)
         for inputs, own in in_step(mine) if together else zip(mine, repeat(True)):
             inputs = move(inputs)
             progress.lap("Dataloading")
@@ -229,7 +232,25 @@ def inference_on_dataset(
     if progress.batches == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     progress.log_summary()
-    return dict(evaluator.evaluate() or {})
+    results = dict(evaluator.evaluate() or {})
+    if limit is not None:
+        estimates.append(progress.seconds_per_batch() * max(total, progress.batches))
+    return results
+
+
+@contextmanager
+def first_batches(count: int) -> Iterator[list[float]]:
+    """Let evaluations inside of the block look at so many batches only, to see that they work.
+
+    Yields:
+        A list. Each evaluation appends the seconds that it would take for all of its batches.
+    """
+    estimates: list[float] = []
+    token = _limit.set((count, estimates))
+    try:
+        yield estimates
+    finally:
+        _limit.reset(token)
 
 
 @contextmanager
@@ -308,6 +329,10 @@ class _Progress:
             self._synchronize()
             self._warmup = self.batches
             self._seconds = dict.fromkeys(self._seconds, 0.0)
+
+    def seconds_per_batch(self) -> float:
+        """The mean so far, with the first ones."""
+        return (time.perf_counter() - self._start) / max(1, self.batches)
 
     def log_summary(self) -> None:
         """Log the whole time, and that of the model alone, without the first few batches."""

@@ -67,9 +67,35 @@ def test_the_arguments_are_those_that_scripts_expect() -> None:
         "machine_rank": 0,
         "dist_url": "auto",
         "log_level": "normal",
+        "print_config": False,
+        "dry_run": False,
         "replay": None,
         "opts": ["a=1", "b=2"],
     }
+
+
+def test_the_printed_configuration_is_a_file_that_loads_and_nothing_else_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(tmp_path / "out", "train.max_iter=7")
+    with pytest.raises(SystemExit) as caught:
+        default_setup(cfg, Namespace(print_config=True))
+    assert caught.value.code == 0
+    (tmp_path / "printed.py").write_text(capsys.readouterr().out)
+    assert LazyConfig.load(tmp_path / "printed.py") == cfg
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resume_says_what_has_changed_in_the_configuration(folder: Path) -> None:
+    for resume, overrides in [(False, ()), (True, ()), (True, ("train.max_iter=8", "~train.ema"))]:
+        default_setup(config(folder, *overrides), Namespace(resume=resume))
+    _, *said = (folder / "log.txt").read_text().split("What has changed since the last start:")
+    assert len(said) == 1
+    assert said[0].splitlines()[1:4] == [
+        "-    'max_iter': 4,",
+        "+    'max_iter': 8,",
+        "-    'ema': {'enabled': False, 'decay': 0.999},",
+    ]
 
 
 @pytest.mark.parametrize("level", [None, "normal", "debug"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from hooktrain.checkpoint.agreement import all_come
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.evaluation import flatten_results_dict
+from hooktrain.evaluation import first_batches, flatten_results_dict
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ class EvalHook(HookBase):
         eval_period: in iterations, or like ``"1 epoch"``; 0 or less evaluates at the end only.
         eval_function: takes nothing; returns a dict of results, or nothing.
         eval_after_train: whether to evaluate at the end.
+        sanity_batches: evaluate on so many batches before the first step, to see that it works.
+            Nobody sees the results.
 
     Attributes:
         evaluated_at: the number of finished iterations at the last evaluation that had results; -1
@@ -46,12 +48,21 @@ class EvalHook(HookBase):
         eval_period: int | str,
         eval_function: Callable[[], Mapping[str, Any] | None],
         eval_after_train: bool = True,
+        sanity_batches: int = 0,
     ) -> None:
         if not callable(eval_function):
             raise TypeError(f"eval_function, after the period, must be callable: {eval_function!r}")
         self._period = eval_period
         self._func = eval_function
         self._eval_after_train = eval_after_train
+        self._sanity_batches = sanity_batches
+
+    def before_train(self) -> None:
+        """See that an evaluation works."""
+        if self._sanity_batches:
+            logger.info("Trying the evaluation on %d batches", self._sanity_batches)
+            with first_batches(self._sanity_batches):
+                _as_numbers(self._func() or {})
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""

@@ -1,4 +1,4 @@
-"""Ends a run in order, with a checkpoint, when the system asks for its end."""
+"""Ends a run in order, with a checkpoint, when the system or the clock asks for its end."""
 
 import logging
 import os
@@ -37,6 +37,9 @@ class Preemption(HookBase):
     second of the first it does so only if it is another signal: schedulers signal all processes,
     and launchers pass the signal on to them once more.
 
+    With a time limit the process ends likewise when so much time has passed since the beginning of
+    the run, by SIGALRM, with the code 142.
+
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
     processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the final
     evaluation the run has been saved already, and comes to its end.
@@ -53,6 +56,7 @@ class Preemption(HookBase):
         signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
             torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
         file_prefix: of the checkpoint's name; that of the periodic checkpoints.
+        time_limit_s: in seconds; 0 is none.
     """
 
     def __init__(
@@ -60,11 +64,14 @@ class Preemption(HookBase):
         checkpointer: Checkpointer,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
         file_prefix: str = "model",
+        time_limit_s: float = 0,
     ) -> None:
         checkpointer.check_name(file_prefix)
         self.checkpointer = checkpointer
         self.needs_every_rank = checkpointer.sharded  # every rank writes its part
-        self._signals = tuple(signal.Signals(number) for number in signals)
+        numbers = [*signals, *([signal.SIGALRM] if time_limit_s else [])]
+        self._signals = tuple(signal.Signals(number) for number in numbers)
+        self._time_limit_s = time_limit_s
         self._file_prefix = file_prefix
         self._previous: dict[signal.Signals, Any] = {}
         self._received: tuple[int, float] | None = None
@@ -82,9 +89,13 @@ class Preemption(HookBase):
         self._previous, self._process = previous, os.getpid()
         for number in self._signals:
             signal.signal(number, self._receive)
+        if self._time_limit_s:
+            signal.setitimer(signal.ITIMER_REAL, self._time_limit_s)
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""
+        if signal.SIGALRM in self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             # None: it was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -112,6 +123,8 @@ class Preemption(HookBase):
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
         first, at = self._received or (number, time.monotonic())
+        if first == signal.SIGALRM:  # this one is the first that somebody has sent
+            first, at = number, time.monotonic()
         is_child = os.getpid() != self._process  # of a fork
         if is_child or number != first or time.monotonic() - at > _ONE_SIGNAL_SECONDS:
             self.after_train()

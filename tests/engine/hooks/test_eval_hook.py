@@ -1,10 +1,13 @@
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer, eval_hook
+from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.utils import comm
 from toy import Idle, linear_trainer
 
@@ -22,6 +25,34 @@ def test_it_evaluates_each_period_and_once_at_the_end_unless_told_not_to(
     calls: list[int] = []
     Idle(EvalHook(period, lambda: calls.append(1), at_end)).train(0, max_iter)  # type: ignore[arg-type, func-returns-value]
     assert len(calls) == expected
+
+
+class Counts(DatasetEvaluator):
+    """How many batches each evaluation has seen."""
+
+    seen: ClassVar[list[int]] = []
+
+    def reset(self) -> None:
+        self.seen.append(0)
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.seen[-1] += 1
+
+    def evaluate(self) -> dict[str, Any]:
+        return {"count": self.seen[-1]}
+
+
+def test_it_is_tried_on_a_few_batches_before_the_first_step_and_nobody_sees_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counts, "seen", [])
+    trainer = Idle()
+    count = partial(inference_on_dataset, abs, [1, 2, 3], Counts())
+    steps = CallbackHook(before_step=lambda _: Counts.seen.append(-1))
+    trainer.register_hooks([EvalHook(2, count, sanity_batches=2), steps])
+    trainer.train(0, 3)
+    assert Counts.seen == [2, -1, -1, 3, -1, 3]
+    assert trainer.storage.history("count").values() == [(3.0, 1), (3.0, 3)]
 
 
 def test_results_become_metrics_with_slashes() -> None:

@@ -29,13 +29,19 @@ def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
 
 
 def preemptible(
-    folder: Path, *hooks: HookBase, background: bool = False, sharded: bool = False, **kwargs: Any
+    folder: Path,
+    *hooks: HookBase,
+    background: bool = False,
+    sharded: bool = False,
+    time_limit_s: float = 0,
+    **kwargs: Any,
 ) -> SimpleTrainer:
     trainer = linear_trainer(*hooks, **kwargs)
     how = {"background": background, "sharded": sharded}
     checkpointer = Checkpointer(trainer.model, folder, trainer=trainer, **how)
     periodic = PeriodicCheckpointer(checkpointer, period=4)
-    trainer.register_hooks([periodic, Preemption(checkpointer)])
+    preemption = Preemption(checkpointer, time_limit_s=time_limit_s)
+    trainer.register_hooks([periodic, preemption])
     checkpointer.resume_or_load("")
     return trainer
 
@@ -65,6 +71,23 @@ def test_a_signal_saves_at_the_end_of_the_iteration_and_exits_with_its_code(
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000005.pth"
     assert not (tmp_path / "model_final.pth").exists()
     assert handlers() == before
+
+
+@pytest.mark.parametrize("second", [None, signal.SIGTERM])
+def test_a_time_limit_saves_and_exits_as_a_signal_does(
+    tmp_path: Path, second: signal.Signals | None
+) -> None:
+    before, left = signal.getsignal(signal.SIGALRM), []
+    watch = CallbackHook(before_step=lambda _: left.append(signal.getitimer(signal.ITIMER_REAL)))
+    expire = [signal_at(signal.SIGALRM, 5), *([signal_at(second, 5)] if second else [])]
+    trainer = preemptible(tmp_path, watch, *expire, time_limit_s=900)
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=10)
+    assert caught.value.code == 128 + (second or signal.SIGALRM)
+    assert 800 < left[0][0] <= 900
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000005.pth"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 @pytest.mark.parametrize("iteration", [7, 9])
