@@ -44,6 +44,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
+        "vision": ["torchvision"],
         "dev": [
             *TENSORBOARD,
             *PLOT,
