@@ -35,6 +35,10 @@ clean:
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
+# Each release of torchvision is made for one of torch, so the torch that is there is asked for again.
+# Where there is none for it, a few tests are skipped.
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	-$(BIN)/python -m pip install --quiet --editable '.[vision]' \
+		torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')
 	touch $@

@@ -46,6 +46,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
         "streams": STREAMS,
+        "vision": ["torchvision"],
         "dev": [
             *TENSORBOARD,
             *PLOT,

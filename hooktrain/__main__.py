@@ -24,7 +24,8 @@ _USAGE = """usage: hooktrain COMMAND ...
   checkpoint inspect|verify|... PATH         look into checkpoints, check them, convert them
   new FOLDER                                 make a folder with a training script to begin with
 
-configs/digits_cnn.py, configs/digits_gan.py and configs/text_gpt.py come with the package."""
+configs/digits_cnn.py, configs/digits_gan.py, configs/text_gpt.py and configs/imagenet_resnet50.py
+come with the package."""
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from hooktrain.engine import train_loop
 _, how, *folders = sys.argv
 warnings.simplefilter(how)
 train_loop.seed_step = lambda *_: None
+sys.modules["torchvision"] = None  # MMEngine looks for its version; not every build can be imported
 for folder in folders:
     os.chdir(folder)
     sys.argv = ["script.py"]

@@ -26,17 +26,23 @@ class ClassificationEvaluator(DatasetEvaluator):
     Args:
         class_names: one for each class, in the order of the logits.
         label_key: the key of the labels in a batch that is a dict. In a tuple they come last.
+        topk: for each k it is reported how often the label is among the k highest logits.
     """
 
-    def __init__(self, class_names: Sequence[str], label_key: str = "label") -> None:
+    def __init__(
+        self, class_names: Sequence[str], label_key: str = "label", topk: Sequence[int] = ()
+    ) -> None:
         self._class_names = tuple(class_names)
         self._label_key = label_key
+        self._topk = tuple(topk)
+        # Of what is counted: label * C + prediction, labels that are out of range, and for each
+        # place in the order of the logits how often the label has it.
+        self._sizes = (len(self._class_names) ** 2, 1, max(self._topk, default=0))
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        # counts[label * C + prediction], and in the last place the labels that are out of range.
-        self._counts = torch.zeros(len(self._class_names) ** 2 + 1, dtype=torch.int64)
+        self._counts = torch.zeros(sum(self._sizes), dtype=torch.int64)
         self._loss_sum = torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
@@ -66,38 +72,40 @@ class ClassificationEvaluator(DatasetEvaluator):
         cells = torch.where(in_range, labels * classes + outputs.argmax(1), classes**2)
         self._counts = self._counts.to(outputs.device)
         self._counts.scatter_add_(0, cells, torch.ones_like(cells))
+        if self._topk:
+            highest = outputs.topk(max(self._topk), 1).indices
+            self._counts[classes**2 + 1 :] += (highest == labels[:, None]).sum(0)
 
         dtype = torch.float32 if outputs.device.type == "mps" else torch.float64
         log_probs = outputs.to(dtype).log_softmax(1).gather(1, labels[:, None])
         self._loss_sum = self._loss_sum.to(outputs.device, dtype) - log_probs.sum()
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Sum up the batches of all ranks, and log a table of the classes. Collective.
+        """Sum up the batches of all ranks, and log a table of up to 100 classes. Collective.
 
         Returns:
             ``{"classification": {"accuracy": ..., "val_loss": ..., "mean_class_accuracy": ...}}``,
             the same on every rank to the last bit, so that all of them can decide by it.
             Accuracies are in percent; that of classes is averaged over those that occur.
-            ``val_loss`` is the mean cross entropy.
+            ``val_loss`` is the mean cross entropy. For each ``topk`` there is an ``accuracy@k``.
 
         Raises:
             ValueError: on every rank, if there was no sample, or a label out of range.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        of_ranks = comm.all_gather((self._counts.tolist(), self._loss_sum.item()))
-        counts_of_ranks, losses = zip(*of_ranks, strict=True)
-        counts = torch.tensor(counts_of_ranks).sum(0)
+        sums = torch.cat([self._counts.cpu().double(), self._loss_sum.cpu().double()[None]])
+        cells, out_of_range, hits, loss = torch.split(comm.all_reduce(sums), [*self._sizes, 1])
         classes = len(self._class_names)
-        if counts[-1] > 0:
-            raise ValueError(f"{int(counts[-1])} labels are out of range: not in [0, {classes})")
-        confusion = counts[:-1].view(classes, classes)
+        if out_of_range > 0:
+            raise ValueError(f"{int(out_of_range)} labels are out of range: not in [0, {classes})")
+        confusion = cells.long().view(classes, classes)
         images, correct = confusion.sum(1), confusion.diagonal()
         total = int(images.sum())
         if total == 0:
             raise ValueError("there is no sample to evaluate, on any rank")
 
         accuracies = (100 * correct.double() / images).tolist()  # nan for a class without samples
-        if comm.is_main_process():
+        if comm.is_main_process() and classes <= 100:
             shown = ["n/a" if math.isnan(a) else f"{a:.2f}" for a in accuracies]
             rows = zip(self._class_names, images.tolist(), correct.tolist(), shown, strict=True)
             headers = ["class", "images", "correct", "accuracy"]
@@ -109,7 +117,8 @@ class ClassificationEvaluator(DatasetEvaluator):
         return {
             "classification": {
                 "accuracy": 100 * int(correct.sum()) / total,
-                "val_loss": math.fsum(losses) / total,
+                "val_loss": loss.item() / total,
                 "mean_class_accuracy": math.fsum(present) / len(present),
+                **{f"accuracy@{k}": 100 * hits[:k].sum().item() / total for k in self._topk},
             }
         }

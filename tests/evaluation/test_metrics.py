@@ -14,7 +14,7 @@ NAMES = ["cat", "dog", "007"]
 
 
 def evaluate(*batches: tuple[Any, Tensor], names: list[str] = NAMES) -> dict[str, float]:
-    evaluator = ClassificationEvaluator(names)
+    evaluator = ClassificationEvaluator(names, topk=(2,))
     for labels, logits in batches:
         evaluator.process({"label": labels}, logits)
     return evaluator.evaluate()["classification"]
@@ -71,6 +71,25 @@ def test_accuracies_are_in_percent_and_a_table_of_the_classes_is_logged(
     assert results["mean_class_accuracy"] == pytest.approx((200 / 3 + 100) / 2)
 
 
+def test_a_label_may_be_among_the_highest_logits_of_a_batch_of_images_and_labels() -> None:
+    labels, logits = random_samples(101, classes=8)
+    evaluator = ClassificationEvaluator([*"abcdefgh"], topk=(1, 5))
+    for own, outputs in zip(labels.split(40), logits.split(40), strict=True):
+        evaluator.process([torch.zeros(1), own], outputs)
+    results = evaluator.evaluate()["classification"]
+    places = [int((row > row[i]).sum()) for row, i in zip(logits, labels, strict=True)]
+    assert results["accuracy@1"] == results["accuracy"]
+    assert results["accuracy@5"] == 100 * sum(place < 5 for place in places) / 101
+    assert 20 < results["accuracy@5"] < 80
+
+
+def test_more_than_a_hundred_classes_have_no_table(caplog: pytest.LogCaptureFixture) -> None:
+    labels, logits = random_samples(8, classes=101)
+    with caplog.at_level(logging.INFO):
+        evaluate((labels, logits), names=[str(i) for i in range(101)])
+    assert caplog.messages == []
+
+
 def test_labels_may_stand_under_another_key_and_a_reset_forgets_them() -> None:
     evaluator = ClassificationEvaluator(NAMES, label_key="target")
     evaluator.process({"target": torch.tensor([0])}, logits_for([1]))
@@ -119,7 +138,7 @@ def evaluate_shares() -> list[Any]:
     logger.info = lambda *args: tables.append(args[0])  # type: ignore[method-assign, assignment]
     found: list[Any] = []
     for shares, _ in SHARES:
-        evaluator = ClassificationEvaluator(NAMES)
+        evaluator = ClassificationEvaluator(NAMES, topk=(2,))
         tables.clear()
         for index in shares[dist.get_rank()]:
             evaluator.process({"label": labels[index, None]}, logits[index, None])

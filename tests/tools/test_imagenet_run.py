@@ -1,0 +1,191 @@
+"""configs/imagenet_resnet50.py on small generated images, with a small network of torchvision's."""
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from equality import assert_equal
+from hooktrain.config import LazyConfig, instantiate
+from hooktrain.engine import DefaultTrainer
+from hooktrain.solver import LRMultiplier
+from processes import end, start
+
+try:
+    pytest.importorskip("torchvision")
+except RuntimeError:
+    # A build for CUDA beside a torch without: its operators are missing, and to be imported it
+    # needs the names of these. Nothing here calls them.
+    for operator in ("nms", "qnms"):
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{operator}", schema)
+    pytest.importorskip("torchvision")
+
+CONFIG = Path(__file__).parent.parent.parent / "configs" / "imagenet_resnet50.py"
+CLASSES = 6
+SMALL = [
+    "model.net._target_=torchvision.models.shufflenet_v2_x0_5",
+    "~model.net.zero_init_residual",
+    f"model.net.num_classes={CLASSES}",
+    "dataloader.train.dataset.transform.transforms.0.size=32",
+    "dataloader.test.dataset.transform.transforms.0.size=40",
+    "dataloader.test.dataset.transform.transforms.1.size=32",
+    "dataloader.train.total_batch_size=16",
+    "dataloader.train.num_workers=0",
+    "dataloader.test.batch_size=5",
+    "dataloader.test.num_workers=0",
+    "optimizer.lr=0.8",
+    # Three batches an epoch.
+    "train.max_epochs=8",
+    "train.checkpointer.period=2 epochs",
+    "train.eval_period=4 epochs",
+    "train.log_period=4",
+    "train.ema.decay=0.5",
+]
+TIMES = ("time", "data_time", "eta_seconds")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise around a colour for each class: 8 images for training, 3 for validation."""
+    folder, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for name in range(CLASSES):
+        colour = generator.uniform(60, 200, 3)
+        for i in range(11):
+            path = folder / ("train" if i < 8 else "val") / f"n{name}" / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = colour + generator.normal(0, 30, (48, 56, 3))
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+    return folder
+
+
+def config(images: Path, output: Path, *overrides: str) -> Any:
+    folders = [f"dataloader.root={images}", f"train.output_dir={output}"]
+    return LazyConfig.apply_overrides(LazyConfig.load(CONFIG), [*SMALL, *folders, *overrides])
+
+
+def train(images: Path, output: Path, *overrides: str, resume: bool = False) -> DefaultTrainer:
+    trainer = DefaultTrainer(config(images, output, *overrides))
+    trainer.resume_or_load(resume=resume)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> DefaultTrainer:
+    return train(images, tmp_path_factory.mktemp("undisturbed"))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def test_a_run_learns_and_is_judged_by_the_label_among_the_one_and_the_five_highest(
+    undisturbed: DefaultTrainer,
+) -> None:
+    folder = Path(undisturbed.cfg.train.output_dir)
+    losses = [line["loss_cls"] for line in metrics(folder) if "loss_cls" in line]
+    assert losses[-1] < losses[0]
+    assert undisturbed.ema is not None
+    results = undisturbed.last_results
+    averaged = undisturbed.ema.average.module
+    for found, model in ((results, undisturbed.model.eval()), (results["ema"], averaged)):
+        batches = list(instantiate(undisturbed.cfg.dataloader.test))
+        logits = torch.cat([model(batch) for batch in batches])
+        labels = torch.cat([labels for _, labels in batches])
+        order = logits.argsort(1, descending=True)
+        places = (order == labels[:, None]).nonzero()[:, 1]
+        assert len(places) == 3 * CLASSES
+        for k in (1, 5):
+            expected = 100 * (places < k).sum().item() / len(places)
+            assert found["classification"][f"accuracy@{k}"] == expected
+    assert (folder / "model_best.pth").is_file()
+
+
+def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
+    images: Path, tmp_path: Path, undisturbed: DefaultTrainer
+) -> None:
+    kill = "+hooks=[{'_target_': 'killing.Kill', 'iteration': 15}]"
+    assert end(start(train, images, tmp_path, kill)) == -signal.SIGKILL
+    resumed = train(images, tmp_path, "dataloader.train.num_workers=2", resume=True)
+    assert resumed.start_iter == 12
+    expected_folder = Path(undisturbed.cfg.train.output_dir)
+    ours, theirs = (
+        torch.load(folder / "model_final.pth", weights_only=True)
+        for folder in (tmp_path, expected_folder)
+    )
+    assert_equal(ours["model"], theirs["model"], "model")
+    for part in ("iteration", "optimizer", "hooks", "data", "seed"):
+        assert_equal(ours["trainer"][part], theirs["trainer"][part], part)
+    assert metrics(tmp_path) == metrics(expected_folder)
+
+
+def test_norms_and_biases_do_not_decay(undisturbed: DefaultTrainer) -> None:
+    decays = {
+        parameter: group["weight_decay"]
+        for group in undisturbed.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for module in undisturbed.model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            decaying = isinstance(module, nn.Conv2d | nn.Linear) and name == "weight"
+            assert decays.pop(parameter) == (1e-4 if decaying else 0.0)
+    assert decays == {}
+
+
+def test_the_rate_climbs_for_five_epochs_and_falls_along_a_cosine_to_the_end_of_the_ninetieth(
+    images: Path, tmp_path: Path
+) -> None:
+    full = [
+        "train.epoch_length=1252",
+        "optimizer.lr=0.1",
+        "dataloader.train.total_batch_size=1024",
+        "train.max_epochs=90",
+    ]
+    trainer = DefaultTrainer(config(images, tmp_path, *full))
+    cfg = LazyConfig.load(CONFIG)
+    for key in ("optimizer", "lr_multiplier"):
+        assert trainer.cfg[key] == cfg[key]
+    assert cfg.train.max_epochs == 90
+    assert trainer.max_iter == 112680
+    scheduler = LRMultiplier(trainer.optimizer, instantiate(cfg.lr_multiplier), 112680)
+    rates = {}
+    for iteration in (0, 1, 3130, 6260, 32865, 59470, 112679, 112680):
+        scheduler.step(iteration)
+        rates[iteration] = trainer.optimizer.param_groups[0]["lr"]
+    assert rates == pytest.approx(
+        {
+            0: 0.0,
+            1: 0.4 / 6260,
+            3130: 0.2,
+            6260: 0.4,
+            32865: 0.4 * (2 + math.sqrt(2)) / 4,
+            59470: 0.2,
+            112679: 0.4 * (math.pi / 106420) ** 2 / 4,
+            112680: 0.0,
+        },
+        rel=1e-6,
+    )
+
+
+def test_the_network_is_resnet_50_whose_branches_begin_at_zero() -> None:
+    cfg = LazyConfig.load(CONFIG)
+    model = instantiate(cfg.model)
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+    assert model.label_smoothing == 0.1
+    assert not model.net.layer4[2].bn3.weight.any()
+    assert model.net.layer4[2].bn2.weight.all()
+
+
+def test_the_configuration_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    cfg = LazyConfig.load(CONFIG)
+    LazyConfig.save(cfg, tmp_path / "config.py")
+    assert LazyConfig.load(tmp_path / "config.py") == cfg
