@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test lint format benchmark clean
+.PHONY: train test lint format docs benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
@@ -18,10 +18,15 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	rm -rf output/new && $(BIN)/hooktrain new output/new && $(BIN)/mypy output/new/train.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m pdoc --docformat google --no-show-source -o output/api hooktrain
 
 benchmark: .venv/installed
 	$(BIN)/python tools/benchmark.py step

@@ -45,6 +45,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
+        "docs": ["pdoc>=15"],
         "streams": STREAMS,
         "vision": ["torchvision"],
         "dev": [

@@ -25,6 +25,7 @@ from hooktrain.solver import LRMultiplier
 from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage
+from hooktrain.utils.to_device import mover_to
 
 logger = logging.getLogger("hooktrain.plain_train_net")
 
@@ -55,6 +56,7 @@ def main(args: argparse.Namespace) -> None:
     writers = default_writers(cfg.train.output_dir, max_iter)
     ddp_model = create_ddp_model(model, **cfg.train.ddp)
     ddp_model.train()
+    move = mover_to(model)
 
     with EventStorage(start_iter) as storage:
         for writer in writers:
@@ -62,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
         batches = zip(range(start_iter, max_iter), data_loader, strict=False)
         for iteration, batch in batches:
             storage.iter = iteration
-            loss_dict = ddp_model(batch)
+            loss_dict = ddp_model(move(batch))
             loss = sum(loss_dict.values())
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"loss is {loss.item()} at iteration {iteration}")

@@ -110,7 +110,7 @@ class DigitsCNN(nn.Module):
         """Compute the loss in training mode, logits in evaluation mode.
 
         Args:
-            batch: on any device: ``"image"``, float, shape (N, 1, 8, 8), values in [0, 1]; and in
+            batch: ``"image"``, float, shape (N, 1, 8, 8), values in [0, 1]; and in
                 training mode ``"label"``, integers of shape (N,) in [0, num_classes).
 
         Returns:
@@ -119,11 +119,10 @@ class DigitsCNN(nn.Module):
         Raises:
             ValueError: for wrong shapes.
         """
-        device = self.head.weight.device
         images = batch["image"]
         if images.dim() != 4 or images.shape[1:] != (1, 8, 8):
             raise ValueError(f"'image' must have shape (N, 1, 8, 8), but got {tuple(images.shape)}")
-        features = self.stage2(self.stage1(images.to(device, non_blocking=True)))
+        features = self.stage2(self.stage1(images))
         logits: Tensor = self.head(self.dropout(features.flatten(1)))
         if not self.training:
             return logits
@@ -133,7 +132,7 @@ class DigitsCNN(nn.Module):
                 f"'label' must have shape ({len(images)},), one for each image, but got "
                 f"{tuple(labels.shape)}"
             )
-        return {"loss_cls": F.cross_entropy(logits, labels.to(device, non_blocking=True))}
+        return {"loss_cls": F.cross_entropy(logits, labels)}
 
 
 def _stage(in_channels: int, out_channels: int) -> nn.Sequential:

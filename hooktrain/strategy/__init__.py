@@ -10,6 +10,9 @@ from hooktrain.strategy.ddp import (
     wrap_in_ddp as wrap_in_ddp,
     wrapper_for as wrapper_for,
 )
-from hooktrain.strategy.environment import Environment as Environment
+from hooktrain.strategy.environment import (
+    Environment as Environment,
+    choose_device as choose_device,
+)
 from hooktrain.strategy.fsdp import FSDPStrategy as FSDPStrategy
 from hooktrain.strategy.single_device import SingleDeviceStrategy as SingleDeviceStrategy

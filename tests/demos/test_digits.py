@@ -87,13 +87,6 @@ def test_evaluation_needs_no_labels_has_no_dropout_and_looks_at_one_image_at_a_t
     assert one != other
 
 
-def test_the_batch_is_moved_to_the_device_of_the_model() -> None:
-    # The meta device computes shapes only, and does not mix with the CPU.
-    model = DigitsCNN(channels=4).to("meta")
-    assert model(batch())["loss_cls"].device.type == "meta"
-    assert model.eval()(batch()).device.type == "meta"
-
-
 @pytest.mark.parametrize("images", [(4, 8, 8), (4, 3, 8, 8), (4, 1, 28, 28)])
 @pytest.mark.parametrize("labels", [(3,), (4, 1), ()])
 def test_images_and_labels_of_a_wrong_shape_are_refused(
