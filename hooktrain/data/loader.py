@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, count, islice
 from typing import Any, ClassVar
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
@@ -224,7 +225,9 @@ def build_train_loader(
         if find_spec("torchdata") is not None:
             make = import_module("torchdata.stateful_dataloader").StatefulDataLoader
         options.update(batch_size=total_batch_size // world, sampler=sampler)
-        return make(dataset, **options)  # type: ignore[no-any-return]
+        with catch_warnings():
+            filterwarnings("ignore", "'set_vital'")  # what torchdata still calls
+            return make(dataset, **options)  # type: ignore[no-any-return]
     options.pop("drop_last", None)
     if sampler is None:
         sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
