@@ -220,7 +220,7 @@ def default_hooks(
         best_mode: ``"max"``, ``"min"`` or None; see
             :class:`~hooktrain.engine.hooks.BestCheckpointer`.
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
-        log_period: see ``writers``.
+        log_period: of the writers.
         watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
             iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
             ends the process. 0 watches nothing.

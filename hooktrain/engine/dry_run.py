@@ -57,6 +57,7 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
     results = flatten_results_dict(trainer.last_results)
     evaluations = _times(cfg.train.eval_period, trainer, length) + 1 if results else 0
     whole = pretty_seconds(clock.seconds * length + sum(seconds) * evaluations)
+    size = max(sizes, default=0)
     kept = min(_times(cfg.train.checkpointer.period, trainer, length), _most_kept(cfg)) + len(sizes)
     free = shutil.disk_usage(next(p for p in (target, *target.parents) if p.exists())).free
     parameters = list(trainer.model.parameters())
@@ -70,8 +71,8 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
         "evaluation": _short(results) or "none",
         "iteration": f"{clock.seconds:.4f} s",
         "memory": f"{_peak_bytes() / 2**20:,.0f} MiB at the peak",
-        "checkpoint": f"{max(sizes) / 2**20:,.1f} MiB",
-        "disk": f"{kept * max(sizes) / 2**20:,.1f} of {free / 2**20:,.0f} MiB that are free",
+        "checkpoint": f"{size / 2**20:,.1f} MiB",
+        "disk": f"{kept * size / 2**20:,.1f} of {free / 2**20:,.0f} MiB that are free",
         "whole run": f"about {whole}: {length:,} iterations, {evaluations:,} evaluations",
     }
     logger.info("Hooks:\n%s", hooks_of_run)

@@ -32,12 +32,14 @@ class PeriodicWriter(HookBase):
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
         self._writers = list(writers)
         self._period = period
+        printers = [writer for writer in self._writers if isinstance(writer, CommonMetricPrinter)]
+        self._printers = [printer for printer in printers if printer.max_iter is None]
 
     def before_train(self) -> None:
         """Make the writers forget what lies after the state that the run starts from."""
+        for printer in self._printers:
+            printer.max_iter = self.trainer.max_iter
         for writer in self._writers:
-            if isinstance(writer, CommonMetricPrinter) and writer.max_iter is None:
-                writer.max_iter = self.trainer.max_iter
             writer.rewind(self.trainer.start_iter)
         period = in_iterations(self._period, self.trainer.epoch_length)
         if comm.get_world_size() > 1 and period % self.trainer.sync_period:

@@ -37,8 +37,8 @@ class Preemption(HookBase):
     second of the first it does so only if it is another signal: schedulers signal all processes,
     and launchers pass the signal on to them once more.
 
-    With a time limit the process ends likewise when so much time has passed since the beginning of
-    the run, by SIGALRM, with the code 142.
+    With a time limit the process ends likewise when so much time has passed since the training has
+    begun, by SIGALRM, with the code 142.
 
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
     processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the final
@@ -72,6 +72,7 @@ class Preemption(HookBase):
         numbers = [*signals, *([signal.SIGALRM] if time_limit_s else [])]
         self._signals = tuple(signal.Signals(number) for number in numbers)
         self._time_limit_s = time_limit_s
+        self._ends_at: float | None = None
         self._file_prefix = file_prefix
         self._previous: dict[signal.Signals, Any] = {}
         self._received: tuple[int, float] | None = None
@@ -90,7 +91,9 @@ class Preemption(HookBase):
         for number in self._signals:
             signal.signal(number, self._receive)
         if self._time_limit_s:
-            signal.setitimer(signal.ITIMER_REAL, self._time_limit_s)
+            now = time.monotonic()
+            self._ends_at = self._ends_at or now + self._time_limit_s  # also after a rewind
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._ends_at - now))
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""

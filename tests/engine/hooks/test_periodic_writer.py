@@ -1,5 +1,6 @@
 import errno
 import json
+import logging
 import math
 import signal
 from contextlib import suppress
@@ -21,6 +22,7 @@ from hooktrain.engine.hooks import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.events import (
+    CommonMetricPrinter,
     EventWriter,
     JSONWriter,
     TensorboardXWriter,
@@ -159,3 +161,14 @@ def test_a_period_between_the_exchanges_of_the_ranks_is_worth_a_warning(
     hook.before_train()
     told = "every 10 iterations, but the ranks bring theirs together every 20"
     assert (told in caplog.text) is warned
+
+
+def test_a_printer_that_was_not_told_the_end_learns_it_in_each_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = Idle(PeriodicWriter([CommonMetricPrinter()], period=5))
+    with caplog.at_level(logging.INFO):
+        trainer.train(0, 10)
+        trainer.train(max_iter=20)
+    lines = [message for message in caplog.messages if "iter: " in message]
+    assert [line[:4] for line in lines] == ["iter", "eta:", "iter", "eta:"]
