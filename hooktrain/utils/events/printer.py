@@ -10,7 +10,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
 from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
-from hooktrain.utils.logger import pretty_seconds, setup_logger, show_progress
+from hooktrain.utils.logger import pretty_seconds, setup_logger
 
 # A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
 # but neither glossy nor lossless_ratio.
@@ -81,18 +81,12 @@ class CommonMetricPrinter(EventWriter):
             if iteration == storage.iter and not is_result:
                 fields = [*([f"eta: {eta}"] if eta else []), *fields, *self._new_peak()]
             self.logger.info("  ".join(fields))
-        if storage.iter < end:
-            show_progress("Training", storage.iter + 1, end)
 
     def rewind(self, iteration: int) -> None:
         """Forget the clock: the time between two runs says nothing about either."""
         self._first_write = None
         storage = get_event_storage()
         self._unwritten.skip(storage, storage.written.get("console", 0))
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        show_progress("Training", 1, 1)
 
     def _get_eta(self, storage: EventStorage, end: int) -> str:
         now, left = time.perf_counter(), end - storage.iter - 1
@@ -131,4 +125,5 @@ def _fields(texts: dict[str, str]) -> list[str]:
         names.remove(losses[1])
     if float(texts.get("data_time", math.inf)) < float(texts.get("time", 0)) / 10:
         names.remove("data_time")
-    return [f"{name}: {texts[name]}" for name in names]
+    units = {_TIME: " s", _DATA_TIME: " s"}
+    return [f"{name}: {texts[name]}{units.get(_kind(name), '')}" for name in names]
