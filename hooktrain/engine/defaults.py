@@ -4,7 +4,6 @@ import argparse
 import inspect
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -29,6 +28,7 @@ from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from hooktrain.utils.file_io import on_disk
 from hooktrain.utils.locks import lock_folder
 from hooktrain.utils.logger import LEVELS, setup_logger
 from hooktrain.utils.registry import refuse_signatures, unwrap_model
@@ -107,14 +107,15 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     Raises:
         RuntimeError: if another run is using the output folder.
-        ValueError: for keys at the places where detectron2's older configurations have them.
+        ValueError: for keys at the places where detectron2's older configurations have them, or an
+            output folder that is an address such as ``s3://...``.
         OSError: if the folder cannot be written to.
     """
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
         instead = "train.output_dir and train.seed, or default_setup of hooktrain.compat.detectron2"
         raise ValueError(f"{yacs} would not be used: take {instead}")
     train = cfg.get("train", {})
-    output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
+    output_dir, rank = on_disk(train.get("output_dir", "")), comm.get_rank()
     if output_dir:
         train["output_dir"] = output_dir
     eval_only = getattr(args, "eval_only", False)
@@ -160,7 +161,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
         output_dir: the folder to write to; it is made if needed.
         max_iter: the length of the run, for the remaining time.
     """
-    output_dir = os.path.expanduser(output_dir)
+    output_dir = on_disk(output_dir)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     metrics = JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [CommonMetricPrinter(max_iter), metrics]
