@@ -111,9 +111,9 @@ def _download(url: str) -> str:
     """Download a file, or find it where an earlier download has left it."""
     try:
         return _find_or_fetch(url)
-    except (CorruptCheckpointError, ImportError, ValueError):  # they say what is wrong
+    except (CorruptCheckpointError, ImportError, ValueError):  # these say what is wrong
         raise
-    except Exception as error:  # each store has its own ones
+    except Exception as error:  # the packages of stores have classes of their own
         if isinstance(error, HTTPError):
             error.close()
         is_missing = isinstance(error, FileNotFoundError) or getattr(error, "code", 0) in (404, 410)
@@ -150,7 +150,7 @@ def _find_or_fetch(url: str) -> str:
 
 
 def _open(url: str) -> Any:
-    """What opens a remote file for a with statement."""
+    """A remote file, for a with statement. It has a ``length`` (HTTP) or a ``size``, if known."""
     if url.startswith(_HTTP):  # for which fsspec needs aiohttp
         request = Request(url, headers={"User-Agent": "hooktrain"})  # some refuse urllib's own
         return urlopen(request, timeout=_TIMEOUT_SECONDS)

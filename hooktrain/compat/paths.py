@@ -33,7 +33,7 @@ def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         handler = self._handlers.get(max(known, key=len, default=""))
         if own := getattr(handler, name, None):
             return own(path, *args, **kwargs)
-        mode = kwargs.get("mode", (*args, "r")[0])
+        mode = kwargs.get("mode", (*args, "r")[0])  # of open
         if handler is None and (name in ("_mkdirs", "_rm") or set("wax+") & set(mode)):
             path = on_disk(path)
         return function(self.get_local_path(path), *args, **kwargs)
