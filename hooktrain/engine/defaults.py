@@ -4,7 +4,6 @@ import argparse
 import inspect
 import logging
 import math
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from hooktrain.utils.file_io import on_disk
 from hooktrain.utils.locks import lock_folder
 from hooktrain.utils.logger import LEVELS, setup_logger
 from hooktrain.utils.registry import refuse_signatures, unwrap_model
@@ -114,7 +114,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     Raises:
         SystemExit: with ``print_config``, which prints a file for ``--config-file``.
         RuntimeError: if another run is using the output folder.
-        ValueError: for keys at the places where detectron2's older configurations have them.
+        ValueError: for keys at the places where detectron2's older configurations have them, or an
+            output folder that is an address such as ``s3://...``.
         OSError: if the folder cannot be written to.
     """
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
@@ -125,7 +126,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             sys.stdout.write(LazyConfig.source(cfg))
         raise SystemExit(0)
     train = cfg.get("train", {})
-    output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
+    output_dir, rank = on_disk(train.get("output_dir", "")), comm.get_rank()
     if output_dir:
         train["output_dir"] = output_dir
     eval_only = getattr(args, "eval_only", False)
@@ -178,7 +179,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
         output_dir: the folder to write to; it is made if needed.
         max_iter: see :class:`~hooktrain.utils.events.CommonMetricPrinter`.
     """
-    output_dir = os.path.expanduser(output_dir)
+    output_dir = on_disk(output_dir)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     metrics = JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [CommonMetricPrinter(max_iter), metrics]

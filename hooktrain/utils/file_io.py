@@ -34,6 +34,23 @@ _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno
 _TOKEN = secrets.token_hex(4)
 
 
+def is_address(path: AnyPath) -> bool:
+    """Whether it is an address, such as ``s3://bucket/model.pth``, and no path on a disk."""
+    return re.match(r"[\w+.:-]+://", os.fspath(path)) is not None
+
+
+def on_disk(path: AnyPath) -> str:
+    """A path to write to, with the home folder in place of ``~``.
+
+    Raises:
+        ValueError: for an address. Locking and renaming need a file system.
+    """
+    if is_address(path):
+        advice = "give a folder on a disk; docs/guide.md shows how to copy checkpoints elsewhere"
+        raise ValueError(f"a run cannot write to {path!r}: {advice}")
+    return os.path.expanduser(path)
+
+
 @contextmanager
 def replacing(path: AnyPath) -> Iterator[Path]:
     """A temporary path. What is there when the block ends well takes the place of ``path``.

@@ -35,9 +35,10 @@ from hooktrain.solver import (
     OptimWrapper,
     OptimWrapperDict,
 )
+from hooktrain.strategy import build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
-from hooktrain.utils.logger import close_logger
+from hooktrain.utils.logger import close_logger, setup_logger
 from toy import LinearLoss
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
@@ -234,6 +235,23 @@ def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
         # Looking at its checkpoints is no harm.
         default_setup(config(folder), Namespace(eval_only=True))
         other.kill()
+
+
+def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = "s3://bucket/run"
+    for begin in (
+        lambda: default_setup({"train": {"output_dir": address}}, Namespace()),
+        lambda: default_writers(address),
+        lambda: setup_logger(address, name="test", configure_stdout=False),
+        lambda: Checkpointer(nn.Linear(1, 1), address),
+        lambda: build_strategy("auto", work_dir=address),
+    ):
+        with pytest.raises(ValueError, match=r"cannot write to 's3://bucket/run': give a folder"):
+            begin()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_default_writers_go_to_console_json_and_tensorboard(tmp_path: Path) -> None:
