@@ -253,6 +253,7 @@ class TrainerBase:
             RuntimeError: if the last run broke off inside an iteration and ``start_iter`` is None.
                 What that iteration has done and what not, is not known.
         """
+        self._prepare()
         if start_iter is None and self._broke_off:
             raise RuntimeError(
                 f"the last run broke off inside iteration {self.iter}: a batch, an update or the "
@@ -292,6 +293,9 @@ class TrainerBase:
                 raise
             self.succeeded = True
             self.after_train()
+
+    def _prepare(self) -> None:
+        """What a subclass does before it is decided where the run starts."""
 
     def _agree(self) -> None:
         """Take the main process's seed and lengths; find the hooks that not all ranks have."""

@@ -114,19 +114,12 @@ class ModelTrainer(TrainerBase):
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
-    def train(
-        self,
-        start_iter: int | None = None,
-        max_iter: int | None = None,
-        *,
-        max_epochs: float | None = None,
-    ) -> None:
-        """:meth:`TrainerBase.train`, which also goes on where a strategy has resumed."""
+    def _prepare(self) -> None:
+        """Go on where a strategy has resumed; see that the parts belong together."""
         if self.optim_wrapper.resumed is not None:
             parts = set(self.state_parts) - {"optimizer"}  # the strategy has loaded it
             self.load_state_dict(self.optim_wrapper.resumed, only=parts)
         check_parts(self)
-        super().train(start_iter, max_iter, max_epochs=max_epochs)
 
     def before_train(self) -> None:
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""
