@@ -59,10 +59,15 @@ class DatasetEvaluators(DatasetEvaluator):
 
     Args:
         evaluators: each one gets every batch, in this order.
+
+    Raises:
+        TypeError: for something that is no evaluator.
     """
 
     def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
         self._evaluators = tuple(evaluators)
+        if wrong := [e for e in evaluators if isinstance(e, type) or not hasattr(e, "process")]:
+            raise TypeError(f"evaluators must be DatasetEvaluator objects, but got {wrong[0]!r}")
 
     def reset(self) -> None:
         """Reset each evaluator."""
@@ -78,11 +83,15 @@ class DatasetEvaluators(DatasetEvaluator):
         """The results of all evaluators in one dictionary, on each rank those returned there.
 
         Raises:
+            TypeError: an evaluator returns something else.
             ValueError: two evaluators give results under one name.
         """
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
-            results = evaluator.evaluate() or {}
+            results: Any = evaluator.evaluate() or {}
+            if not isinstance(results, Mapping):
+                kind = type(evaluator).__name__
+                raise TypeError(f"{kind}.evaluate must return a dict of results, not {results!r}")
             if twice := sorted(merged.keys() & results.keys()):
                 raise ValueError(f"several evaluators give results under the names {twice!r}")
             merged.update(results)
@@ -124,7 +133,8 @@ def inference_on_dataset(
         What the evaluator returned, or ``{}`` for nothing.
 
     Raises:
-        TypeError: ``data_loader`` is a data set.
+        TypeError: ``data_loader`` is a data set, or ``evaluator`` is no evaluator, or returns no
+            dict.
         ValueError: the only rank got no batch, the loader never ends, or a callback's name is
             unknown.
     """
@@ -135,8 +145,8 @@ def inference_on_dataset(
         if name not in _CALLBACKS:
             raise ValueError(f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}")
     callbacks = {**dict.fromkeys(_CALLBACKS, lambda: None), **(callbacks or {})}
-    if evaluator is None or isinstance(evaluator, Sequence):
-        evaluator = DatasetEvaluators(evaluator or ())
+    several = [] if evaluator is None else evaluator
+    evaluator = DatasetEvaluators(several if isinstance(several, Sequence) else [several])
     evaluator.reset()
     module = model if isinstance(model, nn.Module) else nn.Module()  # a function has no parameters
     accelerator = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
@@ -161,7 +171,7 @@ def inference_on_dataset(
     if progress.batches == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     progress.log_summary()
-    return dict(evaluator.evaluate() or {})
+    return evaluator.evaluate()
 
 
 @contextmanager
