@@ -83,7 +83,12 @@ class HookBase:
         Args:
             period: in iterations, counted from the start of the training. 0 is never due.
             at_end: the answer at the last iteration of the run; None asks the period there too.
+
+        Raises:
+            ValueError: for a period that is no whole number.
         """
+        if period != int(period):
+            raise ValueError(f"{type(self).__name__} needs a whole number as period: {period!r}")
         done: int = self.trainer.iter + 1
         if at_end is not None and done == self.trainer.max_iter:
             return at_end
@@ -234,7 +239,7 @@ class TrainerBase:
                 to do, and only ``before_train`` and ``after_train`` run.
 
         Raises:
-            ValueError: if ``max_iter`` is missing or lies before ``start_iter``.
+            ValueError: if ``max_iter`` is missing, no integer, or lies before ``start_iter``.
             RuntimeError: if the last run broke off inside an iteration and ``start_iter`` is None.
                 What that iteration has done and what not, is not known.
         """
@@ -245,13 +250,13 @@ class TrainerBase:
                 f"go on with things as they are, call train(start_iter={self._finished}, ...)"
             )
         start = self._finished if start_iter is None else start_iter
-        if max_iter is None or not 0 <= start <= max_iter:
+        if max_iter is None or not (hasattr(max_iter, "__index__") and 0 <= start <= max_iter):
             raise ValueError(
-                f"train() needs max_iter, and start_iter between 0 and that, but got "
+                "train() needs an integer max_iter, and start_iter between 0 and that, but got "
                 f"start_iter={start!r} and max_iter={max_iter!r}"
             )
         if start == max_iter:
-            logger.info("Nothing is left to train: all %d iterations are done", max_iter)
+            logger.warning("Nothing is left to train: all %d iterations are done", max_iter)
         else:
             logger.info("Starting training from iteration %d", start)
         if start != self._finished:

@@ -16,6 +16,7 @@ from hooktrain.model import init_weights_once
 from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.utils.finite import non_finite
+from hooktrain.utils.registry import unwrap_model
 
 
 class ModelTrainer(TrainerBase):
@@ -39,8 +40,8 @@ class ModelTrainer(TrainerBase):
         updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
-        TypeError: if ``optimizer`` is neither a torch optimizer nor a wrapper, or is several for a
-            step that makes one update.
+        TypeError: if ``model`` is no module, or ``optimizer`` is neither a torch optimizer nor a
+            wrapper, or is several for a step that makes one update.
         ValueError: for a period below 1.
     """
 
@@ -58,9 +59,9 @@ class ModelTrainer(TrainerBase):
     ) -> None:
         super().__init__()
         if gather_metric_period < 1:
-            raise ValueError(
-                f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
-            )
+            text = f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
+            raise ValueError(f"{text} (train.log_period)")
+        unwrap_model(model)  # refuses what is no model
         optimizer = build_optim_wrapper(None, optimizer)
         several = isinstance(optimizer, OptimWrapperDict)
         if several and type(self).run_step is SimpleTrainer.run_step:
