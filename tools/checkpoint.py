@@ -111,9 +111,10 @@ def read(path: Path, map_location: str = "cpu") -> Any:
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise FileExistsError if there is something already."""
+    """Raise FileExistsError if there is something already, else make the folder around it."""
     if path.exists():
         raise FileExistsError(f"{path} exists already; remove it, or choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -154,10 +154,12 @@ class Checkpointer:
 
         Raises:
             TypeError: if the state of a checkpointable is one that :meth:`save` would refuse.
+            OSError: if the folder cannot be made.
         """
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
         storable(states, shards=True)
-        if self.save_to_disk and os.path.isdir(self.save_dir):
+        if self.save_to_disk and self.save_dir:
+            os.makedirs(self.save_dir, exist_ok=True)  # an error now, not at the first save
             sweep(self.save_dir)
 
     def save(

@@ -215,7 +215,8 @@ def default_hooks(
         checkpointer: what saves.
         checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
-        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
+        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates, which is
+            a warning where there is a period or a metric for it.
         eval_period: 0 evaluates at the end only.
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
         best_mode: ``"max"``, ``"min"`` or None; see
@@ -233,6 +234,8 @@ def default_hooks(
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler),
     ]
+    if eval_function is None and (eval_period or best_metric):
+        logger.warning(f"Without eval_function {eval_period=} and {best_metric=} do nothing")
     if eval_function is not None:
         evaluate = hooks.EvalHook(eval_period, eval_function, sanity_batches=sanity_batches)
         found.append(evaluate)
@@ -514,7 +517,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             SystemExit: after that iteration.
         """
         if not 0 <= iteration < self.cfg.train.max_iter:
-            raise ValueError(f"there is no iteration {iteration} to replay in this run")
+            raise ValueError(f"there is no iteration {iteration} to replay before train.max_iter")
         if path := comm.broadcast(newest_before(self.cfg.train.output_dir, iteration)):
             self.checkpointer.load(path)
         else:

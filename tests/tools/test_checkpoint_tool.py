@@ -113,6 +113,13 @@ def test_what_is_broken_is_named_and_gives_exit_code_1(
     assert printed.err.startswith(f"error: {path}")
 
 
+def test_the_folder_of_what_is_written_is_made(
+    file: Path, tmp_path: Path, tool: Callable[..., int]
+) -> None:
+    assert tool("weights", file, tmp_path / "new" / "weights.pth") == 0
+    assert (tmp_path / "new" / "weights.pth").exists()
+
+
 def test_a_conversion_replaces_nothing(
     file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,10 +41,15 @@ class JSONWriter(EventWriter):
     Args:
         json_file: the file; its folder is made if there is none.
         window_size: the number of iterations to smooth over, at least 1.
+
+    Raises:
+        IsADirectoryError: if ``json_file`` is a folder.
     """
 
     def __init__(self, json_file: str | os.PathLike[str], window_size: int = 20) -> None:
         self._path = Path(json_file)
+        if self._path.is_dir():  # a new run would move it aside, with all that is in it
+            raise IsADirectoryError(f"json_file must be a file, not the folder {json_file!r}")
         self._unwritten = UnwrittenScalars(window_size)
         self._file: FileIO | None = None
 

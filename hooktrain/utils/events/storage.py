@@ -100,10 +100,10 @@ class EventStorage:
             TypeError: if ``value`` is not one real number.
             ValueError: for another ``smoothing_hint`` than before. Nothing is recorded then.
         """
-        name = self._current_prefix + name
         if type(value) is not float:
             value = _read_scalar(name, value)
             self._has_tensors |= type(value) is not float
+        name = self._current_prefix + name
         history = self._histories.get(name)
         if history is None:
             history = self._histories[name] = HistoryBuffer()
