@@ -13,6 +13,9 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14"]
 PLOT = ["matplotlib>=3.7"]
+WANDB = ["wandb>=0.19", "pillow>=9.4"]
+# A small part of mlflow, and what it needs for a database in a file.
+MLFLOW = ["mlflow-skinny>=2.14", "alembic>=1.10", "pillow>=9.4", "sqlalchemy>=2.0"]
 
 
 class BuildWithScripts(build_py):
@@ -44,9 +47,13 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "dev": [
             *TENSORBOARD,
             *PLOT,
+            *WANDB,
+            *MLFLOW,
             "hypothesis>=6.90",
             "mmengine==0.10.7",
             "mypy>=1.11",
