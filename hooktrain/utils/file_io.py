@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -115,6 +116,13 @@ def delete(path: AnyPath) -> None:
     if path.is_dir():
         path = path.rename(path.with_name(f".{path.name}.tmp-{os.getpid()}-{_TOKEN}"))
     _remove(path)
+
+
+def set_aside(path: Path) -> None:
+    """Rename what another run has left to the first free ``<name>.1``, ``<name>.2``, ..."""
+    free = next(p for n in count(1) if not (p := Path(f"{path}.{n}")).exists())
+    path.rename(free)
+    logger.info("A new run begins: moved what another has left from %s to %s", path, free)
 
 
 def sweep(folder: AnyPath) -> None:
