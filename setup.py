@@ -14,6 +14,9 @@ assert VERSION is not None
 TENSORBOARD = ["tensorboard>=2.14"]
 PLOT = ["matplotlib>=3.7"]
 STREAMS = ["torchdata>=0.10"]
+WANDB = ["wandb>=0.19", "pillow>=9.4"]
+# A small part of mlflow, and what it needs for a database in a file.
+MLFLOW = ["mlflow-skinny>=2.14", "alembic>=1.10", "pillow>=9.4", "sqlalchemy>=2.0"]
 
 
 class BuildWithScripts(build_py):
@@ -45,12 +48,16 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
-        "docs": ["pdoc>=15"],
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "streams": STREAMS,
         "vision": ["torchvision"],
+        "docs": ["pdoc>=15"],
         "dev": [
             *TENSORBOARD,
             *PLOT,
+            *WANDB,
+            *MLFLOW,
             *STREAMS,
             "hypothesis>=6.90",
             "mmengine==0.10.7",

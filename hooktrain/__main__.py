@@ -48,7 +48,7 @@ def main() -> None:
 
 def new(folder: str = "", *rest: str) -> None:
     """Make a folder with the training script that the README shows."""
-    if not folder or rest:
+    if folder[:1] in ("", "-") or rest:
         raise SystemExit("usage: hooktrain new FOLDER")
     if (readme := _ROOT / "README.md").exists():
         text = readme.read_text("utf-8")
@@ -59,8 +59,11 @@ def new(folder: str = "", *rest: str) -> None:
     path = Path(folder, "train.py")
     if path.exists():
         raise SystemExit(f"hooktrain: {path} is there already")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script[1].replace("output/readme", "output"), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(script[1].replace("output/readme", "output"), encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"hooktrain: {error}") from None
     sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")
 
 

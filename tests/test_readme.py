@@ -59,7 +59,8 @@ def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(tmp_pat
 
 
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
-    printed = run(tmp_path, "\n\n".join(programs(GUIDE)))
+    place = "import os; os.environ['TORCH_HOME'] = 'downloads'"
+    printed = run(tmp_path, "\n\n".join([place, *programs(GUIDE)]))
     assert "CountBig" in printed
     assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
 

@@ -9,8 +9,9 @@
 
 The last two also take the checkpoints of other libraries, and write a FILE.safetensors where that
 package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other name.
-Everything is read by one process, without a process group, and verified first. A conversion holds
-the whole state in memory. The exit code is 1 if a checkpoint is broken or cannot be read.
+What is read may be the address of a file too, such as s3://bucket/model.pth. Everything is read by
+one process, without a process group, and verified first. A conversion holds the whole state in
+memory. The exit code is 1 if a checkpoint is broken or cannot be read.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from tabulate import tabulate
 from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file, verify_file
 from hooktrain.checkpoint.folders import read_folder, save_folder, split_state, verify_folder
 from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.sources import local_path
 from hooktrain.checkpoint.surgery import take_prefix
+from hooktrain.utils.file_io import on_disk
 
 
 def inspect(path: Path) -> None:
@@ -108,9 +111,10 @@ def read(path: Path, map_location: str = "cpu") -> Any:
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise FileExistsError if there is something already."""
+    """Raise FileExistsError if there is something already, else make the folder around it."""
     if path.exists():
         raise FileExistsError(f"{path} exists already; remove it, or choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -129,7 +133,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     ]:
         command = commands.add_parser(name, help=(function.__doc__ or "").strip())
         for path in paths:
-            command.add_argument(path, type=Path)
+            command.add_argument(path)
         command.set_defaults(function=function, paths=paths)
     return parser.parse_args(arguments)
 
@@ -138,8 +142,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; return the exit code."""
     args = parse(arguments)
     try:
-        args.function(*(getattr(args, name) for name in args.paths))
-    except (CorruptCheckpointError, OSError, TypeError, ValueError) as error:
+        source, *targets = (getattr(args, name) for name in args.paths)
+        args.function(Path(local_path(source)), *(Path(on_disk(target)) for target in targets))
+    except (CorruptCheckpointError, ImportError, OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -164,15 +164,17 @@ def main(arguments: list[str] | None = None) -> int:
     while True:
         try:
             panels = read(args.runs, args.metrics, args.smooth)
-        except OSError as error:
+            if not panels:
+                what = f"none of {args.metrics}" if args.metrics else "no metrics"
+                raise ValueError(f"{what} in {[*map(str, args.runs)]}")
+            if not is_text:
+                picture(panels, path, args.log, args.watch)
+        except (OSError, ValueError) as error:
             parser.error(str(error))
-        if not panels:
-            parser.error(f"none of {args.metrics or 'any metrics'} in {[*map(str, args.runs)]}")
         if is_text:
             columns, rows = shutil.get_terminal_size((80, 60))
             print(clear + text(panels, args.log, columns, rows))
         else:
-            picture(panels, path, args.log, args.watch)
             print(path)
         if args.watch is None:
             return 0

@@ -11,8 +11,12 @@ Look at a NaN:      --replay N computes iteration N again and shows the numbers 
 
 import argparse
 import logging
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any
 
+import hooktrain
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import DefaultTrainer, default_argument_parser, default_setup, launch
@@ -52,15 +56,32 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return trainer.train()
 
 
+def in_short(error: Exception) -> str:
+    """An error without its traceback, and where it was in your own code or configuration."""
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    libraries = (str(Path(hooktrain.__file__).parent), *sysconfig.get_paths().values(), __file__)
+    places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    yours = [p for p in places if Path(p[0]).is_absolute() and not p[0].startswith(libraries)]
+    if yours:
+        text += "\nin {}, line {}; --log-level=debug shows the traceback".format(*yours[-1])
+    return text
+
+
 if __name__ == "__main__":
     args = default_argument_parser().parse_intermixed_args()
     if not args.config_file:
         raise SystemExit("train_net.py: --config-file is missing, such as configs/digits_cnn.py")
-    launch(
-        main,
-        args.num_gpus,
-        num_machines=args.num_machines,
-        machine_rank=args.machine_rank,
-        dist_url=args.dist_url,
-        args=(args,),
-    )
+    try:
+        launch(
+            main,
+            args.num_gpus,
+            num_machines=args.num_machines,
+            machine_rank=args.machine_rank,
+            dist_url=args.dist_url,
+            args=(args,),
+        )
+    except Exception as error:
+        if args.log_level == "debug":
+            raise
+        logger.debug("It ends by an error", exc_info=True)  # for log.txt
+        raise SystemExit(f"train_net.py: {in_short(error)}") from None

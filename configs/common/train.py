@@ -2,7 +2,7 @@
 
 train = dict(
     output_dir="./output",
-    init_checkpoint="",  # weights to start from; "" starts from scratch
+    init_checkpoint="",  # weights to start from, a path or an address; "" for none
     resume_parts=None,  # what --resume loads: None is all, else like ["model", "trainer.optimizer"]
     max_iter=90000,
     max_epochs=None,  # in place of max_iter. Periods may be texts such as "1 epoch"

@@ -32,7 +32,7 @@ from hooktrain.checkpoint.surgery import choose_parts, load_model_state
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.file_io import AnyPath, is_disk_full, sweep
+from hooktrain.utils.file_io import AnyPath, is_disk_full, on_disk, sweep
 from hooktrain.utils.registry import refuse_overrides, unwrap_model
 
 # Ranks that have failed are ended by their launcher after 10 s.
@@ -82,7 +82,8 @@ class Checkpointer:
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name.
 
     Raises:
-        ValueError: if ``save_to_disk`` is given for ``sharded``, where all ranks write.
+        ValueError: if ``save_to_disk`` is given for ``sharded``, where all ranks write; if
+            ``save_dir`` is an address such as ``s3://...``.
     """
 
     # What fvcore's calls and its subclasses override.
@@ -110,7 +111,7 @@ class Checkpointer:
         if sharded and save_to_disk is not None:
             raise ValueError(f"with sharded all ranks write: save_to_disk is {save_to_disk!r}")
         self.model = unwrap_model(model)
-        self.save_dir = os.path.expanduser(save_dir)
+        self.save_dir = on_disk(save_dir)
         self.sharded = sharded
         self.background = background
         self.logger = logging.getLogger(__name__)
@@ -153,10 +154,12 @@ class Checkpointer:
 
         Raises:
             TypeError: if the state of a checkpointable is one that :meth:`save` would refuse.
+            OSError: if the folder cannot be made.
         """
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
         storable(states, shards=True)
-        if self.save_to_disk and os.path.isdir(self.save_dir):
+        if self.save_to_disk and self.save_dir:
+            os.makedirs(self.save_dir, exist_ok=True)  # an error now, not at the first save
             sweep(self.save_dir)
 
     def save(

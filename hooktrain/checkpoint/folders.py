@@ -286,6 +286,6 @@ def _read_manifest(folder: Path) -> dict[str, list[Any]]:
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.exists():
             raise FileNotFoundError(f"there is no checkpoint {str(folder)!r}") from error
-        raise CorruptCheckpointError(f"{folder} has no {MANIFEST}") from error
+        raise CorruptCheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path} is not readable: {error!r}") from error

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint.sources import local_path, register_scheme
-from hooktrain.utils.file_io import AnyPath
+from hooktrain.utils.file_io import AnyPath, on_disk
 
 
 class PathHandler:
@@ -33,6 +33,9 @@ def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         handler = self._handlers.get(max(known, key=len, default=""))
         if own := getattr(handler, name, None):
             return own(path, *args, **kwargs)
+        mode = kwargs.get("mode", (*args, "r")[0])  # of open
+        if handler is None and (name in ("_mkdirs", "_rm") or set("wax+") & set(mode)):
+            path = on_disk(path)
         return function(self.get_local_path(path), *args, **kwargs)
 
     return method

@@ -9,12 +9,16 @@ that it names, whatever its type. Inside a longer string it is replaced by the v
 """
 
 import copy
+import logging
 import re
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any
 
 from hooktrain.utils.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 # The dots at its beginning, the path after them, and the closing brace.
 _REFERENCE = re.compile(r"\\?\$\{(\.*)([^{}]*)(\}?)")
@@ -34,7 +38,8 @@ class ConfigDict(dict[Any, Any]):
         cfg = ConfigDict(train={"max_iter": 100})
         cfg.train.max_iter = 200
 
-    Keys that are names of dict's methods, such as ``items``, are read as ``cfg["items"]``.
+    Keys that are names of dict's methods, such as ``items``, are read as ``cfg["items"]``. To set
+    a new attribute with nearly the name of another is a warning; to set an item is not.
 
     Raises:
         AttributeError, KeyError: For a missing key; the message suggests the nearest one.
@@ -58,6 +63,8 @@ class ConfigDict(dict[Any, Any]):
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self and (near := get_close_matches(name, map(str, self), 1, 0.9)):
+            logger.warning("The config has %r already, and gets %r beside it: a typo?", *near, name)
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -131,7 +138,12 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
 
     Returns:
         ``cfg`` itself.
+
+    Raises:
+        TypeError: If it is no ConfigDict.
     """
+    if not isinstance(cfg, ConfigDict):
+        raise TypeError(f"a config must be a ConfigDict, as of LazyConfig.load: {cfg!r:.80}")
     for path, (text, value) in vars(cfg).pop("_references", {}).items():
         # Something on the way may have been deleted.
         with suppress(KeyError, IndexError, TypeError):

@@ -12,6 +12,7 @@ from hooktrain.config.config_dict import (
     restore_references,
     to_config,
 )
+from hooktrain.utils.epochs import EPOCHS
 from hooktrain.utils.registry import did_you_mean
 
 # What literal_eval does not read, but command lines and other config languages write.
@@ -28,7 +29,8 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
       tuple, dict), one of true, false, none, null, inf, -inf, nan in any case, or else a plain
       string, all after the first ``=``. It replaces what was there; dicts are not merged. In the
       place of True or False, yes, no, on and off are clear too; elsewhere they need quotes. In the
-      place of an integer, ``1e4`` is one.
+      place of a number or a call (``_target_``) a string needs quotes, unless it is like
+      ``1 epoch``. In the place of an integer, ``1e4`` is one.
     - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
       index that is its length appends.
     - ``~a.b`` deletes a key or a list item.
@@ -45,7 +47,8 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
         KeyError: If a key does not exist. The message quotes the override, and suggests the
             nearest key.
         ValueError: If an override has no ``=``, an empty key, or an unfinished literal, or says
-            yes, no, on or off without quotes; if another word is to replace True or False; or if a
+            yes, no, on or off without quotes; if another word is to replace True, False, a number
+            or a call; if True or False is to replace a dict that has ``enabled``; or if a
             reference names nothing.
     """
     restore_references(cfg)
@@ -77,13 +80,19 @@ def _apply(cfg: ConfigDict, override: str) -> None:
 
 
 def _replacement(old: Any, text: str, override: str) -> Any:
-    """The value of an override; True, False and whole numbers stay what they are."""
+    """The value of an override; True, False, numbers, whole ones and calls stay what they are."""
     is_switch = isinstance(old, bool)
     if is_switch and (word := text.strip().lower()) in _SWITCHES:
         return _SWITCHES[word]
     value = parse_value(text, override)
     if is_switch and isinstance(value, str):
         raise ValueError(f"the override {override!r} replaces {old!r}: write true or false")
+    keeps_kind = isinstance(old, int | float) or (isinstance(old, dict) and "_target_" in old)
+    if keeps_kind and value == text and not EPOCHS.fullmatch(text) and "${" not in text:
+        hint = "give a value of its kind, or put quotes around a text"
+        raise ValueError(f"the override {override!r} replaces {old!r:.60}: {hint}")
+    if isinstance(value, bool) and isinstance(old, dict) and "enabled" in old:
+        raise ValueError(f"the override {override!r} replaces a dict: give its .enabled={text}")
     is_power = type(old) is int and isinstance(value, float) and "e" in text.lower()
     return int(value) if is_power and value.is_integer() else value
 

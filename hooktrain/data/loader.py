@@ -213,9 +213,10 @@ def build_train_loader(
         ValueError: for an empty data set, or a batch size that the ranks cannot share.
     """
     world = comm.get_world_size()
-    if total_batch_size < 1 or total_batch_size % world:
+    is_count = hasattr(total_batch_size, "__index__") and total_batch_size > 0
+    if not is_count or total_batch_size % world:
         raise ValueError(
-            f"total_batch_size must be a positive multiple of the world size {world}, "
+            f"total_batch_size must be an integer, a positive multiple of the world size {world}, "
             f"but got {total_batch_size!r}"
         )
     if mapper is not None:

@@ -102,7 +102,7 @@ class TrainingSampler(StreamSampler):
 
     def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
         if size < 1:
-            raise ValueError(f"size must be at least 1, but got {size!r}")
+            raise ValueError(f"size, that of the data set, must be at least 1, but got {size!r}")
         super().__init__(seed)
         self.size = size
         self.shuffle = shuffle

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import struct
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +14,7 @@ from hooktrain.demos.text import CharVocabulary
 from hooktrain.engine import HookBase
 from hooktrain.evaluation import inference_context
 from hooktrain.utils import comm
+from hooktrain.utils.events.media import write_png
 from hooktrain.utils.file_io import atomic_write, is_disk_full
 from hooktrain.utils.registry import unwrap_model
 
@@ -195,9 +194,6 @@ def _write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-_COLOUR_TYPES = {1: 0, 3: 2}  # grey, red-green-blue
-
-
 def make_grid(images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1) -> Tensor:
     """Put images side by side into one, row by row, the first at the top left.
 
@@ -226,41 +222,3 @@ def make_grid(images: Tensor, columns: int = 10, scale: int = 1, padding: int = 
     grid = cells.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
     grid = torch.nn.functional.pad(grid, (0, padding, 0, padding))
     return grid.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
-
-
-def write_png(path: str | os.PathLike[str], image: Tensor) -> None:
-    """Write an image as a PNG file, all at once and durably.
-
-    Args:
-        path: the file; its folder must exist.
-        image: shape (C, H, W) with 1 channel (grey) or 3 (red, green, blue); uint8, or floating
-            point with values in [0, 1] (what lies outside is clipped).
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for another shape.
-        OSError: if the file cannot be written.
-    """
-    if image.dim() != 3 or image.shape[0] not in _COLOUR_TYPES or image.numel() == 0:
-        raise ValueError(
-            f"image must have shape (C, H, W) with 1 or 3 channels, but got {tuple(image.shape)}"
-        )
-    if image.is_floating_point():
-        image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-    elif image.dtype != torch.uint8:
-        raise TypeError(f"image must be uint8 or floating point, but it is {image.dtype}")
-    channels, height, width = image.shape
-    pixels = image.permute(1, 2, 0).flatten(1)
-    # The format (ISO/IEC 15948): each row begins with its filter, 0 for none.
-    rows = torch.nn.functional.pad(pixels, (1, 0)).cpu()  # host-device synchronisation
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
-    with atomic_write(path) as file:
-        file.write(b"\x89PNG\r\n\x1a\n")
-        file.write(_chunk(b"IHDR", header))
-        file.write(_chunk(b"IDAT", zlib.compress(rows.numpy().tobytes())))
-        file.write(_chunk(b"IEND", b""))
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    """Length, kind, data, and the checksum of the latter two."""
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

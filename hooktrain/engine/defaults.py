@@ -4,7 +4,6 @@ import argparse
 import inspect
 import logging
 import math
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +27,10 @@ from hooktrain.model import init_weights_once
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp
 from hooktrain.strategy.environment import restart_count, set_random_seed
-from hooktrain.utils import comm
+from hooktrain.utils import comm, events
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from hooktrain.utils.file_io import on_disk
 from hooktrain.utils.locks import lock_folder
 from hooktrain.utils.logger import LEVELS, setup_logger
 from hooktrain.utils.registry import refuse_signatures, unwrap_model
@@ -114,7 +113,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     Raises:
         SystemExit: with ``print_config``, which prints a file for ``--config-file``.
         RuntimeError: if another run is using the output folder.
-        ValueError: for keys at the places where detectron2's older configurations have them.
+        ValueError: for keys at the places where detectron2's older configurations have them, or an
+            output folder that is an address such as ``s3://...``.
         OSError: if the folder cannot be written to.
     """
     if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
@@ -125,7 +125,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             sys.stdout.write(LazyConfig.source(cfg))
         raise SystemExit(0)
     train = cfg.get("train", {})
-    output_dir, rank = os.path.expanduser(train.get("output_dir", "")), comm.get_rank()
+    output_dir, rank = on_disk(train.get("output_dir", "")), comm.get_rank()
     if output_dir:
         train["output_dir"] = output_dir
     eval_only = getattr(args, "eval_only", False)
@@ -171,20 +171,22 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
-    """Writers to the console, to ``metrics.json`` and, if it is installed, to TensorBoard.
+def default_writers(output_dir: str, max_iter: int | None = None) -> list[events.EventWriter]:
+    """Writers to the console, to ``metrics.json`` and to TensorBoard.
+
+    Where ``tensorboard`` is not installed, images are written into the folder ``images``.
 
     Args:
         output_dir: the folder to write to; it is made if needed.
         max_iter: see :class:`~hooktrain.utils.events.CommonMetricPrinter`.
     """
-    output_dir = os.path.expanduser(output_dir)
+    output_dir = on_disk(output_dir)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    metrics = JSONWriter(Path(output_dir, "metrics.json"))
-    writers: list[EventWriter] = [CommonMetricPrinter(max_iter), metrics]
+    metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
+    writers: list[events.EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
     if find_spec("tensorboard") is not None:
-        writers.append(TensorboardXWriter(output_dir))
-    return writers
+        return [*writers, events.TensorboardXWriter(output_dir)]
+    return [*writers, events.ImageWriter(Path(output_dir, "images"))]
 
 
 def default_hooks(
@@ -197,7 +199,7 @@ def default_hooks(
     eval_period: int | str = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,
-    writers: Sequence[EventWriter] = (),
+    writers: Sequence[events.EventWriter] = (),
     log_period: int | str = 20,
     watchdog_s: float = 0,
     time_limit_s: float = 0,
@@ -214,7 +216,8 @@ def default_hooks(
         checkpointer: what saves.
         checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
-        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
+        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates, which is
+            a warning where there is a period or a metric for it.
         eval_period: 0 evaluates at the end only.
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
         best_mode: ``"max"``, ``"min"`` or None; see
@@ -232,6 +235,8 @@ def default_hooks(
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler),
     ]
+    if eval_function is None and (eval_period or best_metric):
+        logger.warning(f"Without eval_function {eval_period=} and {best_metric=} do nothing")
     if eval_function is not None:
         evaluate = hooks.EvalHook(eval_period, eval_function, sanity_batches=sanity_batches)
         found.append(evaluate)
@@ -261,8 +266,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     ``optim_wrapper`` and ``param_scheduler``, as :func:`~hooktrain.solver.build_optim_wrapper` and
     :func:`~hooktrain.solver.build_param_scheduler` take them: for several optimizers, or for
     schedules of anything but the learning rate. ``hooks`` is a list of further hooks, which run
-    right before the evaluation. To change one part, override the method that builds it. To change
-    more, write the dozen lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
+    right before the evaluation; ``writers`` is a list of further writers. To change one part,
+    override the method that builds it. To change more, write the dozen lines yourself:
+    ``tools/plain_train_net.py`` shows the other extreme.
 
     Raises:
         TypeError: when a class is defined, if it overrides a method with a signature that does not
@@ -418,15 +424,19 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             trainer=weakref.proxy(self),
         )
 
-    def build_writers(self) -> list[EventWriter]:
-        """Where metrics are written to."""
-        return default_writers(self.cfg.train.output_dir)
+    def build_writers(self) -> list[events.EventWriter]:
+        """Where metrics are written to: the default writers, and those of the configuration."""
+        writers = default_writers(self.cfg.train.output_dir)
+        return [*writers, *instantiate(self.cfg.get("writers", []))]
 
     def build_hooks(self) -> list[hooks.HookBase]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
         me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
         known = ConfigDict(self.cfg, train={**train, "epoch_length": self.epoch_length})
+        writers = self.build_writers()
+        for writer in writers:
+            writer.add_config(self.cfg)
         found = default_hooks(
             scheduler=self.build_lr_scheduler(known, self.optim_wrapper),
             checkpointer=self.checkpointer,
@@ -436,7 +446,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             eval_period=train.eval_period,
             best_metric=train.best_metric,
             best_mode=train.get("best_mode"),
-            writers=self.build_writers(),
+            writers=writers,
             log_period=train.log_period,
             watchdog_s=train.get("watchdog_s", 0),
             time_limit_s=train.get("time_limit_s", 0),
@@ -517,7 +527,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             SystemExit: after that iteration.
         """
         if not 0 <= iteration < self.cfg.train.max_iter:
-            raise ValueError(f"there is no iteration {iteration} to replay in this run")
+            raise ValueError(f"there is no iteration {iteration} to replay before train.max_iter")
         if path := comm.broadcast(newest_before(self.cfg.train.output_dir, iteration)):
             self.checkpointer.load(path)
         else:

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from torch import nn
+
 from hooktrain.engine.hooks import EMA, BestCheckpointer, EvalHook, LRScheduler, PreciseBN
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.optim_state import parameter_names
@@ -42,6 +44,13 @@ def check_parts(trainer: Any) -> None:
         if type(trainer).run_step.__module__.startswith("hooktrain."):
             raise ValueError(f"{text}: build it from the model that is trained")
         logger.warning(text)
+    for path, module in trainer.model.named_modules(prefix="model"):
+        for key, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else ()
+            found = {p for m in items if isinstance(m, nn.Module) for p in m.parameters()}
+            if any(p.requires_grad and p not in names for p in found):
+                text = "%s.%s has layers that are not trained: use nn.ModuleList"
+                logger.warning(text, path, key)
     left = [name for p, name in names.items() if p.requires_grad and p not in stepped]
     if left:
         text = "%d trainable parameters are in no optimizer, and stay as they are: %s, ... If that "

@@ -85,12 +85,17 @@ class HookBase:
             period: in iterations, or a text such as ``"1 epoch"``, counted from the start of the
                 training. 0 is never due.
             at_end: the answer at the last iteration of the run; None asks the period there too.
+
+        Raises:
+            ValueError: for a period that is no whole number.
         """
         done: int = self.trainer.iter + 1
         if at_end is not None and done == self.trainer.max_iter:
             return at_end
         if isinstance(period, str):
             period = in_iterations(period, self.trainer.epoch_length)
+        if period % 1:
+            raise ValueError(f"{type(self).__name__} needs a whole number as period: {period!r}")
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,11 +253,12 @@ class TrainerBase:
             max_epochs: in place of ``max_iter``, the epochs to train, counted from iteration 0.
 
         Raises:
-            ValueError: if ``max_iter`` is missing or lies before ``start_iter``, or if nobody
-                knows how long an epoch is.
+            ValueError: if ``max_iter`` is missing, no integer, or lies before ``start_iter``; or if
+                nobody knows how long an epoch is.
             RuntimeError: if the last run broke off inside an iteration and ``start_iter`` is None.
                 What that iteration has done and what not, is not known.
         """
+        self._prepare()
         if start_iter is None and self._broke_off:
             raise RuntimeError(
                 f"the last run broke off inside iteration {self.iter}: a batch, an update or the "
@@ -262,9 +268,9 @@ class TrainerBase:
         start = self._finished if start_iter is None else start_iter
         if max_iter is None and max_epochs is not None:
             max_iter = in_iterations(f"{max_epochs} epochs", self.epoch_length)
-        if max_iter is None or not 0 <= start <= max_iter:
+        if max_iter is None or not (hasattr(max_iter, "__index__") and 0 <= start <= max_iter):
             raise ValueError(
-                f"train() needs max_iter or max_epochs, and start_iter between 0 and that, but got "
+                "train() needs an integer max_iter, and start_iter between 0 and that, but got "
                 f"start_iter={start!r} and max_iter={max_iter!r}"
             )
         if start == max_iter:
@@ -292,6 +298,9 @@ class TrainerBase:
                 raise
             self.succeeded = True
             self.after_train()
+
+    def _prepare(self) -> None:
+        """What a subclass does before it is decided where the run starts."""
 
     def _agree(self) -> None:
         """Take the main process's seed and lengths; find the hooks that not all ranks have."""

@@ -18,6 +18,7 @@ from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrap
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.finite import non_finite
+from hooktrain.utils.registry import unwrap_model
 from hooktrain.utils.to_device import mover_to
 
 
@@ -42,8 +43,8 @@ class ModelTrainer(TrainerBase):
         updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
-        TypeError: if ``optimizer`` is neither a torch optimizer nor a wrapper, or is several for a
-            step that makes one update.
+        TypeError: if ``model`` is no module, or ``optimizer`` is neither a torch optimizer nor a
+            wrapper, or is several for a step that makes one update.
         ValueError: for a period below 1.
     """
 
@@ -60,6 +61,7 @@ class ModelTrainer(TrainerBase):
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
+        unwrap_model(model)  # refuses what is no model
         optimizer = build_optim_wrapper(None, optimizer)
         is_simple = getattr(self, "_kind", type(self)).run_step is SimpleTrainer.run_step
         if is_simple and isinstance(optimizer, OptimWrapperDict):
@@ -68,9 +70,8 @@ class ModelTrainer(TrainerBase):
             self.epoch_length = -(-length // (optimizer.accumulative_counts if is_simple else 1))
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         if self.sync_period < 1:
-            raise ValueError(
-                f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
-            )
+            text = f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
+            raise ValueError(f"{text} (train.log_period)")
         self.model = init_weights_once(model).train()
         self._batches = Batches(data_loader)
         self.optim_wrapper = self.updating = optimizer
@@ -114,19 +115,12 @@ class ModelTrainer(TrainerBase):
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
-    def train(
-        self,
-        start_iter: int | None = None,
-        max_iter: int | None = None,
-        *,
-        max_epochs: float | None = None,
-    ) -> None:
-        """:meth:`TrainerBase.train`, which also goes on where a strategy has resumed."""
+    def _prepare(self) -> None:
+        """Go on where a strategy has resumed; see that the parts belong together."""
         if self.optim_wrapper.resumed is not None:
             parts = set(self.state_parts) - {"optimizer"}  # the strategy has loaded it
             self.load_state_dict(self.optim_wrapper.resumed, only=parts)
         check_parts(self)
-        super().train(start_iter, max_iter, max_epochs=max_epochs)
 
     def before_train(self) -> None:
         """Call the hooks, then start the loader: starting some loaders draws random numbers."""

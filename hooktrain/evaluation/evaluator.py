@@ -112,8 +112,17 @@ class MetricEvaluator(DatasetEvaluator):
 
 
 def targets_of(batch: Any, key: str) -> Any:
-    """The targets in a batch: the last item of a tuple or list, else what is under ``key``."""
-    return batch[-1] if isinstance(batch, tuple | list) else batch[key]
+    """The targets in a batch: the last item of a tuple or list, else what is under ``key``.
+
+    Raises:
+        ValueError: if there is nothing of that name.
+    """
+    if isinstance(batch, tuple | list):
+        return batch[-1]
+    if key not in (keys := batch if isinstance(batch, Mapping) else ()):
+        text = f"a batch must be a tuple, or a dict with targets under {key!r}, and this is a "
+        raise ValueError(f"{text}{type(batch).__name__} without{did_you_mean(key, keys)}")
+    return batch[key]
 
 
 class DatasetEvaluators(DatasetEvaluator):
@@ -122,9 +131,14 @@ class DatasetEvaluators(DatasetEvaluator):
     Args:
         evaluators: each one gets every batch, in this order. One without ``process`` is a metric
             for :class:`MetricEvaluator`.
+
+    Raises:
+        TypeError: for something that is neither.
     """
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
+        if kinds := [each for each in evaluators if isinstance(each, type)]:
+            raise TypeError(f"evaluators must be objects, but got the class {kinds[0]!r}")
         self._evaluators = [
             each if hasattr(each, "process") else MetricEvaluator(each) for each in evaluators
         ]
@@ -143,11 +157,15 @@ class DatasetEvaluators(DatasetEvaluator):
         """The results of all evaluators in one dictionary, on each rank those returned there.
 
         Raises:
+            TypeError: an evaluator returns something else.
             ValueError: two evaluators give results under one name.
         """
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
-            results = evaluator.evaluate() or {}
+            results: Any = evaluator.evaluate() or {}
+            if not isinstance(results, Mapping):
+                kind = type(evaluator).__name__
+                raise TypeError(f"{kind}.evaluate must return a dict of results, not {results!r}")
             if twice := sorted(merged.keys() & results.keys()):
                 raise ValueError(f"several evaluators give results under the names {twice!r}")
             merged.update(results)
@@ -191,7 +209,8 @@ def inference_on_dataset(
         What the evaluator returned, or ``{}`` for nothing.
 
     Raises:
-        TypeError: ``data_loader`` is a data set, or an evaluator is none.
+        TypeError: ``data_loader`` is a data set, or ``evaluator`` is no evaluator, or returns no
+            dict.
         ValueError: the only rank got no batch, the loader never ends, or a callback's name is
             unknown.
     """
@@ -232,7 +251,7 @@ def inference_on_dataset(
     if progress.batches == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     progress.log_summary()
-    results = dict(evaluator.evaluate() or {})
+    results: dict[str, Any] = evaluator.evaluate()
     if limit is not None:
         estimates.append(progress.seconds_per_batch() * max(total, progress.batches))
     return results

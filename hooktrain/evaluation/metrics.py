@@ -54,16 +54,17 @@ class ClassificationEvaluator(DatasetEvaluator):
             outputs: logits, shape (N, C).
 
         Raises:
-            ValueError: wrong shapes or types. Labels out of range are an error of
+            ValueError: no labels, wrong shapes or types. Labels out of range are an error of
                 :meth:`evaluate`, to save a synchronisation.
         """
         classes, key = len(self._class_names), self._label_key
         labels = torch.as_tensor(targets_of(inputs, key))
-        fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
+        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
+        fits = labels.dim() == 1 and shape == (len(labels), classes)
         if not fits or labels.is_floating_point():
             raise ValueError(
                 f"outputs must be of shape (N, {classes}), and {key!r} integers of shape (N,), "
-                f"but got {tuple(outputs.shape)} and {labels.dtype} of shape {tuple(labels.shape)}"
+                f"but got {shape} and {labels.dtype} of shape {tuple(labels.shape)}"
             )
         labels = labels.to(outputs.device, torch.int64, non_blocking=True)
         in_range = (labels >= 0) & (labels < classes)

@@ -63,8 +63,8 @@ class OptimWrapper:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer, but got {optimizer!r}")
-        if accumulative_counts < 1:
-            raise ValueError(f"accumulative_counts must be at least 1: {accumulative_counts!r}")
+        if not hasattr(accumulative_counts, "__index__") or accumulative_counts < 1:
+            raise ValueError(f"accumulative_counts must be an integer > 0: {accumulative_counts!r}")
         self.optimizer = optimizer
         self.accumulative_counts = accumulative_counts
         self.after_backward: Callable[[], None] | None = None
@@ -290,7 +290,7 @@ class OptimWrapper:
 
 def _check_clipping(config: Mapping[str, Any]) -> tuple[str, float, float]:
     """The kind of clipping, its threshold, and the type of the norm."""
-    options = dict(config)
+    options = dict(config) if isinstance(config, Mapping) else {"": config}
     kind, norm_type = options.pop("type", "norm"), float(options.pop("norm_type", 2.0))
     limit = options.pop({"norm": "max_norm", "value": "clip_value"}.get(kind, ""), None)
     if options or not isinstance(limit, int | float) or not limit > 0:

@@ -26,7 +26,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
 from hooktrain.utils.dtensor import map_leaves
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.file_io import AnyPath
+from hooktrain.utils.file_io import AnyPath, on_disk
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registry import MODELS, refuse_overrides, unwrap_model
 
@@ -139,7 +139,7 @@ class BaseStrategy(ABC):
     ) -> None:
         if sync_bn not in (None, "torch"):  # on one process nothing else would look at it
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
-        self.work_dir = os.path.abspath(work_dir)
+        self.work_dir = os.path.abspath(on_disk(work_dir))
         self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn
         self.dispatch_kwargs: dict[str, Any] = {}
@@ -453,7 +453,7 @@ class BaseStrategy(ABC):
         state = {**state, **extra, "meta": meta}
         if callback is not None:
             callback(state)
-        folder, name = os.path.split(os.path.abspath(filename))
+        folder, name = os.path.split(os.path.abspath(on_disk(filename)))
         self._checkpointer(folder).save(name.removesuffix(".pth"), state=state, tag=tag)
 
     def load_checkpoint(

@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-_EPOCHS = re.compile(r"(\d+|\d*\.\d+) epochs?")
+EPOCHS = re.compile(r"(\d+|\d*\.\d+) epochs?")  # the text of a number of epochs
 
 
 @lru_cache  # hooks ask at each iteration
@@ -24,7 +24,7 @@ def in_iterations(number: int | str, epoch_length: int | None) -> int:
     """
     if not isinstance(number, str):
         return number
-    match = _EPOCHS.fullmatch(number)
+    match = EPOCHS.fullmatch(number)
     if match is None:
         raise ValueError(f"give a number of iterations, or a text like '1 epoch', not {number!r}")
     if epoch_length is None:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +33,23 @@ _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno
 
 # Numbers of processes are not enough: other machines and containers have the same ones.
 _TOKEN = secrets.token_hex(4)
+
+
+def is_address(path: AnyPath) -> bool:
+    """Whether it is an address, such as ``s3://bucket/model.pth``, and no path on a disk."""
+    return re.match(r"[\w+.:-]+://", os.fspath(path)) is not None
+
+
+def on_disk(path: AnyPath) -> str:
+    """A path to write to, with the home folder in place of ``~``.
+
+    Raises:
+        ValueError: for an address. Locking and renaming need a file system.
+    """
+    if is_address(path):
+        advice = "give a folder on a disk; docs/guide.md shows how to copy checkpoints elsewhere"
+        raise ValueError(f"a run cannot write to {path!r}: {advice}")
+    return os.path.expanduser(path)
 
 
 @contextmanager
@@ -98,6 +116,13 @@ def delete(path: AnyPath) -> None:
     if path.is_dir():
         path = path.rename(path.with_name(f".{path.name}.tmp-{os.getpid()}-{_TOKEN}"))
     _remove(path)
+
+
+def set_aside(path: Path) -> None:
+    """Rename what another run has left to the first free ``<name>.1``, ``<name>.2``, ..."""
+    free = next(p for n in count(1) if not (p := Path(f"{path}.{n}")).exists())
+    path.rename(free)
+    logger.info("A new run begins: moved what another has left from %s to %s", path, free)
 
 
 def sweep(folder: AnyPath) -> None:

@@ -1,4 +1,8 @@
-"""Locks on files and folders, which end with the process that holds them."""
+"""Locks on files and folders, which end with the process that holds them.
+
+They are flock's. filelock comes with torch in any version; those before 3.30 leave a lock to the
+children of a killed process, and empty the file that names its owner.
+"""
 
 import atexit
 import fcntl

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from tabulate import tabulate
 from termcolor import colored
 
+from hooktrain.utils.file_io import on_disk
+
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 _COLUMNS = 130  # of a notebook, a pipe, or whatever does not say how wide it is
 _SECONDS_BETWEEN_BARS = 0.1
@@ -149,7 +151,7 @@ def setup_logger(
         The logger.
 
     Raises:
-        ValueError: for another ``level``.
+        ValueError: for another ``level``, or an address such as ``s3://...``.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}")
@@ -166,7 +168,7 @@ def setup_logger(
         stdout.setFormatter(_TerminalFormatter(rename, color))
         logger.addHandler(stdout)
     if output is not None:
-        path = Path(output)
+        path = Path(on_disk(output))
         if path.suffix not in (".txt", ".log"):
             path = path / "log.txt"
         if distributed_rank > 0:

@@ -353,7 +353,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
     Wrappers are those in ``MODEL_WRAPPERS``, torch's data parallel ones among them, which have the
     model as ``module``, and ``torch.compile``.
+
+    Raises:
+        TypeError: If it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model must be an nn.Module object, but got {model!r:.80}")
     # torch.compile's class is known by its attribute, since importing it takes seconds.
     while (inner := "module" if is_model_wrapper(model) else "_orig_mod") in model._modules:
         model = model.get_submodule(inner)

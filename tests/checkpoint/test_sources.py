@@ -1,4 +1,4 @@
-"""Which file an address stands for; downloads from a real server on this machine."""
+"""Which file an address stands for; downloads from a real server on this machine or by fsspec."""
 
 import hashlib
 import io
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from gloo import run_ranks
@@ -72,13 +73,15 @@ def test_the_longest_prefix_of_an_address_counts(schemes: None, tmp_path: Path) 
 
 
 def test_a_prefix_has_one_loader_unless_it_is_replaced(schemes: None) -> None:
-    for prefixes in ("https://", ["new://", "https://"]):
-        with pytest.raises(KeyError, match=r"\['https://'\] have a loader already.*force=True"):
+    taken = r"\['torchvision://'\] have a loader already.*force=True"
+    for prefixes in ("torchvision://", ["new://", "torchvision://"]):
+        with pytest.raises(KeyError, match=taken):
             register_scheme(prefixes, lambda address: "mine")
-    with pytest.raises(ValueError, match=r"load 'new://x': .*register_scheme\('new://', loader\)"):
+    with pytest.raises(ValueError, match="Protocol not known: new"):
         local_path("new://x")
-    register_scheme("https://", lambda address: "mine", force=True)
-    assert local_path("https://a/b") == "mine"
+    for prefix in ("torchvision://", "https://", "memory://"):
+        register_scheme(prefix, lambda address: "mine", force=True)
+        assert local_path(f"{prefix}a/b") == "mine"
 
 
 def fetch_with_four_ranks_on_two_machines(folder: Path) -> Any:
@@ -198,8 +201,8 @@ def test_a_file_with_a_digest_lies_where_torch_hub_has_it(server: Any, tmp_path:
 @pytest.mark.parametrize(
     ("address", "kind", "message"),
     [
-        ("missing/a.pth", FileNotFoundError, "/missing/a.pth: HTTP Error 404"),
-        ("error/a.pth", OSError, "/error/a.pth: HTTP Error 503"),
+        ("missing/a.pth", FileNotFoundError, "/missing/a.pth: .*HTTP Error 404"),
+        ("error/a.pth", OSError, "/error/a.pth: .*HTTP Error 503"),
         ("cut/a.pth", OSError, f"/cut/a.pth: .*received .* of {len(GOOD):,} bytes"),
         ("chunked/a.pth", OSError, "/chunked/a.pth: IncompleteRead"),
         (f"a/m-{'0f' * 4}.pth", CorruptCheckpointError, f"begin with {'0f' * 4}, and is {DIGEST}"),
@@ -229,6 +232,111 @@ def test_a_file_of_unknown_length_is_taken_and_its_progress_shown(
     path = local_path(f"{server.url}/unknown-length/model.pth")
     assert Path(path).read_bytes() == GOOD
     assert drawn == [("Downloading MiB", len(GOOD) >> 20, 0)]
+
+
+class NoCredentialsError(Exception):
+    """As the packages of stores have them: no OSError."""
+
+
+class Cut(io.BytesIO):
+    """Promises more than it holds."""
+
+    size = len(GOOD)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryFileSystem:
+    """Its files are at ``memory://bucket/run``; downloads go to the temporary folder."""
+
+    def open_file(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
+        if "denied" in path:
+            raise NoCredentialsError("Unable to locate credentials")
+        return Cut(GOOD[:-100]) if "cut" in path else opened(self, path, *args, **kwargs)
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    system = MemoryFileSystem()
+    for name in ("model", "model-0f0f0f0f", "cut", "denied"):
+        system.pipe_file(f"/bucket/run/{name}.pth", GOOD)
+    opened = MemoryFileSystem._open
+    monkeypatch.setattr(MemoryFileSystem, "_open", open_file)
+    return system
+
+
+def test_a_file_of_a_store_is_downloaded_once_until_it_is_broken_or_replaced(
+    bucket: MemoryFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(*expected: str) -> float:
+        caplog.clear()
+        target = model()
+        with caplog.at_level(logging.INFO, "hooktrain.checkpoint.sources"):
+            Checkpointer(target).load(address)
+        told = [r.getMessage() for r in caplog.records if r.name.endswith("sources")]
+        assert [line.split()[0] for line in told] == list(expected)
+        return target.weight.item()
+
+    address = "memory://bucket/run/model.pth"
+    assert load("Downloading") == 3
+    assert load("Using") == 3
+    path = Path(local_path(address))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert load("Downloading", "Downloading") == 3
+    bucket.pipe_file("/bucket/run/model.pth", weights(5))
+    assert load("Downloading") == 5
+    assert load("Using") == 5
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "message"),
+    [
+        ("run/none.pth", FileNotFoundError, "memory://bucket/run/none.pth: FileNotFoundError"),
+        ("run/cut.pth", OSError, f"/cut.pth: .*received .* of {len(GOOD):,} bytes"),
+        ("run/denied.pth", OSError, "denied.pth: NoCredentialsError: Unable to locate"),
+        ("run", OSError, "memory://bucket/run: .*is a folder; copy it to a disk"),
+        ("run/model-0f0f0f0f.pth", CorruptCheckpointError, f"with 0f0f0f0f, and is {DIGEST}"),
+    ],
+)
+def test_what_a_store_does_not_give_is_an_error_with_the_address_and_leaves_nothing(
+    address: str, kind: type[Exception], message: str, bucket: MemoryFileSystem, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message) as info:
+        local_path(f"memory://bucket/{address}")
+    assert type(info.value) is kind
+    assert files(tmp_path) == []
+
+
+def test_a_scheme_whose_package_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ImportError, match="Install s3fs"):
+        Checkpointer(model()).load("s3://bucket/model.pth")
+
+
+def load_by_address_with_two_ranks(folder: Path) -> Any:
+    comm.create_local_process_group(2)
+    torch.hub.set_dir(folder / "hub")
+    fetch = sources._write_download
+
+    def write_download(url: str, path: str) -> None:
+        (folder / f"fetched-by-{comm.get_rank()}").touch()
+        fetch(url, path)
+
+    sources._write_download = write_download
+    target = model()
+    Checkpointer(target).load(f"file://{folder}/model.pth")
+    with pytest.raises(FileNotFoundError, match=f"cannot download file://{folder}/none.pth"):
+        Checkpointer(target).load(f"file://{folder}/none.pth")
+    with pytest.raises(ValueError, match="Protocol not known: new"):
+        Checkpointer(target).load("new://none.pth")
+    return target.weight.item()
+
+
+def test_of_several_ranks_one_downloads_and_all_raise_its_error(tmp_path: Path) -> None:
+    (tmp_path / "model.pth").write_bytes(GOOD)
+    assert run_ranks(load_by_address_with_two_ranks, 2, tmp_path) == [3, 3]
+    assert [p.name for p in tmp_path.glob("fetched-*")] == ["fetched-by-0"]
 
 
 class FakeWeights(dict[str, Any]):

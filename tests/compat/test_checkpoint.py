@@ -271,6 +271,25 @@ def test_the_path_manager_finds_what_is_loaded(
         assert model.weight.item() == 3.0
 
 
+def test_what_the_path_manager_has_downloaded_can_be_read_and_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "x.txt").write_text("text")
+    address = f"file://{tmp_path}/x.txt"
+    with PathManager.open(address) as file:
+        assert file.read() == "text"
+    for change in (
+        lambda: PathManager.open(address, "w"),
+        lambda: PathManager.open(address, mode="ab"),
+        lambda: PathManager.rm(address),
+        lambda: PathManager.mkdirs(address),
+    ):
+        with pytest.raises(ValueError, match="cannot write to 'file://"):
+            change()
+    assert Path(PathManager.get_local_path(address)).read_text() == "text"
+
+
 def test_detectron2_reads_the_files_of_its_model_zoo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

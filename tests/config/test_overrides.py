@@ -99,7 +99,7 @@ def test_plus_adds_keys_and_the_dicts_on_the_way() -> None:
 
 
 def test_list_items_and_arguments_of_calls_are_set_and_deleted_by_their_index() -> None:
-    cfg = apply_overrides(config(), ["hooks.0.period=7", "hooks.2=x", "hooks.-2.period=8"])
+    cfg = apply_overrides(config(), ["hooks.0.period=7", "hooks.2='x'", "hooks.-2.period=8"])
     assert cfg.hooks == [{"period": 7}, {"period": 8}, "x"]
     apply_overrides(cfg, ["~train.amp", "~hooks.0", "~size", "~table"])
     assert cfg == {"train": {"max_iter": 1, "name": "run"}, "hooks": [{"period": 8}, "x"]}
@@ -176,4 +176,4 @@ def test_a_text_that_is_no_literal_arrives_unchanged(text: str) -> None:
     if text.strip().lower() not in words and not {"'", '"'} & set(
         text
     ):  # b'x' and r'x' are literals
-        assert apply_overrides(ConfigDict(a=0), [f"a={text}"]) == {"a": text}
+        assert apply_overrides(ConfigDict(a=""), [f"a={text}"]) == {"a": text}

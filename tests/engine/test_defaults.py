@@ -35,9 +35,16 @@ from hooktrain.solver import (
     OptimWrapper,
     OptimWrapperDict,
 )
+from hooktrain.strategy import build_strategy
 from hooktrain.utils import comm
-from hooktrain.utils.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
-from hooktrain.utils.logger import close_logger
+from hooktrain.utils.events import (
+    CommonMetricPrinter,
+    CSVWriter,
+    ImageWriter,
+    JSONWriter,
+    TensorboardXWriter,
+)
+from hooktrain.utils.logger import close_logger, setup_logger
 from toy import LinearLoss
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
@@ -235,18 +242,35 @@ def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
         other.kill()
 
 
+def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = "s3://bucket/run"
+    for begin in (
+        lambda: default_setup({"train": {"output_dir": address}}, Namespace()),
+        lambda: default_writers(address),
+        lambda: setup_logger(address, name="test", configure_stdout=False),
+        lambda: Checkpointer(nn.Linear(1, 1), address),
+        lambda: build_strategy("auto", work_dir=address),
+    ):
+        with pytest.raises(ValueError, match=r"cannot write to 's3://bucket/run': give a folder"):
+            begin()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_default_writers_go_to_console_json_and_tensorboard(tmp_path: Path) -> None:
     kinds = [type(writer) for writer in default_writers(str(tmp_path / "new"), 10)]
     assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
     assert (tmp_path / "new").is_dir()
 
 
-def test_without_tensorboard_the_other_writers_do(
+def test_without_tensorboard_images_are_written_as_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hooktrain.engine.defaults.find_spec", lambda name: None)
     kinds = [type(writer) for writer in default_writers(str(tmp_path))]
-    assert kinds == [CommonMetricPrinter, JSONWriter]
+    assert kinds == [CommonMetricPrinter, JSONWriter, ImageWriter]
 
 
 def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None:
@@ -327,6 +351,25 @@ def test_hooks_of_the_default_trainer_see_every_event(folder: Path) -> None:
     )
     trainer.train(max_iter=1)
     assert events == ["before_step", "after_backward", "after_step"]
+
+
+class Noter(CSVWriter):
+    """Keeps the configuration that it is given."""
+
+    def add_config(self, config: Any) -> None:
+        self.config = config
+
+
+def test_the_writers_of_the_configuration_come_last_and_each_is_given_it(folder: Path) -> None:
+    cfg = config(folder)
+    cfg.writers = [LazyCall(Noter)(folder / "metrics.csv", window_size=1)]
+    trainer = DefaultTrainer(cfg)
+    (hook,) = [hook for hook in trainer._hooks if isinstance(hook, hooks.PeriodicWriter)]
+    assert isinstance(hook._writers[-1], Noter)
+    assert hook._writers[-1].config["train"]["max_iter"] == 4
+    assert not (folder / "metrics.csv").exists()
+    trainer.train()
+    assert "\n3,total_loss," in (folder / "metrics.csv").read_text()
 
 
 def test_the_state_is_there_once_and_the_configuration_stays_plain_data(folder: Path) -> None:

@@ -97,6 +97,15 @@ def test_extra_entries_are_not_changed_and_replace_no_part(tmp_path: Path) -> No
     assert not (tmp_path / "b.pth").exists()
 
 
+def test_a_checkpoint_is_not_saved_at_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot write to 's3://bucket/a\.pth'"):
+        prepared(tmp_path).save_checkpoint("s3://bucket/a.pth")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_without_optimizer_says_how_to_go_on(tmp_path: Path) -> None:
     first = prepared(tmp_path)
     first.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)

@@ -1,5 +1,6 @@
 """tools/checkpoint.py, run in this process: what it prints, converts and refuses."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,13 @@ def test_what_is_broken_is_named_and_gives_exit_code_1(
     assert printed.err.startswith(f"error: {path}")
 
 
+def test_the_folder_of_what_is_written_is_made(
+    file: Path, tmp_path: Path, tool: Callable[..., int]
+) -> None:
+    assert tool("weights", file, tmp_path / "new" / "weights.pth") == 0
+    assert (tmp_path / "new" / "weights.pth").exists()
+
+
 def test_a_conversion_replaces_nothing(
     file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +135,24 @@ def test_what_is_not_there_gives_exit_code_1(
 ) -> None:
     assert tool("verify", tmp_path / "nothing.pth") == 1
     assert "nothing.pth" in capsys.readouterr().err
+
+
+def test_what_is_read_may_be_at_an_address(
+    file: Path,
+    tool: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert tool("weights", f"file://{file}", tmp_path / "b.pth") == 0
+    assert torch.load(tmp_path / "b.pth").keys() == load_file(file)["model"].keys()
+    for arguments in (["verify", "s3://bucket/a.pth"], ["weights", file, "s3://bucket/a.pth"]):
+        assert tool(*arguments) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert "Install s3fs" in first
+    assert "cannot write to 's3://bucket/a.pth'" in second
 
 
 @pytest.mark.parametrize("command", ["weights", "average"])

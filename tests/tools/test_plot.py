@@ -117,6 +117,15 @@ def test_a_mistake_is_a_line(
     assert text in capsys.readouterr().err
 
 
+def test_a_kind_of_picture_that_is_not_known_is_a_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        plot.main([str(run), "--out", str(run / "a.docx")])
+    assert "Format 'docx' is not supported" in capsys.readouterr().err
+
+
 def test_it_is_drawn_again_until_the_user_ends_it(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

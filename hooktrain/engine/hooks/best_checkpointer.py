@@ -120,6 +120,8 @@ class BestCheckpointer(HookBase):
             # An evaluation without results is no mistake.
             if not at_end and max(evaluated_at(self.trainer), default=0) >= 0:
                 self.trainer.raise_later(ValueError(text))
+            elif not at_end:
+                logger.warning(text)
             return
         is_better, before = self._is_better(value), self.state_dict()
         best = "the first" if self.best_metric is None else f"the best was {self.best_metric:.4g}"

@@ -43,9 +43,9 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a scheduler counts epochs and the trainer has no
-            ``epoch_length``, one is there twice, all are of another optimizer, or ``metric`` is not
-            used; when a state is loaded, if it is of other schedulers.
+        ValueError: when training starts, if there is no schedule, one counts epochs and the trainer
+            has no ``epoch_length``, one is there twice, all are of another optimizer, or ``metric``
+            is not used; when a state is loaded, if it is of other schedulers.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -97,7 +97,9 @@ class LRScheduler(HookBase):
 
     def _find_schedulers(self) -> None:
         if self.scheduler is None:
-            self.scheduler = self.trainer.scheduler
+            self.scheduler = getattr(self.trainer, "scheduler", None)
+        if self.scheduler is None:
+            raise ValueError("LRScheduler has no schedule: give scheduler=, after the optimizer")
         named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
         self._schedulers = {
             name: list(given) if isinstance(given, Sequence) else [given]
@@ -125,6 +127,11 @@ class LRScheduler(HookBase):
             by_epoch = s.by_epoch and (metric is None or (s.begin, s.end) != (0, INF))
         else:
             by_epoch = self._by_epoch and not isinstance(s, LRMultiplier | ReduceLROnPlateau)
+            end, names = max(1, self.trainer.max_iter), ("_max_iter", "total_steps", "T_max")
+            lengths = {getattr(s, name, end) for name in names} - {end}
+            if lengths and not by_epoch:
+                text = "%s is made for %s iterations, and the run has %d"
+                logger.warning(text, type(s).__name__, *lengths, end)
         period = self.trainer.epoch_length if by_epoch else 1
         if not period:
             text = "and the loader has no length: set trainer.epoch_length, or by_epoch=False"

@@ -2,7 +2,7 @@
 
 from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.rank_differences import warn_of_differences
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.train_loop import HookBase, TrainerBase
 
 
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
@@ -32,6 +32,9 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         if late:
             text = "%s come after %s, which saves their state as it was an iteration before"
             self.checkpointer.logger.warning(text, late, type(self).__name__)
+        if not any(isinstance(c, TrainerBase) for c in self.checkpointer.checkpointables.values()):
+            text = "Checkpoints have no trainer to resume: give Checkpointer(..., trainer=trainer)"
+            self.checkpointer.logger.warning(text)
         if self.trainer.start_iter == 0:
             self.checkpointer.begin_anew()
 

@@ -4,16 +4,15 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from hooktrain.utils import comm
 from hooktrain.utils.events.storage import get_event_storage
 from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
-from hooktrain.utils.file_io import atomic_write
+from hooktrain.utils.file_io import atomic_write, set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,15 @@ class JSONWriter(EventWriter):
     Args:
         json_file: the file; its folder is made if there is none.
         window_size: the number of iterations to smooth over, at least 1.
+
+    Raises:
+        IsADirectoryError: if ``json_file`` is a folder.
     """
 
     def __init__(self, json_file: str | os.PathLike[str], window_size: int = 20) -> None:
         self._path = Path(json_file)
+        if self._path.is_dir():  # a new run would move it aside, with all that is in it
+            raise IsADirectoryError(f"json_file must be a file, not the folder {json_file!r}")
         self._unwritten = UnwrittenScalars(window_size)
         self._file: FileIO | None = None
 
@@ -59,15 +63,21 @@ class JSONWriter(EventWriter):
         scalars = self._unwritten.find(storage) if comm.is_main_process() else ()
         if not scalars:
             return
+        storage.written[self._path.name] = self._append(self._encode(scalars).encode())
+        self._unwritten.mark_written()
+
+    # The format, which a subclass may change: the first line, lines of metrics, and one line back.
+    _header = ""
+    _decode: Callable[[str], Any] = staticmethod(json.loads)
+
+    def _encode(self, scalars: Iterable[tuple[str, float, int]]) -> str:
         lines: dict[int, dict[str, Any]] = {}
         for name, value, iteration in scalars:
             if name == "iteration":
                 raise ValueError("no metric may be named 'iteration': each line has that already")
             line = lines.setdefault(iteration, {"iteration": iteration})
             line[name] = value if math.isfinite(value) else _SPELLED[str(value)]
-        text = "".join(_ENCODER.encode(line) + "\n" for line in lines.values())
-        storage.written[self._path.name] = self._append(text.encode())
-        self._unwritten.mark_written()
+        return "".join(_ENCODER.encode(line) + "\n" for line in lines.values())
 
     def _append(self, text: bytes) -> int:
         """Write, all or nothing; return the size of the file."""
@@ -82,6 +92,7 @@ class JSONWriter(EventWriter):
                 if self._file.read() != b"\n":
                     text = b"\n" + text  # the last line is incomplete; do not spoil ours
         end = self._file.seek(0, os.SEEK_END)
+        text = text if end else self._header.encode() + text
         try:
             while text:
                 text = text[self._file.write(text) :]
@@ -109,15 +120,34 @@ class JSONWriter(EventWriter):
         if not size:
             return
         if iteration == 0:
-            free = next(p for n in count(1) if not (p := Path(f"{self._path}.{n}")).exists())
-            self._path.rename(free)
-            message = "A new run begins: moved the metrics of another from %s to %s"
-            logger.info(message, self._path, free)
+            set_aside(self._path)
             return
-        kept = [(t, line) for t, line in _read_lines(self._path) if line["iteration"] < iteration]
+        lines = self._read_lines(self._path)
+        kept = [(text, line) for text, line in lines if line["iteration"] < iteration]
         with atomic_write(self._path) as file:
+            file.write(self._header.encode())
             file.writelines(f"{text}\n".encode() for text, _ in kept)
         self._unwritten.rewind((name, line["iteration"]) for _, line in kept for name in line)
+
+    @classmethod
+    def _read_lines(cls, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The valid lines, each as the text in the file and as a dict."""
+        broken = []
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for number, text in enumerate(file, 1):
+                if text == cls._header:
+                    continue
+                try:
+                    line = cls._decode(text)
+                except ValueError:
+                    line = None
+                if isinstance(line, dict) and isinstance(line.get("iteration"), int):
+                    yield text.rstrip("\n"), line
+                else:
+                    broken.append(number)
+        if broken:
+            message = "%s: left out %d lines that are no complete metrics, the first one is line %d"
+            logger.warning(message, path, len(broken), broken[0])
 
     def close(self) -> None:
         """Bring the file to the disk."""
@@ -139,23 +169,5 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     return [
         {k: float(v) if v in _SPELLED.values() else v for k, v in line.items()}
-        for _, line in _read_lines(Path(path))
+        for _, line in JSONWriter._read_lines(Path(path))
     ]
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The valid lines, each as the text in the file and as a dict."""
-    broken = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            if isinstance(line, dict) and isinstance(line.get("iteration"), int):
-                yield text.rstrip("\n"), line
-            else:
-                broken.append(number)
-    if broken:
-        message = "%s: left out %d lines that are no complete metrics, the first one is line %d"
-        logger.warning(message, path, len(broken), broken[0])

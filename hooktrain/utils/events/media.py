@@ -1,11 +1,15 @@
-"""Images and histograms: checked and brought to the host."""
+"""Images and histograms: checked and brought to the host; images as files."""
 
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hooktrain.utils.file_io import AnyPath, atomic_write
 
 Array = Tensor | NDArray[Any]
 
@@ -39,3 +43,39 @@ def make_histogram(name: str, values: Array, bins: int, iteration: int) -> dict[
         "bucket_counts": counts.tolist(),
         "global_step": iteration,
     }
+
+
+def to_pixels(image: Array) -> NDArray[np.uint8]:
+    """An image of :func:`read_image`'s kind as uint8 (height, width, channels), values clipped."""
+    tensor = torch.as_tensor(image).detach()
+    if tensor.is_floating_point():
+        tensor = (tensor.clamp(0, 1) * 255).round().to(torch.uint8)
+    pixels: NDArray[np.uint8] = tensor.permute(1, 2, 0).cpu().numpy()
+    return pixels
+
+
+def write_png(path: AnyPath, image: Array) -> None:
+    """Write an image as a PNG file, all at once and durably.
+
+    Args:
+        path: the file; its folder must exist.
+        image: as ``EventStorage.put_image`` takes it, on any device.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    pixels = to_pixels(image)
+    height, width, channels = pixels.shape
+    colour = {1: 0, 3: 2}[channels]  # grey, red-green-blue
+    # The format (ISO/IEC 15948): each row begins with its filter, 0 for none.
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
+    with atomic_write(path) as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        file.write(_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)))
+        file.write(_chunk(b"IDAT", zlib.compress(rows.tobytes())))
+        file.write(_chunk(b"IEND", b""))
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    """Length, kind, data, and the checksum of the latter two."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -66,7 +66,8 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration, with which metrics are stamped. Set it, or call :meth:`step`.
-        written: how far the writers of this package have written, by name; a part of the state.
+        written: how far the writers of this package have written, and to which run of a service, by
+            name; a part of the state.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
@@ -77,7 +78,8 @@ class EventStorage:
         self._vis_data: deque[tuple[str, Array, int]] = deque(maxlen=64)
         self._histograms: deque[dict[str, Any]] = deque(maxlen=64)
         self._warned = False
-        self.written: dict[str, int] = {}
+        self._forget: Callable[[deque[Any]], None] = deque.clear
+        self.written: dict[str, Any] = {}
 
     def put_scalar(
         self,
@@ -100,10 +102,10 @@ class EventStorage:
             TypeError: if ``value`` is not one real number.
             ValueError: for another ``smoothing_hint`` than before. Nothing is recorded then.
         """
-        name = self._current_prefix + name
         if type(value) is not float:
             value = _read_scalar(name, value)
             self._has_tensors |= type(value) is not float
+        name = self._current_prefix + name
         history = self._histories.get(name)
         if history is None:
             history = self._histories[name] = HistoryBuffer()
@@ -155,7 +157,7 @@ class EventStorage:
         if len(queue) == queue.maxlen and not self._warned:
             self._warned = True
             text = "More than %d images or histograms wait for a writer: from now on the oldest "
-            text += "are dropped. A TensorboardXWriter takes them whenever it writes"
+            text += "are dropped. A writer such as TensorboardXWriter takes them whenever it writes"
             logger.warning(text, queue.maxlen)
         queue.append(item)
 
@@ -221,11 +223,23 @@ class EventStorage:
 
     def clear_images(self) -> None:
         """Forget the queued images; the writer that has shown them calls this."""
-        self._vis_data.clear()
+        self._forget(self._vis_data)
 
     def clear_histograms(self) -> None:
         """Forget the queued histograms; the writer that has shown them calls this."""
-        self._histograms.clear()
+        self._forget(self._histograms)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let several writers write: what one of them has shown is forgotten after the block."""
+        shown: list[deque[Any]] = []
+        self._forget = shown.append
+        try:
+            yield
+        finally:
+            self._forget = deque.clear
+            for queue in shown:
+                queue.clear()
 
     def step(self) -> None:
         """Go on to the next iteration."""

@@ -1,29 +1,23 @@
-"""Metrics, images and histograms for TensorBoard."""
+"""Everything for TensorBoard."""
 
-import importlib.util
 import os
-from functools import cached_property
+from operator import attrgetter
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from hooktrain.utils import comm
-from hooktrain.utils.events.storage import EventStorage, get_event_storage
-from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
+from hooktrain.utils.events.media import to_pixels
+from hooktrain.utils.events.storage import EventStorage
+from hooktrain.utils.events.tracking import TrackingWriter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorboardXWriter(EventWriter):
-    """Writes everything in the storage to an event file, the main process only.
+class TensorboardXWriter(TrackingWriter):
+    """Writes all that is in the storage to an event file, as :class:`TrackingWriter` says.
 
-    Which values of a metric are written is the same as in :class:`JSONWriter`. Images and
-    histograms are taken out of the storage. The file is made by the first ``write()`` that has
-    something to write, also after ``close()``.
-
-    When a run resumes, TensorBoard hides what earlier files have from that iteration on. What was
-    put after the last ``write()`` before the checkpoint may be written a second time, with the same
-    value.
+    The configuration is under TEXT and under HPARAMS. When a run resumes, TensorBoard hides what
+    earlier files have from that iteration on.
 
     Args:
         log_dir: the folder for event files.
@@ -34,66 +28,63 @@ class TensorboardXWriter(EventWriter):
         ImportError: if the package ``tensorboard`` is not installed.
     """
 
+    package = "tensorboard"
+
     def __init__(
         self, log_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any
     ) -> None:
-        # Importing it takes a second, and only the main process needs it.
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("TensorboardXWriter needs: pip install 'hooktrain[tensorboard]'")
-        self._unwritten = UnwrittenScalars(window_size)
-        self._arguments = {"log_dir": log_dir, **kwargs}
+        super().__init__(window_size, log_dir=log_dir, **kwargs)
 
-    def write(self) -> None:
-        """Write what is new."""
-        storage = get_event_storage()
-        if comm.is_main_process():
-            self._write(storage)
-        # Nobody takes those of the other ranks.
-        storage.clear_images()
-        storage.clear_histograms()
-
-    def _write(self, storage: EventStorage) -> None:
-        scalars = self._unwritten.find(storage)
-        images, histograms = storage.images(), storage.histograms()
-        if not scalars and not images and not histograms:
-            return
-        os.makedirs(self._arguments["log_dir"], exist_ok=True)  # also if somebody has deleted it
-        try:
-            for name, value, iteration in scalars:
-                self._writer.add_scalar(name, value, iteration)
-            for name, image, iteration in images:
-                self._writer.add_image(name, image, iteration)
-            for histogram in histograms:
-                self._writer.add_histogram_raw(**histogram)
-            self._writer.flush()
-        except OSError:
-            vars(self).pop("_writer", None)  # its thread has ended: the next write opens another
-            raise
-        self._unwritten.mark_written()
-        storage.written["tensorboard"] = storage.iter + 1
-
-    # Also what projects of detectron2 call by themselves, at any time.
-    @cached_property
-    def _writer(self) -> "SummaryWriter":
+    @property
+    def summary_writer(self) -> "SummaryWriter":
+        """Torch's own writer, at any time and for anything: ``add_graph``, ``add_text``, ..."""
         from torch.utils.tensorboard import SummaryWriter
 
-        os.makedirs(self._arguments["log_dir"], exist_ok=True)
-        # On a full disk this fails in one line, and the thread of a SummaryWriter in many.
-        with TemporaryFile(dir=self._arguments["log_dir"]) as probe:
-            probe.write(bytes(4096))
-        writer = SummaryWriter(**self._arguments)
-        # A file that follows a close() belongs to the same run.
-        self._arguments.pop("purge_step", None)
+        os.makedirs(self.arguments["log_dir"], exist_ok=True)  # also if somebody has deleted it
+        if self.run is None:
+            # On a full disk this fails in one line, and the thread of a SummaryWriter in many.
+            with TemporaryFile(dir=self.arguments["log_dir"]) as probe:
+                probe.write(bytes(4096))
+            self.run = SummaryWriter(**self.arguments)
+            # A file that follows a close() belongs to the same run.
+            self.arguments.pop("purge_step", None)
+        writer: SummaryWriter = self.run
         return writer
+
+    _writer = property(attrgetter("summary_writer"))  # its name in detectron2
+
+    def send(self, storage: EventStorage, scalars: list[tuple[str, float, int]]) -> None:
+        """Append to the event file.
+
+        Raises:
+            OSError: if the disk is full or fails; the next ``write()`` opens another file.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        try:
+            writer = self.summary_writer
+            if self.config:
+                lines = (f"    {key} = {value}" for key, value in self.config.items())
+                writer.add_text("config", "\n".join(lines), storage.iter)
+                # Without a list of metrics, the tab shows all that there are.
+                _, start, _ = hparams(self.config, {})  # type: ignore[no-untyped-call]
+                writer._get_file_writer().add_summary(start)  # type: ignore[no-untyped-call]
+            for name, value, iteration in scalars:
+                writer.add_scalar(name, value, iteration)
+            for name, image, iteration in storage.images():
+                writer.add_image(name, to_pixels(image), iteration, dataformats="HWC")
+            for histogram in storage.histograms():
+                writer.add_histogram_raw(**histogram)
+            writer.flush()
+        except OSError:
+            self.run = None  # its thread has ended
+            raise
 
     def rewind(self, iteration: int) -> None:
         """Let TensorBoard hide what earlier files have at and after ``iteration``."""
-        self.close()
-        storage = get_event_storage()
-        self._unwritten.skip(storage, storage.written.get("tensorboard", 0))
-        self._arguments["purge_step"] = iteration
+        super().rewind(iteration)
+        self.arguments["purge_step"] = iteration
 
-    def close(self) -> None:
+    def end(self, run: Any, failed: bool) -> None:
         """Close the event file."""
-        if writer := vars(self).pop("_writer", None):
-            writer.close()
+        run.close()

@@ -1,8 +1,9 @@
 """What brings metrics out, and what every such writer has to remember."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from operator import itemgetter
+from typing import Any
 
 from hooktrain.utils.events.history import HistoryBuffer
 from hooktrain.utils.events.storage import EventStorage
@@ -25,6 +26,9 @@ class EventWriter:
         Called inside of the run's storage when the run starts (``iteration`` is 0) or resumes,
         before the first :meth:`write`.
         """
+
+    def add_config(self, config: Mapping[str, Any]) -> None:
+        """Take the configuration of the run, dicts in dicts, to be shown with its metrics."""
 
     def close(self) -> None:
         """Release what the writer holds. Called at the end of a run."""

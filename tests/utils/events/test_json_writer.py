@@ -160,7 +160,7 @@ def test_a_new_run_moves_an_old_file_aside_unless_it_is_empty(
     for number in (0, 1, 2):
         with EventStorage() as storage:
             writer.rewind(0)
-            assert caplog.text.count("moved the metrics of another") == number
+            assert caplog.text.count("moved what another has left") == number
             storage.put_scalar("loss", number)
             writer.write()
     writer.close()

@@ -1,4 +1,3 @@
-import importlib.util
 import math
 import resource
 import shutil
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer import event_file_writer
 
 from hooktrain.utils import comm
@@ -60,7 +60,8 @@ def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> Non
 def test_the_writer_of_tensorboard_is_there_at_any_time(tmp_path: Path) -> None:
     writer = TensorboardXWriter(tmp_path / "folder")
     for step in range(2):
-        writer._writer.add_scalar("mine", 0.5, step)
+        assert writer._writer is writer.summary_writer  # detectron2's name
+        writer.summary_writer.add_scalar("mine", 0.5, step)
         writer.close()
     assert scalars(tmp_path / "folder", "mine") == [(0, 0.5), (1, 0.5)]
 
@@ -150,7 +151,26 @@ def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
     assert scalars(tmp_path, "loss") == [(0, 1.0), (3, 2.0)]
 
 
-def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'hooktrain\[tensorboard\]'"):
-        TensorboardXWriter("output")
+def test_a_configuration_is_shown_as_text_and_as_hyperparameters_with_all_metrics(
+    tmp_path: Path,
+) -> None:
+    config = {"optimizer": {"lr": 0.5, "name": "SGD", "decay": None}}
+    with EventStorage(7) as storage:
+        writer = TensorboardXWriter(tmp_path)
+        writer.add_config(config)
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        writer.write()
+    writer.close()
+    events = read(tmp_path)
+    (text,) = events.Tensors("config/text_summary")
+    lines = ["    optimizer.lr = 0.5", "    optimizer.name = SGD", "    optimizer.decay = None"]
+    assert (text.step, text.tensor_proto.string_val[0].decode().splitlines()) == (7, lines)
+    # TensorBoard shows all metrics where the tag _hparams_/experiment does not list some.
+    shown = events.summary_metadata
+    assert [name for name in shown if "hparams" in name] == ["_hparams_/session_start_info"]
+    content = shown["_hparams_/session_start_info"].plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert set(hparams) == {"optimizer.lr", "optimizer.name"}
+    assert hparams["optimizer.lr"].number_value == 0.5
+    assert hparams["optimizer.name"].string_value == "SGD"
