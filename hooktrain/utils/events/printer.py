@@ -26,7 +26,7 @@ class CommonMetricPrinter(EventWriter):
     Of other metrics, those whose names say that they are a loss (``rpn/loss_box``) or contain
     ``[metric]``, and those without a ``/`` in their names, such as ``grad_norm``; the rest is for
     the files. The only loss in ``total_loss`` is not shown again, and a ``data_time`` of less than
-    a quarter of ``time`` not at all. The main process logs, the others do not. If nobody has set up
+    a third of ``time`` not at all. The main process logs, the others do not. If nobody has set up
     logging, :func:`~hooktrain.utils.logger.setup_logger` is called.
 
     The time that is left comes from the clock: what an iteration has taken since the first line of
@@ -123,7 +123,7 @@ def _fields(texts: dict[str, str]) -> list[str]:
     losses = [name for name in names if _kind(name) == _LOSSES]
     if losses[:1] == ["total_loss"] and len(losses) == 2 and len({*map(texts.get, losses)}) == 1:
         names.remove(losses[1])
-    if float(texts.get("data_time", math.inf)) < float(texts.get("time", 0)) / 4:
+    if float(texts.get("data_time", math.inf)) < float(texts.get("time", 0)) / 3:
         names.remove("data_time")
     units = {_TIME: " s", _DATA_TIME: " s"}
     return [f"{name}: {texts[name]}{units.get(_kind(name), '')}" for name in names]

@@ -54,7 +54,7 @@ NO_LOSSES = "a/lossless_ratio a/glossy loss/count a/accuracy"  # of them that ar
         ({"total_loss": math.nan, "loss_cls": math.nan}, "total_loss: nan"),
         ({"total_loss": 1, "loss_a": 1, "loss_b": 0}, "total_loss: 1  loss_a: 1  loss_b: 0"),
         ({"total_loss": 1, "val_loss": 2}, "total_loss: 1  val_loss: 2"),
-        ({"accuracy": 12.3456, "time": 0.1, "data_time": 0.024}, "accuracy: 12.35  time: 0.1 s"),
+        ({"accuracy": 12.3456, "time": 0.1, "data_time": 0.033}, "accuracy: 12.35  time: 0.1 s"),
         ({"data_time": 0.009}, "data_time: 0.009 s"),
     ],
 )
