@@ -234,7 +234,7 @@ class SampleQualityEvaluator(DatasetEvaluator):
             raise ValueError("there is no sample to evaluate, on any rank")
         if comm.is_main_process():
             rows = list(zip(self._class_names, counts, strict=True))
-            logger.info("Samples by class:\n%s", tabulate(rows, ["class", "samples"], "pipe"))
+            logger.debug("Samples by class:\n%s", tabulate(rows, ["class", "samples"], "pipe"))
         shares = [count / total for count in counts if count]
         quality: OrderedDict[str, float] = OrderedDict(
             classes=len(shares),

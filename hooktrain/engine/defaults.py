@@ -139,7 +139,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     comm.synchronize()
     level = getattr(args, "log_level", "normal")
     setup_logger(output_dir or None, distributed_rank=rank, level=level)
-    logger.info("Rank of current process: %d. World size: %d", rank, comm.get_world_size())
+    logger.debug("Rank of current process: %d. World size: %d", rank, comm.get_world_size())
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
     if config_file := getattr(args, "config_file", ""):
@@ -324,6 +324,10 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         self.last_results: dict[str, Any] = {}
         self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
+        name, ranks = type(unwrap_model(model)).__name__, comm.get_world_size()
+        count = sum(p.numel() for p in model.parameters())
+        where = (f"{ranks} x " if ranks > 1 else "") + self.strategy.device.type
+        logger.info("%s with %s parameters, on %s", name, f"{count:,}", where)
 
     def run_step(self) -> None:
         """One iteration, by the model's own step if it has one."""
@@ -359,7 +363,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     def build_model(cls, cfg: Any) -> nn.Module:
         """The model; the strategy brings it to its device and wraps it."""
         model: nn.Module = instantiate(cfg.model)
-        logger.info("Model:\n%s", model)
+        logger.debug("Model:\n%s", model)
         return model
 
     @classmethod
@@ -491,7 +495,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         if loader is None or evaluators is None:
             return {}
         results = evaluation.inference_on_dataset(model, loader, evaluators, step=step)
-        if comm.is_main_process():
+        if comm.is_main_process() and step == "test_step":  # while training, writers show them
             evaluation.print_csv_format(results)
         return results
 

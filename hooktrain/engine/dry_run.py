@@ -46,7 +46,7 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
         hooks_of_run, length = trainer.describe_hooks(), trainer.max_iter
         batches, clock = _Described(trainer.data_loader), _Clock()
         trainer.data_loader = batches
-        trainer.register_hooks([clock])
+        trainer._hooks.insert(0, clock)  # the time of other hooks' after_step is not that of a step
         trainer.resume_or_load(resume=False)
         with first_batches(_BATCHES) as seconds:
             trainer.train(max_iter=min(_ITERATIONS, length))
@@ -75,7 +75,7 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
         "disk": f"{kept * size / 2**20:,.1f} of {free / 2**20:,.0f} MiB that are free",
         "whole run": f"about {whole}: {length:,} iterations, {evaluations:,} evaluations",
     }
-    logger.info("Hooks:\n%s", hooks_of_run)
+    logger.debug("Hooks:\n%s", hooks_of_run)
     logger.info("The run works:\n%s", tabulate(rows.items(), tablefmt="plain", maxcolwidths=80))
 
 

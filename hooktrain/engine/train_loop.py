@@ -154,7 +154,7 @@ class TrainerBase:
         self._broke_off = False
         self._stop_request: str | None = None
         self.stop_reason: str | None = None
-        self._late_error: Exception | None = None
+        self._late_error: BaseException | None = None
 
     def register_hooks(
         self,
@@ -405,7 +405,7 @@ class TrainerBase:
             raise error
         self.succeeded = done == self.max_iter
 
-    def raise_later(self, error: Exception) -> None:
+    def raise_later(self, error: BaseException) -> None:
         """Let an error end the run when the other hooks have seen this iteration, or the end.
 
         So what was trained is saved where that is due. All ranks must call it, or none, since the

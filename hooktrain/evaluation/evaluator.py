@@ -323,7 +323,7 @@ class _Progress:
     """
 
     def __init__(self, total: int, accelerator: torch.device | None) -> None:
-        logger.info("Start inference on %s batches", "?" if total < 0 else total)
+        logger.debug("Start inference on %s batches", "?" if total < 0 else total)
         self._total, self._accelerator = total, accelerator
         self.batches = self._warmup = 0
         self._seconds = dict.fromkeys(("Dataloading", "Inference", "Eval"), 0.0)
@@ -354,13 +354,13 @@ class _Progress:
         return (time.perf_counter() - self._start) / max(1, self.batches)
 
     def log_summary(self) -> None:
-        """Log the whole time, and that of the model alone, without the first few batches."""
+        """Log the whole time, and the means of a batch, without the first few of them."""
         self._synchronize()
-        measured, ranks = max(1, self.batches - self._warmup), comm.get_world_size()
-        text = "Total inference %stime: %s (%.6f s / iter per device, on %d devices)"
+        measured = max(1, self.batches - self._warmup)
         whole, compute = sum(self._seconds.values()), self._seconds["Inference"]
-        for name, seconds in (("", whole), ("pure compute ", compute)):
-            logger.info(text, name, pretty_seconds(seconds), seconds / measured, ranks)
+        text = "Evaluated %d batches in %s (%.4f s each, %.4f s in the model)"
+        duration = pretty_seconds(self._lap_end - self._start)
+        logger.info(text, self.batches, duration, whole / measured, compute / measured)
 
     def _synchronize(self) -> None:
         """Wait for the accelerator."""

@@ -113,7 +113,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             align = ("left", "right", "right", "right")
             # Without parsing of numbers names stay as they are: "007" is not 7.
             table = tabulate(list(rows), headers, colalign=align, disable_numparse=True)
-            logger.info("Accuracy by class:\n%s", table)
+            logger.debug("Accuracy by class:\n%s", table)
         present = [accuracy for accuracy in accuracies if not math.isnan(accuracy)]
         return {
             "classification": {

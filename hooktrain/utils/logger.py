@@ -19,7 +19,7 @@ from termcolor import colored
 from hooktrain.utils.file_io import on_disk
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
-_COLUMNS = 100  # the longest line of metrics on the terminal
+_COLUMNS = 130  # of a notebook, a pipe, or whatever does not say how wide it is
 _SECONDS_BETWEEN_BARS = 0.1
 _KeyPart = Literal["caller", "message"]
 
@@ -88,7 +88,8 @@ class _TerminalFormatter(logging.Formatter):
         self._plain = not color
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        header, message = record.asctime, _fold(record.message, _COLUMNS - 9)
+        columns = shutil.get_terminal_size((_COLUMNS, 24)).columns
+        header, message = record.asctime, _fold(record.message, columns - 9)
         if self._rename is not None:
             name, abbreviated = self._rename
             inside = f"{record.name}.".startswith(f"{name}.")
@@ -96,7 +97,7 @@ class _TerminalFormatter(logging.Formatter):
         header = colored(header, "green", no_color=self._plain or None)
         if record.levelno < logging.WARNING:
             return f"{header} {message}"
-        attrs = ["blink"] if record.levelno < logging.ERROR else ["blink", "underline"]
+        attrs = ["bold"] if record.levelno < logging.ERROR else ["bold", "underline"]
         level = colored(record.levelname, "red", attrs=attrs, no_color=self._plain or None)
         return f"{header} {level} {message}"
 

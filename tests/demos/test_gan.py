@@ -279,7 +279,7 @@ def test_classes_confidence_and_entropy(
 def test_the_classifier_judges_in_evaluation_mode_and_a_reset_forgets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     classifier = Shown().train()
     real = {"image": samples([0.8, 0.1, 0.1], [0.6, 0.3, 0.1]), "label": torch.tensor([0, 2])}
     evaluator = SampleQualityEvaluator(classifier, NAMES, real=[real])

@@ -3,7 +3,6 @@ import vision  # noqa: F401  # before torchmetrics, which imports torchvision
 # isort: split
 import logging
 from collections.abc import Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -247,15 +246,11 @@ def test_a_loader_without_batches_is_an_error(loader: Any) -> None:
     assert recorder.calls == ["reset"]
 
 
-@pytest.mark.parametrize(
-    ("length", "total", "etas", "seconds"),
-    [(7, 7, "71", (3, 2)), (None, "?", "", (12, 7)), (4, 4, "10", (7, 4))],
-)
+@pytest.mark.parametrize(("length", "total", "etas"), [(7, 7, "71"), (None, "?", ""), (4, 4, "10")])
 def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has_a_length(
     length: int | None,
     total: Any,
     etas: str,
-    seconds: tuple[int, int],
     clock: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -264,7 +259,7 @@ def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has
         slow.__class__ = type("Sized", (Slow,), {"__len__": lambda self: length})
     for _ in range(2):  # the second call owes nothing to the first
         caplog.clear()
-        with caplog.at_level(logging.INFO, LOGGER):
+        with caplog.at_level(logging.DEBUG, LOGGER):
             assert inference_on_dataset(slow, slow, slow) == {"speed": 1.0}  # type: ignore[arg-type]
     # The first five of seven are the warm-up, and not in what is said after it.
     parts = "Dataloading: 0.5000 s/iter. Inference: 1.0000 s/iter. Eval: 0.2500 s/iter."
@@ -276,10 +271,7 @@ def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has
             + (f" ETA=0:00:0{etas[i]}" if etas else "")
             for i, done in enumerate((3, 6))
         ),
-        f"Total inference time: {timedelta(seconds=seconds[0])} "
-        "(1.750000 s / iter per device, on 1 devices)",
-        f"Total inference pure compute time: {timedelta(seconds=seconds[1])} "
-        "(1.000000 s / iter per device, on 1 devices)",
+        "Evaluated 7 batches in 0:00:12 (1.7500 s each, 1.0000 s in the model)",
     ]
 
 

@@ -57,7 +57,7 @@ def test_labels_may_be_integers_of_any_kind(kind: Any) -> None:
 def test_accuracies_are_in_percent_and_a_table_of_the_classes_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         results = evaluate((torch.tensor([0, 0, 0, 2]), logits_for([0, 0, 1, 2])))
     assert caplog.messages == [
         "Accuracy by class:\n"
@@ -85,7 +85,7 @@ def test_a_label_may_be_among_the_highest_logits_of_a_batch_of_images_and_labels
 
 def test_more_than_a_hundred_classes_have_no_table(caplog: pytest.LogCaptureFixture) -> None:
     labels, logits = random_samples(8, classes=101)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         evaluate((labels, logits), names=[str(i) for i in range(101)])
     assert caplog.messages == []
 
@@ -135,7 +135,7 @@ def evaluate_shares() -> list[Any]:
     labels[31] = 3
     tables: list[str] = []
     logger = logging.getLogger("hooktrain.evaluation.metrics")
-    logger.info = lambda *args: tables.append(args[0])  # type: ignore[method-assign, assignment]
+    logger.debug = lambda *args: tables.append(args[0])  # type: ignore[method-assign, assignment]
     found: list[Any] = []
     for shares, _ in SHARES:
         evaluator = ClassificationEvaluator(NAMES, topk=(2,))

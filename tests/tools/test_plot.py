@@ -14,18 +14,24 @@ plot = load_tool("plot")
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
-    rows = [{"iteration": i, "total_loss": 8.0 / (i + 1), "lr": 0.1, "time": 1.0} for i in range(4)]
+    losses = [8.0 / (i + 1) for i in range(4)]
+    rest = {"lr": 0.1, "time": 1.0, "grad_norm": 2.0}
+    rows = [{"iteration": i, "total_loss": x, "loss": x, **rest} for i, x in enumerate(losses)]
     rows.append({"iteration": 3, "classification/accuracy": 50.0, "eta_seconds": 3.0})
     (folder / "metrics.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def test_metrics_are_put_into_panels_and_smoothed(run: Path) -> None:
+def test_metrics_are_put_into_panels_and_smoothed_and_the_only_loss_is_shown_once(
+    run: Path,
+) -> None:
     panels = plot.read([run], [], window=2)
-    assert list(panels) == ["losses", "rates", "results", "times"]
+    assert list(panels) == ["losses", "results", "others", "rates", "times in seconds"]
     losses = [(0, 8.0), (1, 6.0), (2, (4 + 8 / 3) / 2), (3, (8 / 3 + 2) / 2)]
     assert panels["losses"] == {"total_loss": losses}
     assert panels["results"] == {"classification/accuracy": [(3, 50.0)]}
+    assert list(panels["others"]) == ["grad_norm"]
+    assert plot.read([run], ["loss"], window=2) == {"losses": {"loss": losses}}
 
 
 def test_several_runs_share_a_panel_under_their_names(run: Path, tmp_path: Path) -> None:
@@ -33,7 +39,7 @@ def test_several_runs_share_a_panel_under_their_names(run: Path, tmp_path: Path)
     (tmp_path / "other" / "metrics.json").write_text('{"iteration": 9, "total_loss": 1.0}\n')
     panels = plot.read([run, tmp_path / "other"], ["total_loss"], window=1)
     assert list(panels) == ["losses"]
-    assert list(panels["losses"]) == ["other: total_loss", "run: total_loss"]
+    assert list(panels["losses"]) == ["run: total_loss", "other: total_loss"]
 
 
 @pytest.mark.parametrize(
@@ -52,19 +58,46 @@ def test_it_stands_beside_the_metrics_by_default(
     assert capsys.readouterr().out == f"{run / 'metrics.png'}\n"
 
 
-def test_in_a_terminal_it_is_drawn_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "WIDTH", 21)
-    monkeypatch.setattr(plot, "HEIGHT", 3)
-    lines = {"a": [(0, 1.0), (10, 100.0)], "b": [(5, 10.0), (5, float("nan"))]}
-    assert plot.characters("losses", lines, log=True).splitlines() == [
-        "losses, from 1 to 100",
-        "|                    *",
-        "|          +          ",
-        "|*                    ",
-        "+ iterations 0 to 10 -",
-        "  * a",
-        "  + b",
+def test_in_a_terminal_it_is_drawn_by_characters_as_large_as_that_is() -> None:
+    panels = {
+        "losses": {"a": [(0, 1.0), (10, 100.0)], "b": [(5, 10.0), (5, float("nan"))]},
+        "results": {"c": [(10, 98.0), (10, 98.0), (5, 99.0)]},
+    }
+    assert plot.text(panels, log=True, columns=33, rows=19).splitlines() == [
+        "            losses",
+        "       100 |                    *",
+        "           |",
+        "           |          +",
+        "           |",
+        "         1 |*",
+        "           + iterations 0 to 10 -",
+        "            * a",
+        "            + b",
+        "",
+        "            results",
+        "        99 |          *",
+        "           |",
+        "           |",
+        "           |",
+        "        98 |                    *",
+        "           + iterations 0 to 10 -",
+        "            * c",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "shows_more"),
+    [
+        ([0.1, 2.0], True),
+        ([0.0, 0.1, 2.0], True),
+        ([97.0, 99.0], False),
+        ([-1.0, 50.0, 0.1], False),
+    ],
+)
+def test_a_logarithmic_scale_is_for_what_is_positive_and_differs_tenfold(
+    values: list[float], shows_more: bool
+) -> None:
+    assert plot.spans_decades({"a": list(enumerate(values))}) == shows_more
 
 
 @pytest.mark.parametrize(
@@ -106,4 +139,7 @@ def test_it_is_drawn_again_until_the_user_ends_it(
     monkeypatch.setattr(time, "sleep", sleep)
     assert plot.main([str(run), "--text", "--watch", "5"]) == 0
     assert waited == [5.0, 5.0]
-    assert capsys.readouterr().out.count("losses, from") == 2
+    assert capsys.readouterr().out.count("losses") == 2
+    waited.clear()
+    assert plot.main([str(run), "--watch", "--out", str(run / "a.html")]) == 0
+    assert '<meta http-equiv="refresh" content="10.0">' in (run / "a.html").read_text()

@@ -71,9 +71,10 @@ def test_an_unknown_level_is_refused() -> None:
         setup_logger(name=NAME, level="loud")
 
 
-def test_a_line_of_fields_fits_100_columns_on_the_terminal_and_is_whole_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_line_of_fields_fits_the_terminal_and_is_whole_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     fields = "  ".join(f"loss_{i}: {i / 10}" for i in range(20))
     logger = setup_logger(tmp_path, name=NAME, color=False)
     logger.info(fields)
@@ -139,9 +140,9 @@ def test_colours_mark_time_and_name_and_levels_from_warning_on(
     header = rf"\x1b\[32m{TIME}\x1b\[0m "
     info, warning, error, critical = capsys.readouterr().out.splitlines()
     assert re.fullmatch(header + "hello", info)
-    assert re.fullmatch(header + r"\x1b\[5m\x1b\[31mWARNING\x1b\[0m hello", warning)
-    assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mERROR\x1b\[0m hello", error)
-    assert re.fullmatch(header + r"\x1b\[4m\x1b\[5m\x1b\[31mCRITICAL\x1b\[0m hello", critical)
+    assert re.fullmatch(header + r"\x1b\[1m\x1b\[31mWARNING\x1b\[0m hello", warning)
+    assert re.fullmatch(header + r"\x1b\[4m\x1b\[1m\x1b\[31mERROR\x1b\[0m hello", error)
+    assert re.fullmatch(header + r"\x1b\[4m\x1b\[1m\x1b\[31mCRITICAL\x1b\[0m hello", critical)
 
 
 def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(

@@ -124,11 +124,9 @@ class BestCheckpointer(HookBase):
                 logger.warning(text)
             return
         is_better, before = self._is_better(value), self.state_dict()
-        best = (
-            "the first" if self.best_metric is None else f"the best so far is {self.best_metric:g}"
-        )
-        verdict = "saving the best model" if is_better else "not saving"
-        logger.info("%s is %g at iteration %d, %s: %s", name, value, measured_at, best, verdict)
+        best = "the first" if self.best_metric is None else f"the best was {self.best_metric:.4g}"
+        verdict = "saving it" if is_better else "not saving it"
+        logger.info("%s is %.4g at iteration %d, %s: %s", name, value, measured_at, best, verdict)
         if not is_better:
             return
         self.best_metric, self.best_iter = value, measured_at

@@ -1,16 +1,18 @@
-"""How long the iterations take, and what the hooks cost."""
+"""How long the iterations take, how far the run is, and what the hooks cost."""
 
 import logging
 import time
 
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.utils.logger import pretty_seconds
+from hooktrain.utils.logger import pretty_seconds, show_progress
 
 logger = logging.getLogger(__name__)
 
 
 class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs the speed at the end.
+
+    Where a person watches, it draws the progress bar of the run.
 
     Register it first: the time between its ``before_step`` and the end of the step then includes
     the other hooks' ``before_step``, and none of their ``after_step``.
@@ -36,7 +38,7 @@ class IterationTimer(HookBase):
         self._step_start = time.perf_counter()
 
     def after_step(self) -> None:
-        """Record the time of the step, after the warm-up."""
+        """Record the time of the step, after the warm-up, and move the bar."""
         now = time.perf_counter()
         storage = self._storage
         seconds = now - self._step_start
@@ -48,6 +50,9 @@ class IterationTimer(HookBase):
         else:
             self._steps_seconds += seconds
             self._timed += 1
+        done, end = storage.iter + 1, self.trainer.max_iter
+        left = (now - self._timed_start) / self._timed * (end - done) if self._timed else None
+        show_progress("Training", done, end, left)
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""

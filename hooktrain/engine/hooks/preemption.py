@@ -121,7 +121,7 @@ class Preemption(HookBase):
             on_all_ranks(self.checkpointer.wait)
         else:
             self.checkpointer.wait()
-        raise SystemExit(128 + number)
+        self.trainer.raise_later(SystemExit(128 + number))  # in order: train() can go on
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.

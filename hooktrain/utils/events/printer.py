@@ -10,7 +10,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
 from hooktrain.utils.events.storage import EventStorage, get_event_storage
 from hooktrain.utils.events.writer import EventWriter, UnwrittenScalars
-from hooktrain.utils.logger import pretty_seconds, setup_logger, show_progress
+from hooktrain.utils.logger import pretty_seconds, setup_logger
 
 # A word of the name's last part that is or ends in "loss": total_loss, loss1, rpn/loss_box, lossG,
 # but neither glossy nor lossless_ratio.
@@ -26,7 +26,7 @@ class CommonMetricPrinter(EventWriter):
     Of other metrics, those whose names say that they are a loss (``rpn/loss_box``) or contain
     ``[metric]``, and those without a ``/`` in their names, such as ``grad_norm``; the rest is for
     the files. The only loss in ``total_loss`` is not shown again, and a ``data_time`` of less than
-    a tenth of ``time`` not at all. The main process logs, the others do not. If nobody has set up
+    a quarter of ``time`` not at all. The main process logs, the others do not. If nobody has set up
     logging, :func:`~hooktrain.utils.logger.setup_logger` is called.
 
     The time that is left comes from the clock: what an iteration has taken since the first line of
@@ -81,18 +81,12 @@ class CommonMetricPrinter(EventWriter):
             if iteration == storage.iter and not is_result:
                 fields = [*([f"eta: {eta}"] if eta else []), *fields, *self._new_peak()]
             self.logger.info("  ".join(fields))
-        if storage.iter < end:
-            show_progress("Training", storage.iter + 1, end)
 
     def rewind(self, iteration: int) -> None:
         """Forget the clock: the time between two runs says nothing about either."""
         self._first_write = None
         storage = get_event_storage()
         self._unwritten.skip(storage, storage.written.get("console", 0))
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        show_progress("Training", 1, 1)
 
     def _get_eta(self, storage: EventStorage, end: int) -> str:
         now, left = time.perf_counter(), end - storage.iter - 1
@@ -129,6 +123,7 @@ def _fields(texts: dict[str, str]) -> list[str]:
     losses = [name for name in names if _kind(name) == _LOSSES]
     if losses[:1] == ["total_loss"] and len(losses) == 2 and len({*map(texts.get, losses)}) == 1:
         names.remove(losses[1])
-    if float(texts.get("data_time", math.inf)) < float(texts.get("time", 0)) / 10:
+    if float(texts.get("data_time", math.inf)) < float(texts.get("time", 0)) / 4:
         names.remove("data_time")
-    return [f"{name}: {texts[name]}" for name in names]
+    units = {_TIME: " s", _DATA_TIME: " s"}
+    return [f"{name}: {texts[name]}{units.get(_kind(name), '')}" for name in names]

@@ -1,10 +1,11 @@
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hooktrain.engine.hooks import CallbackHook, IterationTimer
+from hooktrain.engine.hooks import CallbackHook, IterationTimer, iteration_timer
 from toy import Idle
 
 
@@ -37,6 +38,16 @@ def test_a_resumed_run_records_every_time_but_its_speed_is_without_the_warm_up(
         trainer.train(10, 15)
     assert trainer.storage.history("time").values() == [(2.0, i) for i in range(10, 15)]
     assert "Overall training speed: 2 iterations in 0:00:04" in caplog.text
+
+
+def test_who_watches_sees_a_bar_that_moves_with_each_iteration_and_the_time_that_is_left(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(iteration_timer, "show_progress", lambda *args: drawn.append(args))
+    Idle(IterationTimer(warmup_iter=2), CallbackHook(after_step=take(clock, 2.0))).train(0, 4)
+    left = [None, None, 2.0, 0.0]
+    assert drawn == [("Training", i + 1, 4, left[i]) for i in range(4)]
 
 
 def test_a_run_within_the_warm_up_has_no_speed(caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,21 @@ def test_the_run_goes_on_bit_for_bit_also_after_a_signal_in_the_last_iteration(
     assert handlers() == before  # also without a signal
 
 
+def test_where_the_process_lives_on_as_in_a_notebook_the_same_trainer_goes_on(
+    tmp_path: Path,
+) -> None:
+    expected = linear_trainer()
+    expected.train(max_iter=10)
+    seen: list[int] = []
+    trainer = preemptible(tmp_path, signal_at(signal.SIGINT, 5))
+    trainer.register_hooks([CallbackHook(after_step=lambda t: seen.append(t.iter))])
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    trainer.train(max_iter=10)
+    assert seen == list(range(10))
+    assert torch.equal(trainer.model.fc.weight, expected.model.fc.weight)
+
+
 @pytest.mark.parametrize("reason", ["preempted by SIGTERM", "preempted by hand"])
 def test_a_stop_that_somebody_else_asks_for_is_no_preemption(tmp_path: Path, reason: str) -> None:
     trainer = preemptible(tmp_path, CallbackHook(after_step=lambda t: t.request_stop(reason)))
