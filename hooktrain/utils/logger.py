@@ -19,7 +19,7 @@ from termcolor import colored
 from hooktrain.utils.file_io import on_disk
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
-_COLUMNS = 130  # of a notebook, a pipe, or whatever does not say how wide it is
+_COLUMNS = 100  # the longest line of metrics; a terminal may be narrower
 _SECONDS_BETWEEN_BARS = 0.1
 _KeyPart = Literal["caller", "message"]
 
@@ -88,7 +88,7 @@ class _TerminalFormatter(logging.Formatter):
         self._plain = not color
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        columns = shutil.get_terminal_size((_COLUMNS, 24)).columns
+        columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
         header, message = record.asctime, _fold(record.message, columns - 9)
         if self._rename is not None:
             name, abbreviated = self._rename

@@ -1,3 +1,6 @@
+import vision  # noqa: F401  # before torchmetrics, which imports torchvision
+
+# isort: split
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace

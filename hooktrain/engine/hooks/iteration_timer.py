@@ -32,6 +32,7 @@ class IterationTimer(HookBase):
         self._steps_seconds = 0.0
         self._timed = 0
         self._timed_from = self._storage.iter + self._warmup_iter
+        self._is_watched = show_progress("Training", self._storage.iter, self.trainer.max_iter)
 
     def before_step(self) -> None:
         """Start the clock of the step."""
@@ -50,9 +51,10 @@ class IterationTimer(HookBase):
         else:
             self._steps_seconds += seconds
             self._timed += 1
-        done, end = storage.iter + 1, self.trainer.max_iter
-        left = (now - self._timed_start) / self._timed * (end - done) if self._timed else None
-        show_progress("Training", done, end, left)
+        if self._is_watched:
+            left = self.trainer.max_iter - storage.iter - 1
+            eta = (now - self._timed_start) / self._timed * left if self._timed else None
+            show_progress("Training", storage.iter + 1, self.trainer.max_iter, eta)
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""

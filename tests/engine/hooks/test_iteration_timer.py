@@ -40,14 +40,17 @@ def test_a_resumed_run_records_every_time_but_its_speed_is_without_the_warm_up(
     assert "Overall training speed: 2 iterations in 0:00:04" in caplog.text
 
 
+@pytest.mark.parametrize("watched", [True, False])
 def test_who_watches_sees_a_bar_that_moves_with_each_iteration_and_the_time_that_is_left(
-    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    watched: bool, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(iteration_timer, "show_progress", lambda *args: drawn.append(args))
+    draw = lambda *args: drawn.append(args) or watched  # noqa: E731
+    monkeypatch.setattr(iteration_timer, "show_progress", draw)
     Idle(IterationTimer(warmup_iter=2), CallbackHook(after_step=take(clock, 2.0))).train(0, 4)
     left = [None, None, 2.0, 0.0]
-    assert drawn == [("Training", i + 1, 4, left[i]) for i in range(4)]
+    bars = [("Training", i + 1, 4, left[i]) for i in range(4)]
+    assert drawn == [("Training", 0, 4), *(bars if watched else [])]
 
 
 def test_a_run_within_the_warm_up_has_no_speed(caplog: pytest.LogCaptureFixture) -> None:
