@@ -113,7 +113,8 @@ class Preemption(HookBase):
         if not isinstance(reason, _Preempted) or not self.trainer.can_save:
             return
         number = signal.Signals[reason.split()[-1]]
-        logger.warning("Ending the run after iteration %d: got %s", iteration, number.name)
+        why = "its time is up" if number == signal.SIGALRM else f"got {number.name}"
+        logger.warning("Ending the run after iteration %d: %s", iteration, why)
         self.trainer.prepare_save(self.on_every_rank)
         self.checkpointer.save(f"{self._file_prefix}_{iteration:07d}", iteration=iteration)
         if self.on_every_rank:
