@@ -19,9 +19,11 @@ from torch.utils.serialization import config
 
 from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.file_io import AnyPath, atomic_write
+from hooktrain.utils.logger import show_progress
 
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
 _TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
+_LONG_BYTES = 1 << 28  # who waits for so much sees a progress bar
 # The beginning of files from before torch's zip container, which it still writes on request.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
@@ -169,9 +171,16 @@ def _find_problem(file: IO[bytes]) -> str:
         parts = container.infolist()
         if packed := [p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED]:
             return f"its parts {packed} are compressed, and might fill the memory"
-        has_checksums = any(part.CRC for part in parts)
-        if has_checksums and (bad := container.testzip()) is not None:
-            return f"the checksum of its part {bad!r} does not match"
+        total, done = sum(part.file_size for part in parts), 0
+        for part in parts if any(part.CRC for part in parts) else ():
+            try:
+                with container.open(part) as stream:
+                    while chunk := stream.read(1 << 20):
+                        done += len(chunk)
+                        if total >= _LONG_BYTES:
+                            show_progress("Verifying MiB", done >> 20, total >> 20)
+            except zipfile.BadZipFile:
+                return f"the checksum of its part {part.filename!r} does not match"
         if not any(part.filename.endswith("/data.pkl") for part in parts):
             return "a zip file, but not of torch.save"
         # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.

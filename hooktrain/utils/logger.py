@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -195,7 +196,7 @@ def close_logger(name: str = "hooktrain") -> None:
 def show_progress(what: str, done: int, total: int, seconds_left: float | None = None) -> bool:
     """Draw a progress bar below the lines on the terminal, if a person watches one.
 
-    The next line takes its place. It is drawn ten times a second at most.
+    The next line takes its place. It is drawn ten times a second at most, by the main thread.
 
     Args:
         what: what takes so long.
@@ -208,7 +209,8 @@ def show_progress(what: str, done: int, total: int, seconds_left: float | None =
     """
     handlers = logging.getLogger("hooktrain").handlers
     ours = [h for h in handlers if isinstance(h, _StdoutHandler) and h.level <= logging.INFO]
-    if not ours or sys.stdout is None:
+    in_background = threading.current_thread() is not threading.main_thread()
+    if not ours or sys.stdout is None or in_background:
         return False
     # A notebook's stream is no terminal, and does what we need of one.
     if not sys.stdout.isatty() and not type(sys.stdout).__module__.startswith("ipykernel"):

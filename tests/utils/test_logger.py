@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ def test_a_bar_stands_below_the_lines_of_all_loggers_where_somebody_watches(
             monkeypatch.setattr(time, "monotonic", lambda now=now: now)
             assert show_progress("Evaluating", done, 4, 3605 - done) == watched
         show_progress("Downloading", 7, 0)
+        with ThreadPoolExecutor() as background:
+            assert not background.submit(show_progress, "Verifying", 1, 2).result()
         setup_logger(name=NAME, color=False).info("hello")
     finally:
         close_logger()
