@@ -42,7 +42,13 @@ setup(
     package_dir={"": "."},
     packages=find_packages(include=["hooktrain", "hooktrain.*"]),
     package_data={"hooktrain": ["py.typed", "demos/digits_data/*"]},
-    install_requires=["torch>=2.6", "numpy>=1.24", "tabulate>=0.9", "termcolor>=2.3"],
+    install_requires=[
+        "torch>=2.6",
+        "filelock>=3.30",  # comes with torch, in any version
+        "numpy>=1.24",
+        "tabulate>=0.9",
+        "termcolor>=2.3",
+    ],
     entry_points={"console_scripts": ["hooktrain = hooktrain.__main__:main"]},
     cmdclass={"build_py": BuildWithScripts},
     extras_require={

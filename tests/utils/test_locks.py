@@ -1,23 +1,34 @@
 import errno
 import fcntl
-import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from io import FileIO
 from pathlib import Path
 
 import pytest
 
-from hooktrain.utils.locks import lock_folder, try_lock
+from hooktrain.utils.locks import is_locked, lock_folder, locked_file
 
 HOLD = """
 import sys
 from hooktrain.utils.locks import lock_folder
 lock_folder(sys.argv[1])
 print("locked", flush=True)
+sys.stdin.read()
+"""
+FORK = """
+import os, signal, sys
+from hooktrain.utils.locks import lock_folder
+lock_folder(sys.argv[1])
+begun, begin = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(begin, b"1")
+    signal.pause()
+os.read(begun, 1)
+print(child, flush=True)
 sys.stdin.read()
 """
 
@@ -52,19 +63,26 @@ def test_the_same_process_may_lock_again_and_copy_the_folder(tmp_path: Path) -> 
 
 
 def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
-    with FileIO(tmp_path / "lock", "w") as file:
-        assert try_lock(file)
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
-        child.start()
-        time_out = time.monotonic() + 30
-    try:
-        with FileIO(tmp_path / "lock", "r+") as file:
-            while not try_lock(file):  # until the child has begun
-                assert time.monotonic() < time_out
-    finally:
-        child.kill()
-        child.join()
-        child.close()
+    command = [sys.executable, "-c", FORK, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        try:
+            other.kill()
+            other.wait()
+            lock_folder(tmp_path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_is_locked_as_long_as_its_block_and_gone_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "file.lock"
+    assert not is_locked(path)
+    with locked_file(path):
+        assert is_locked(path)
+    assert list(tmp_path.iterdir()) == []
+    path.touch()
+    assert not is_locked(path)
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
