@@ -46,7 +46,8 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
         hooks_of_run, length = trainer.describe_hooks(), trainer.max_iter
         batches, clock = _Described(trainer.data_loader), _Clock()
         trainer.data_loader = batches
-        trainer._hooks.insert(0, clock)  # the time of other hooks' after_step is not that of a step
+        # First, since the time of other hooks' after_step is not that of a step.
+        trainer.register_hooks([clock], before=HookBase)
         trainer.resume_or_load(resume=False)
         with first_batches(_BATCHES) as seconds:
             trainer.train(max_iter=min(_ITERATIONS, length))
