@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tabulate import tabulate
@@ -110,6 +110,10 @@ class HookBase:
         )
 
 
+# Beside which hooks to put others: an object, those of a class, or a key.
+Place: TypeAlias = HookBase | type[HookBase] | str | None
+
+
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
@@ -139,9 +143,6 @@ class TrainerBase:
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
-        # The hooks that override an event. Calling all the others takes a microsecond or two of
-        # each step.
-        self._acting: dict[str, list[HookBase]] = {event: [] for event in EVENTS}
         # The hooks whose before_train was called; None while nothing runs.
         self._begun: list[HookBase] | None = None
         self.iter = self.start_iter = self.max_iter = 0
@@ -157,11 +158,7 @@ class TrainerBase:
         self._late_error: BaseException | None = None
 
     def register_hooks(
-        self,
-        hooks: Iterable[HookBase | None],
-        *,
-        before: HookBase | type[HookBase] | str | None = None,
-        after: HookBase | type[HookBase] | str | None = None,
+        self, hooks: Iterable[HookBase | None], *, before: Place = None, after: Place = None
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
@@ -196,15 +193,14 @@ class TrainerBase:
             place = self._places(before)[0]
         elif after is not None:
             place = self._places(after)[-1] + 1
-        self._hooks[place:place] = new
-        self._find_acting()
+        self._hooks = [*self._hooks[:place], *new, *self._hooks[place:]]  # an event may go on
         for hook in new:
             hook.trainer = me
             if self._begun is not None:
                 hook.before_train()
                 self._begun.append(hook)
 
-    def _places(self, target: HookBase | type[HookBase] | str) -> list[int]:
+    def _places(self, target: Place) -> list[int]:
         named = self._named_hooks()
         found = [
             place
@@ -224,9 +220,6 @@ class TrainerBase:
             named[f"{name}#{seen[name]}" if seen[name] else name] = hook
             seen[name] += 1
         return named
-
-    def _find_acting(self) -> None:
-        self._acting = {e: [h for h in self._hooks if _acts_at(h, e)] for e in EVENTS}
 
     def describe_hooks(self) -> str:
         """A table of the hooks: who runs at which event, and in which order."""
@@ -307,7 +300,6 @@ class TrainerBase:
         for hook in self._hooks:  # also what was put into the list without register_hooks
             if hook.trainer is None:
                 hook.trainer = weakref.proxy(self)
-        self._find_acting()
         named = self._named_hooks()
         needs_all = {name: hook.needs_every_rank for name, hook in named.items()}
         seed = torch.initial_seed() if self.seed is None else self.seed
@@ -348,7 +340,7 @@ class TrainerBase:
         self._rank = comm.get_rank()
         self.storage.iter = self.iter
         self._begun = []
-        for hook in list(self._hooks):  # one of them may register others
+        for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
         self.succeeded = start >= self.max_iter  # then nothing is left to do
@@ -381,7 +373,7 @@ class TrainerBase:
         assert self.seed is not None
         seed_step(self.seed, self.iter, self._rank)
         self.storage.iter = self.iter
-        for hook in self._acting["before_step"]:
+        for hook in self._hooks:
             hook.before_step()
 
     def run_step(self) -> None:
@@ -390,7 +382,7 @@ class TrainerBase:
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
-        for hook in self._acting["after_backward"]:
+        for hook in self._hooks:
             hook.after_backward()
 
     def after_step(self) -> None:
@@ -398,7 +390,7 @@ class TrainerBase:
         done = self._finished = self.iter + 1
         if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
-        for hook in self._acting["after_step"]:
+        for hook in self._hooks:
             hook.after_step()
         if (error := self._late_error) is not None:
             self._late_error, self._broke_off = None, False
