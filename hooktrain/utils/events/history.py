@@ -32,7 +32,7 @@ class HistoryBuffer:
         self._data: deque[tuple[float, int]] = deque(maxlen=max_length)
         self.smoothing_hint = True
         self.pending: list[tuple[Any, int]] = []
-        self.count = self._non_finite_count = 0
+        self.count = self._finite_count = 0
         self._finite_sum = 0.0
 
     def update(self, value: float, iteration: int | None = None) -> None:
@@ -48,13 +48,9 @@ class HistoryBuffer:
         """Add pairs (value, iteration), in order."""
         self._data.extend(entries)
         self.count += len(entries)
-        values = [value for value, _ in entries]
-        total = reduce(add, values, self._finite_sum)
-        if not math.isfinite(total):
-            finite = [value for value in values if math.isfinite(value)]
-            self._non_finite_count += len(values) - len(finite)
-            total = reduce(add, finite, self._finite_sum)
-        self._finite_sum = total
+        finite = [value for value, _ in entries if math.isfinite(value)]
+        self._finite_count += len(finite)
+        self._finite_sum = reduce(add, finite, self._finite_sum)
 
     def latest(self) -> float:
         """The value that was added last.
@@ -75,8 +71,7 @@ class HistoryBuffer:
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added, also those dropped since; NaN without any."""
-        finite_count = self.count - self._non_finite_count
-        return self._finite_sum / finite_count if finite_count else math.nan
+        return self._finite_sum / self._finite_count if self._finite_count else math.nan
 
     def values(self) -> list[tuple[float, int]]:
         """All values that are kept, as pairs (value, iteration), the oldest first."""
@@ -123,7 +118,7 @@ class HistoryBuffer:
             "iterations": torch.tensor([i for _, i in entries], dtype=torch.int64),
             "smoothing_hint": self.smoothing_hint,
             "count": self.count,
-            "non_finite_count": self._non_finite_count,
+            "non_finite_count": self.count - self._finite_count,
             "finite_sum": self._finite_sum,
         }
 
@@ -135,7 +130,7 @@ class HistoryBuffer:
         self._data.extend(zip(values, iterations, strict=True))
         self.smoothing_hint = state_dict["smoothing_hint"]
         self.count = state_dict["count"]
-        self._non_finite_count = state_dict["non_finite_count"]
+        self._finite_count = self.count - state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
 
 
