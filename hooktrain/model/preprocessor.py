@@ -20,17 +20,15 @@ class BaseDataPreprocessor(nn.Module):
 
     Args:
         non_blocking: copy from pinned memory without waiting.
+
+    Attributes:
+        device: where batches are moved to.
     """
 
     def __init__(self, non_blocking: bool = False) -> None:
         super().__init__()
         self.non_blocking = non_blocking
-        self._device = torch.get_default_device()
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches are moved to."""
-        return self._device
+        self.device = torch.get_default_device()
 
     def cast_data(self, data: Any) -> Any:
         """Move tensors in dicts, lists, tuples and dataclasses, and other objects with ``to``.
@@ -40,8 +38,8 @@ class BaseDataPreprocessor(nn.Module):
         """
         if can_move(data):
             options = {"non_blocking": True} if self.non_blocking else {}
-            return data.to(self._device, **options)
-        return map_items(self.cast_data, data)
+            return data.to(self.device, **options)
+        return map_items(lambda _, item: self.cast_data(item), data)
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Turn a batch into the arguments of the model's forward.
@@ -59,7 +57,7 @@ class BaseDataPreprocessor(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Everything that moves a module calls this. A buffer would know its device too, but
         # DistributedDataParallel would broadcast it in every step.
-        self._device = fn(torch.empty(0, device=self._device)).device
+        self.device = fn(torch.empty(0, device=self.device)).device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,5 @@
 """Tensors of which each rank holds a shard: put together to a full one, and split again."""
 
-import copy
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.utils import comm
+from hooktrain.utils.to_device import map_items
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -64,14 +63,8 @@ def map_leaves(
         state: it is not changed.
         path: of the state itself.
     """
-    kind = type(state)
-    if kind in (dict, OrderedDict, Counter):
-        mapped = copy.copy(state)  # with its attributes, such as the _metadata of a state dict
-        for key, item in state.items():
-            mapped[key] = map_leaves(function, item, (*path, key))
-        return mapped
-    if kind in (list, tuple):
-        return kind([map_leaves(function, item, (*path, i)) for i, item in enumerate(state)])
+    if isinstance(state, dict | list | tuple):
+        return map_items(lambda key, item: map_leaves(function, item, (*path, key)), state)
     return function(path, state)
 
 

@@ -30,7 +30,7 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     def move(data: Any) -> Any:
         if isinstance(data, Tensor):
             return _copy(data, device, copying)
-        return data.to(device) if can_move(data) else map_items(move, data)
+        return data.to(device) if can_move(data) else map_items(lambda _, item: move(item), data)
 
     return move
 
@@ -52,21 +52,23 @@ def can_move(data: Any) -> bool:
     return callable(getattr(data, "to", None)) and not isinstance(data, type)
 
 
-def map_items(function: Callable[[Any], Any], data: Any) -> Any:
-    """A dict, list, tuple or dataclass of the same type with ``function`` applied to its items.
+def map_items(function: Callable[[Any, Any], Any], data: Any) -> Any:
+    """A dict, list, tuple or dataclass of the same type with ``function(key, item)`` for its items.
 
-    Everything else, such as strings and None, is returned as it is.
+    A key is that of a dict, an index or the name of a field. Attributes of a dict, such as the
+    ``_metadata`` of a state dict, stay. Everything else, such as strings and None, is returned as
+    it is.
     """
     if isinstance(data, Mapping | list):
         # Not every kind of dict can be made from pairs: defaultdict for one.
         changed: Any = copy.copy(data)
         for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
-            changed[key] = function(value)
+            changed[key] = function(key, value)
         return changed
     if isinstance(data, tuple):
         make = getattr(type(data), "_make", type(data))  # namedtuple or tuple
-        return make([function(item) for item in data])
+        return make([function(i, item) for i, item in enumerate(data)])
     if is_dataclass(data) and not isinstance(data, type):
-        values = {field.name: function(getattr(data, field.name)) for field in fields(data)}
-        return replace(data, **values)
+        names = [field.name for field in fields(data)]
+        return replace(data, **{name: function(name, getattr(data, name)) for name in names})
     return data
