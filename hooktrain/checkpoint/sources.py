@@ -138,7 +138,8 @@ def _find_or_fetch(url: str) -> str:
     path = os.path.join(folder, name)
     if os.path.exists(path):
         try:
-            verify_file(path)
+            if name.endswith((".pth", ".pt")):
+                verify_file(path)
             logger.info("Using %s, downloaded earlier from %s", path, url)
             return path
         except CorruptCheckpointError as error:
