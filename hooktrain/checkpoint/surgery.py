@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tabulate import tabulate
 from torch import nn
@@ -84,10 +83,7 @@ def load_checkpoint(
 
 
 def load_model_state(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    strict: bool = False,
-    revise_keys: Sequence[tuple[str, str]] = (),
+    model: nn.Module, state: Mapping[str, Any], strict: bool = False
 ) -> IncompatibleKeys:
     """Load what fits by name and shape, and warn with a table of what does not.
 
@@ -98,17 +94,19 @@ def load_model_state(
 
     Args:
         model: changed in place.
-        state: tensors or numpy arrays by name, as of ``model.state_dict()``. It is not changed.
+        state: tensors by name, as of ``model.state_dict()``. It is not changed.
         strict: raise if there is a difference. Meanwhile the model is in memory twice.
-        revise_keys: patterns and replacements for the names; see :func:`revise_names`.
 
     Raises:
         RuntimeError: with ``strict``, if there is a difference; the model is as it was.
-        ValueError: if a value is neither tensor nor array, names cannot be revised, or nothing
-            fits; the model is as it was.
+        ValueError: if a value is no tensor, or nothing fits; the model is as it was.
     """
     in_model = model.state_dict()
-    loadable = _as_tensors(revise_names(state, revise_keys))
+    loadable = _renamed(state, lambda name: name)
+    for name, value in state.items():
+        # Modules may keep what they like under this name (Module.get_extra_state).
+        if not torch.is_tensor(value) and not name.endswith("_extra_state"):
+            raise ValueError(f"{name!r} of type {type(value).__name__} must be a tensor")
     in_wrapper = all(name.startswith("module.") for name in loadable)
     if loadable and in_wrapper and not any(name.startswith("module.") for name in in_model):
         loadable = take_prefix(loadable, "module")
@@ -158,18 +156,6 @@ def _table_of(found: IncompatibleKeys, saved: Mapping[str, Any], ours: Mapping[s
     rows += [(name, "unexpected", saved.get(name, "-"), "-") for name in found.unexpected_keys]
     headers = ["name", "difference", "shape in file", "shape in model"]
     return tabulate([map(str, row) for row in rows], headers, disable_numparse=True) if rows else ""
-
-
-def _as_tensors(state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
-    for name, value in state.items():
-        if isinstance(value, np.ndarray):
-            state[name] = torch.tensor(value)
-        # Modules may keep what they like under this name (Module.get_extra_state).
-        elif not torch.is_tensor(value) and not name.endswith("_extra_state"):
-            raise ValueError(
-                f"{name!r} of type {type(value).__name__} must be a tensor or an array"
-            )
-    return state
 
 
 def _shape(value: Any) -> Any:

@@ -6,17 +6,11 @@ from hooktrain.solver.build import (
     build_optim_wrapper as build_optim_wrapper,
     build_param_scheduler as build_param_scheduler,
 )
-from hooktrain.solver.optim_state import (
-    load_optimizer_state as load_optimizer_state,
-    optimizer_state_dict as optimizer_state_dict,
-    parameter_names as parameter_names,
-)
 from hooktrain.solver.optim_wrapper import OptimWrapper as OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict as OptimWrapperDict
 from hooktrain.solver.param_groups import (
     expand_param_groups as expand_param_groups,
     get_default_optimizer_params as get_default_optimizer_params,
-    paramwise_param_groups as paramwise_param_groups,
     reduce_param_groups as reduce_param_groups,
 )
 from hooktrain.solver.param_scheduler import (

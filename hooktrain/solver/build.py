@@ -61,7 +61,7 @@ class DefaultOptimWrapperConstructor:
             ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the optimizer.
             ``type`` is the class of the wrapper, by default :class:`OptimWrapper`, and the other
             items are its arguments. It is not changed.
-        paramwise_cfg: the rules, see :func:`~hooktrain.solver.paramwise_param_groups`.
+        paramwise_cfg: the rules, see :func:`~hooktrain.solver.param_groups.paramwise_param_groups`.
 
     Raises:
         ValueError: without ``optimizer``, or if that is no dict with ``type``.
@@ -99,7 +99,7 @@ class DefaultOptimWrapperConstructor:
             KeyError: if there is no optimizer or wrapper of the ``type``.
             TypeError: if the optimizer or the wrapper does not take its arguments.
             ValueError: for rules that make no sense; see
-                :func:`~hooktrain.solver.paramwise_param_groups`.
+                :func:`~hooktrain.solver.param_groups.paramwise_param_groups`.
         """
         kind = OPTIMIZERS.find(self.optimizer_cfg["type"])
         groups = self.param_groups(model)

@@ -247,11 +247,6 @@ class OptimWrapper:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient that was not cleared."""
-        groups = self.optimizer.param_groups
-        return any(p.grad is not None for group in groups for p in group["params"])
-
     def count_skipped_update(self) -> None:
         """Note that an update was skipped, and log how many were."""
         self.skipped_updates += 1
@@ -278,7 +273,7 @@ class OptimWrapper:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, or the state of a torch optimizer.
 
-        Parameters are matched by name; see :func:`~hooktrain.solver.load_optimizer_state`.
+        Parameters are matched by name; see ``load_optimizer_state`` in ``optim_state.py``.
         """
         load_optimizer_state(self.optimizer, state_dict, self._parameter_names())
         if self.base_param_settings is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hooktrain import __version__, solver
-from hooktrain.checkpoint import Checkpointer, load_model_state
+from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.checkpoint.formats import parts_of_trainer, split_average
 from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
@@ -396,8 +396,8 @@ class BaseStrategy(ABC):
             strict: raise a RuntimeError if there is a difference.
             revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
         """
-        model = unwrap_model(self.model)
-        load_model_state(model, state_dict, strict=strict, revise_keys=revise_keys)
+        state = revise_names(state_dict, revise_keys)
+        load_model_state(unwrap_model(self.model), state, strict)
 
     def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`optim_state_dict` returned."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from wrapper_toys import linear
 
-from hooktrain.solver import (
-    OptimWrapper,
-    get_default_optimizer_params,
+from hooktrain.solver import OptimWrapper, get_default_optimizer_params
+from hooktrain.solver.optim_state import (
     load_optimizer_state,
     optimizer_state_dict,
     parameter_names,
