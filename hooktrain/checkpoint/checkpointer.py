@@ -93,7 +93,7 @@ class Checkpointer:
             *("_convert_ndarray_to_tensor", "_log_incompatible_keys"),
         ),
         "derive from hooktrain.compat.detectron2.Checkpointer, which calls it",
-    )
+    ) | {"tag_last_checkpoint": "override save(), which says what to resume from"}
 
     def __init_subclass__(cls) -> None:
         refuse_overrides(cls, cls._not_called)

@@ -17,6 +17,7 @@ from hooktrain.checkpoint.formats import with_model
 from hooktrain.checkpoint.surgery import IncompatibleKeys, load_model_state
 from hooktrain.compat.paths import PathManager
 from hooktrain.utils.file_io import AnyPath
+from hooktrain.utils.registry import refuse_overrides
 
 State = dict[str, Any]
 
@@ -61,6 +62,8 @@ class Checkpointer(core.Checkpointer):
     _not_called: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
+        instead = "override save(), which says what to resume from"
+        refuse_overrides(cls, {"tag_last_checkpoint": instead})
         if "save" in vars(cls):
             cls.save = _keep_options(cls.save)  # type: ignore[method-assign]
 

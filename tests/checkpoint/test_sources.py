@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         if kind in ("missing", "error"):
             self.send_error(404 if kind == "missing" else 503)
             return
-        body = weights(5) if kind == "other" else GOOD
+        body = {"other": weights(5), "text": b"{}"}.get(kind, GOOD)
         self.send_response(200)
         if kind == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
@@ -163,6 +163,12 @@ def test_a_checkpoint_is_downloaded_once(
     first, second = (r.getMessage() for r in caplog.records if r.name.endswith("sources"))
     assert first.startswith(f"Downloading {url} to {tmp_path}")
     assert second.endswith(f"downloaded earlier from {url}")
+
+
+def test_a_file_of_another_kind_is_downloaded_once_too(server: Any) -> None:
+    for _ in range(2):
+        assert Path(local_path(f"{server.url}/text/names.json")).read_bytes() == b"{}"
+    assert server.requests == ["/text/names.json"]
 
 
 def test_a_broken_download_is_fetched_again(server: Any, caplog: pytest.LogCaptureFixture) -> None:
