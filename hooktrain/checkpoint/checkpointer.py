@@ -401,7 +401,8 @@ class Checkpointer:
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
         left = {key: item for key, item in state.items() if key not in {"model", *chosen}}
-        if unused := [key for key in left if key != "iteration"]:
+        # What could have been loaded was left out on purpose.
+        if unused := [key for key in left if key not in {"iteration", *self.checkpointables}]:
             self.logger.info("Entries of %s that were not loaded: %s", path, ", ".join(unused))
         return left
 

@@ -16,7 +16,7 @@ import torch
 from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.checkpoint.files import CorruptCheckpointError, verify_file
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import AnyPath, atomic_write, is_address
+from hooktrain.utils.file_io import AnyPath, atomic_write, is_address, sweep
 from hooktrain.utils.logger import show_progress
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ def _find_or_fetch(url: str) -> str:
         except CorruptCheckpointError as error:
             logger.warning("Downloading again: %s", error)
     os.makedirs(folder, exist_ok=True)
+    sweep(folder)  # what killed downloads have left
     logger.info("Downloading %s to %s", url, path)
     _write_download(url, path)
     return path

@@ -202,6 +202,10 @@ def test_a_load_tells_what_is_missing_and_what_was_not_used(
     assert "iteration" not in messages(caplog, logging.INFO)
     assert sorted(rest) == ["iteration", "note", "trainer"]
     assert ema.value == 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        Checkpointer(model_of(0), trainer=Counter(1)).load(tmp_path / "a.pth", checkpointables=[])
+    assert messages(caplog, logging.INFO).endswith("not loaded: note")
 
 
 def test_a_resume_refuses_a_file_that_lacks_a_state_unless_told_what_to_load(

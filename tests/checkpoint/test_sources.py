@@ -171,6 +171,15 @@ def test_a_file_of_another_kind_is_downloaded_once_too(server: Any) -> None:
     assert server.requests == ["/text/names.json"]
 
 
+def test_what_a_killed_download_has_left_is_swept(server: Any) -> None:
+    path = Path(local_path(f"{server.url}/a/model.pth"))
+    path.unlink()
+    left = path.with_name(".model.pth.tmp-1-0123abcd")
+    left.write_bytes(GOOD[:100])
+    local_path(f"{server.url}/a/model.pth")
+    assert files(path.parent) == ["model.pth"]
+
+
 def test_a_broken_download_is_fetched_again(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     url = f"{server.url}/a/model.pth"
     Path(local_path(url)).write_text("<html>Please log in to the network</html>")
