@@ -53,9 +53,6 @@ class DefaultOptimWrapperConstructor:
     A subclass may override :meth:`add_params`, which rules ask for, and then have rules of its own
     in ``paramwise_cfg``; or :meth:`param_groups`.
 
-    Adam and AdamW on CUDA are built with ``fused=True``, unless ``fused``, ``foreach`` or
-    ``differentiable`` is configured.
-
     Args:
         optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
             ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the optimizer.
@@ -102,10 +99,8 @@ class DefaultOptimWrapperConstructor:
                 :func:`~hooktrain.solver.param_groups.paramwise_param_groups`.
         """
         kind = OPTIMIZERS.find(self.optimizer_cfg["type"])
-        groups = self.param_groups(model)
         first = next(iter(inspect.signature(kind).parameters))  # not all call it "params"
-        options = {"fused": True} if _fused_by_default(kind, self.optimizer_cfg, groups) else {}
-        optimizer = OPTIMIZERS.build(self.optimizer_cfg, **{first: groups, **options})
+        optimizer = OPTIMIZERS.build(self.optimizer_cfg, **{first: self.param_groups(model)})
         wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
             self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
         )
@@ -136,21 +131,6 @@ class DefaultOptimWrapperConstructor:
         own = type(self) is not DefaultOptimWrapperConstructor  # its rules are none of ours
         rules = {key: rule for key, rule in self.paramwise_cfg.items() if key in RULES or not own}
         params += paramwise_param_groups(module, rules, self.base_lr, self.base_wd)
-
-
-def _fused_by_default(optimizer: Any, options: Mapping[str, Any], groups: list[ParamGroup]) -> bool:
-    """Whether to build an optimizer with ``fused=True``, which torch leaves to its users.
-
-    Not the fused SGD and Adagrad: they refuse sparse gradients, which only a backward pass
-    reveals. Not the CPU: its fused kernels silently give wrong results where a parameter, its
-    gradient and its state differ in their strides (torch 2.13).
-    """
-    choices = {"fused", "foreach", "differentiable"}
-    chosen = any(choices & some.keys() for some in (options, *groups))
-    if chosen or optimizer not in (torch.optim.Adam, torch.optim.AdamW):
-        return False
-    parameters = [p for group in groups for p in group["params"]]
-    return all(type(p) is nn.Parameter and p.is_floating_point() and p.is_cuda for p in parameters)
 
 
 def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | OptimWrapperDict:

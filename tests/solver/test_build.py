@@ -151,32 +151,6 @@ def test_a_subclass_makes_groups_of_its_own_by_rules_of_its_own() -> None:
     assert Both(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [0.5, 2.0]
 
 
-def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return construct(model, {"optimizer": {"type": "AdamW", **options}}).optimizer
-
-
-def test_fused_kernels_are_for_adam_on_cuda_alone() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(1, 1)
-    assert adam(model).defaults["fused"] is adam(nn.Linear(1, 1)).defaults["fused"] is None
-    assert adam(nn.Linear(1, 1), fused=True).defaults["fused"] is True
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_cuda_adam_is_fused_and_agrees_with_the_loop() -> None:
-    results = []
-    for options in ({}, {"foreach": False}):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 3).cuda()
-        optimizer = adam(model, **options)
-        assert optimizer.defaults["fused"] is (None if options else True)
-        for _ in range(3):
-            model(torch.ones(2, 3, device="cuda")).square().sum().backward()
-            optimizer.step()
-        results.append(model.weight.detach())
-    torch.testing.assert_close(*results)
-
-
 # One optimizer
 
 
