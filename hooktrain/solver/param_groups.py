@@ -10,7 +10,6 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from itertools import compress
 from typing import Any
 
@@ -82,7 +81,7 @@ def get_default_optimizer_params(
     """Parameter groups of the trainable parameters of a model, each parameter once.
 
     Without options this is one group of all of them. As in detectron2, except that an override
-    may also name a place in the model, must match something, and that ``lr_factor_func`` and
+    may also be for one parameter, must be for something, and that ``lr_factor_func`` and
     ``bias_lr_factor`` multiply where both apply.
 
     Names are full dotted names in the model, ``"backbone.stem.weight"``, without the parts that
@@ -90,14 +89,8 @@ def get_default_optimizer_params(
     ``param_names``; overrides match any of its names.
 
     Settings come from, later ones winning: ``base_lr`` and ``weight_decay``; ``weight_decay_norm``;
-    ``lr_factor_func``; the two arguments on biases; ``overrides``, from general to specific:
-
-    1. the last part of a name: ``"bias"``;
-    2. an ``fnmatch`` pattern of full names: ``"backbone.*"``. Of several, the one with more
-       characters that are no wildcard is the more specific;
-    3. a full name: ``"head.weight"``.
-
-    All that match a parameter are merged, setting by setting; of equals the later one wins.
+    ``lr_factor_func``; the two arguments on biases; ``overrides`` by the last part of a name,
+    ``"bias"``; ``overrides`` by a full name, ``"head.weight"``.
 
     Args:
         model: may be wrapped.
@@ -107,10 +100,10 @@ def get_default_optimizer_params(
         bias_lr_factor: multiplies the learning rate of parameters called ``bias``.
         weight_decay_bias: for parameters called ``bias``, those of normalisation layers included.
         lr_factor_func: maps the full name of a parameter to the factor of its learning rate.
-        overrides: maps a rule, as above, to settings such as ``{"lr": 0.01, "weight_decay": 0.0}``.
+        overrides: maps a name, as above, to settings such as ``{"lr": 0.01, "weight_decay": 0.0}``.
 
     Raises:
-        ValueError: a factor is given without ``base_lr``; an override matches no parameter;
+        ValueError: a factor is given without ``base_lr``; an override is for no parameter;
             ``"bias"`` is overridden in two ways.
 
     Example::
@@ -126,10 +119,11 @@ def get_default_optimizer_params(
         raise ValueError("biases are set twice: by overrides['bias'] and by another argument")
 
     every_name = [name for names, _, _ in walk_parameters(model) for name in names]
-    for rule in overrides:
-        if not any(_rank(rule, every_name)):
-            near = did_you_mean(rule, [*every_name, *map(_last_part, every_name)])
-            raise ValueError(f"overrides: {rule!r} matches no parameter of the model{near}")
+    known = [*every_name, *map(_last_part, every_name)]
+    for name in overrides:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"overrides: {name!r} is no parameter of the model{hint}")
 
     def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
         is_bias = _last_part(names[0]) == "bias"
@@ -143,8 +137,8 @@ def get_default_optimizer_params(
             found["weight_decay"] = weight_decay_norm
         if weight_decay_bias is not None and is_bias:
             found["weight_decay"] = weight_decay_bias
-        for rule in sorted(overrides, key=lambda rule: _rank(rule, names)):
-            found.update(overrides[rule] if any(_rank(rule, names)) else {})
+        for name in (*map(_last_part, names), *names):
+            found.update(overrides.get(name, {}))
         return found
 
     return _group_trainable(model, settings)
@@ -152,15 +146,6 @@ def get_default_optimizer_params(
 
 def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _rank(rule: str, names: Iterable[str]) -> tuple[int, int]:
-    """How specific a rule is for a parameter of these names; zeros if it does not match."""
-    if rule in names:
-        return 3, 0
-    if any(fnmatchcase(name, rule) for name in names):
-        return 2, sum(c not in "*?[]" for c in rule)
-    return int(any(rule == _last_part(name) for name in names)), 0
 
 
 def paramwise_param_groups(
