@@ -401,8 +401,9 @@ class Checkpointer:
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
         left = {key: item for key, item in state.items() if key not in {"model", *chosen}}
-        # What could have been loaded was left out on purpose.
-        if unused := [key for key in left if key not in {"iteration", *self.checkpointables}]:
+        # What could have been loaded, or all but the model, was left out on purpose.
+        unused = [key for key in left if key not in {"iteration", *self.checkpointables}]
+        if unused and self.checkpointables:
             self.logger.info("Entries of %s that were not loaded: %s", path, ", ".join(unused))
         return left
 

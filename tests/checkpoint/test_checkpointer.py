@@ -206,6 +206,10 @@ def test_a_load_tells_what_is_missing_and_what_was_not_used(
     with caplog.at_level(logging.INFO):
         Checkpointer(model_of(0), trainer=Counter(1)).load(tmp_path / "a.pth", checkpointables=[])
     assert messages(caplog, logging.INFO).endswith("not loaded: note")
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        Checkpointer(model_of(0)).load(tmp_path / "a.pth")
+    assert "not loaded" not in messages(caplog, logging.INFO)
 
 
 def test_a_resume_refuses_a_file_that_lacks_a_state_unless_told_what_to_load(
