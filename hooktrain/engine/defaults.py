@@ -149,26 +149,31 @@ def default_setup(cfg: Any, args: Any) -> None:
     seed, path = train.get("seed"), Path(output_dir, "config.py")
     resumes = getattr(args, "resume", False) or reads_only or restart_count() > 0
     if output_dir and resumes and (seed is None or seed < 0):
-        if comm.is_main_process() and path.is_file():  # of an earlier start of the run
-            seed = LazyConfig.load(path).get("train", {}).get("seed")
-        seed = comm.broadcast(seed)
+        is_there = comm.is_main_process() and path.is_file()  # of an earlier start of the run
+        earlier = LazyConfig.load(path).get("train", {}) if is_there else {}
+        seed = comm.broadcast(earlier.get("seed"))
     seed = set_random_seed(seed, diff_rank_seed=True)
     if "seed" in train:
         train["seed"] = seed
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if output_dir and comm.is_main_process() and not reads_only:
-        before = path.read_text("utf-8").splitlines() if resumes and path.is_file() else None
-        LazyConfig.save(cfg, path)
-        logger.info("Full config saved to %s", path)
-        if before is not None:
-            changes = unified_diff(before, path.read_text("utf-8").splitlines(), n=0, lineterm="")
-            if lines := [line for line in changes if line[:2] not in ("--", "++", "@@")]:
-                logger.info("What has changed since the last start:\n%s", "\n".join(lines))
+        _save_config(cfg, path, resumes)
     if not eval_only and train.get("cudnn_benchmark") is not None:
         torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
     if precision := train.get("float32_precision"):
         torch.set_float32_matmul_precision(precision)
+
+
+def _save_config(cfg: Any, path: Path, resumes: bool) -> None:
+    """Save the configuration, and say what has changed since a resumed run was started."""
+    before = path.read_text("utf-8").splitlines() if resumes and path.is_file() else None
+    LazyConfig.save(cfg, path)
+    logger.info("Full config saved to %s", path)
+    if before is not None:
+        changes = unified_diff(before, path.read_text("utf-8").splitlines(), n=0, lineterm="")
+        if lines := [line for line in changes if line[:2] not in ("--", "++", "@@")]:
+            logger.info("What has changed since the last start:\n%s", "\n".join(lines))
 
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[events.EventWriter]:

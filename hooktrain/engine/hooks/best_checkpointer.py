@@ -104,24 +104,16 @@ class BestCheckpointer(HookBase):
     def _compare(self, iteration: int, at_end: bool = False) -> None:
         self._checkpointer.wait()  # to know whether the best so far was saved
         self.trainer.prepare_save(self.on_every_rank)
-        name, storage = self._val_metric, self.trainer.storage
-        latest = storage.latest().get(name)
+        name = self._val_metric
+        latest = self.trainer.storage.latest().get(name)
         if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.
             latest, state = comm.broadcast((latest, self.state_dict()))
             self.load_state_dict(state)
         value, measured_at = latest or (math.nan, -1)
         if measured_at < iteration:
-            text = f"BestCheckpointer is due at iteration {iteration}, but {name!r} was measured "
-            text += f"at {measured_at}: give it the eval_period of EvalHook"
-            if latest is None:
-                text = f"there is no metric {name!r} to choose the best checkpoint by"
-                text += did_you_mean(name, storage.histories())
-            # An evaluation without results is no mistake.
-            if not at_end and max(evaluated_at(self.trainer), default=0) >= 0:
-                self.trainer.raise_later(ValueError(text))
-            elif not at_end:
-                logger.warning(text)
+            if not at_end:
+                self._refuse(iteration, measured_at)
             return
         is_better, before = self._is_better(value), self.state_dict()
         best = "the first" if self.best_metric is None else f"the best was {self.best_metric:.4g}"
@@ -139,6 +131,18 @@ class BestCheckpointer(HookBase):
                 iteration=iteration,
                 best={"metric": name, **self.state_dict()},
             )
+
+    def _refuse(self, iteration: int, measured_at: int) -> None:
+        name = self._val_metric
+        text = f"BestCheckpointer is due at iteration {iteration}, but {name!r} was measured "
+        text += f"at {measured_at}: give it the eval_period of EvalHook"
+        if measured_at < 0:
+            text = f"there is no metric {name!r} to choose the best checkpoint by"
+            text += did_you_mean(name, self.trainer.storage.histories())
+        if max(evaluated_at(self.trainer), default=0) >= 0:
+            self.trainer.raise_later(ValueError(text))
+        else:  # an evaluation without results is no mistake
+            logger.warning(text)
 
     def _go_on(self, before: Mapping[str, Any], error: OSError) -> None:
         self.load_state_dict(before)
