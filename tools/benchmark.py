@@ -4,21 +4,18 @@
     python tools/benchmark.py ddp
     python tools/benchmark.py fsdp
 
-Machines are noisy and drift, so a bare loop and hooktrain's are measured in pairs, and the result
-is the median over the pairs. For ``step`` each run is a new process, in alternating order.
-For ``ddp`` (a linear layer) and ``fsdp`` (a small transformer) two processes on the CPU train by
-both loops in turns.
+Machines are noisy and drift, so a process trains by a bare loop and by hooktrain's in turns, and
+the result is the median over the pairs: on the CPU, for ``step`` (a linear layer) in one process,
+for ``ddp`` (the same) and ``fsdp`` (a small transformer) in two. hooktrain's loop has a timer, a
+schedule, and the metrics of every iteration, which go to the console and to JSON each 20.
 """
 
 import argparse
-import json
-import logging
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from itertools import repeat
 from typing import Any
 
@@ -32,7 +29,7 @@ from hooktrain.model.sharding import shard_model
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
-from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.logger import close_logger, setup_logger
 
 
 class Model(nn.Module):
@@ -46,45 +43,6 @@ class Model(nn.Module):
         """Compute the loss."""
         loss: Tensor = self.fc(x).square().mean()
         return loss
-
-
-def bare_loop(iterations: int) -> float:
-    """Train without anything around the step; return microseconds an iteration."""
-    model, data = Model(), torch.randn(16, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader = iter(repeat(data))
-    start = time.perf_counter()
-    for _ in range(iterations):
-        loss = model(next(loader))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return (time.perf_counter() - start) / iterations * 1e6
-
-
-def full_stack(iterations: int) -> float:
-    """The same with timer, schedule, every iteration's metrics, console and JSON each 20."""
-    model, data = Model(), torch.randn(16, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with tempfile.TemporaryDirectory() as folder:
-        setup_logger(folder)
-        trainer = SimpleTrainer(model, repeat(data), optimizer)
-        writers = [CommonMetricPrinter(iterations), JSONWriter(f"{folder}/metrics.json")]
-        trainer.register_hooks(
-            [
-                hooks.IterationTimer(),
-                hooks.LRScheduler(scheduler=CosineParamScheduler(1.0, 0.0)),
-                hooks.PeriodicWriter(writers, period=20),
-            ]
-        )
-        start = time.perf_counter()
-        trainer.train(0, iterations)
-        seconds = time.perf_counter() - start
-        logging.shutdown()
-    return seconds / iterations * 1e6
-
-
-RUNS = {"bare": bare_loop, "hooktrain": full_stack}
 
 
 class InTurns(HookBase):
@@ -115,8 +73,10 @@ class InTurns(HookBase):
 
 
 def model_and_batch(kind: str) -> tuple[nn.Module, Any]:
-    """A model for several processes, in training mode, and the batch that it always gets."""
+    """A model in training mode, and the batch that it always gets."""
     torch.manual_seed(0)
+    if kind == "step":
+        return Model(), torch.randn(16, 16)
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(Model()), torch.randn(16, 16)
     text = torch.randint(64, (8, 65))
@@ -125,7 +85,7 @@ def model_and_batch(kind: str) -> tuple[nn.Module, Any]:
 
 
 def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, float]]:
-    """Train by the full stack and by a bare loop in turns, in one of several processes."""
+    """Train by the full stack and by a bare loop in turns, in this process or in one of several."""
     torch.set_num_threads(1)
     model, batch = model_and_batch(kind)
     bare_model, _ = model_and_batch(kind)
@@ -138,14 +98,18 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
         for _ in range(iterations):
             starts.append(time.perf_counter())
             losses = bare_model(batch)
-            loss = losses if kind == "ddp" else losses["loss_lm"]
+            loss = losses["loss_lm"] if kind == "fsdp" else losses
             bare_optimizer.zero_grad()
             loss.backward()
             bare_optimizer.step()
         return starts
 
     turns, total = InTurns(bare_block, iterations), (pairs + 1) * iterations
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(f"{folder}/console", "w") as console,
+        redirect_stdout(console),
+    ):
         setup_logger(folder, distributed_rank=comm.get_rank())
         writers = [CommonMetricPrinter(total), JSONWriter(f"{folder}/metrics.json")]
         trainer = SimpleTrainer(model, repeat(batch), optimizer)
@@ -158,27 +122,8 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
             ]
         )
         trainer.train(0, total)
-        logging.shutdown()
+        close_logger()
     return turns.pairs
-
-
-def measure(kind: str, iterations: int) -> float:
-    """One run in a new process."""
-    command = [sys.executable, __file__, "run", kind, "--iterations", str(iterations)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(json.loads(result.stdout.splitlines()[-1]))
-
-
-def step(pairs: int, iterations: int) -> None:
-    """Print what the full stack adds to a step, by pairs of processes."""
-    bare, ours = [], []
-    for pair in range(pairs):
-        order = ("bare", "hooktrain") if pair % 2 == 0 else ("hooktrain", "bare")
-        seconds = {kind: measure(kind, iterations) for kind in order}
-        bare.append(seconds["bare"])
-        ours.append(seconds["hooktrain"])
-        print(f"pair {pair}: bare {bare[-1]:.1f} us, hooktrain {ours[-1]:.1f} us", flush=True)
-    report("Linear(16, 16)", list(zip(bare, ours, strict=True)), iterations)
 
 
 def report(what: str, pairs: list[tuple[float, float]], iterations: int) -> None:
@@ -197,27 +142,18 @@ def report(what: str, pairs: list[tuple[float, float]], iterations: int) -> None
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    choices = ["step", "ddp", "fsdp", "run"]
-    parser.add_argument("what", choices=choices, help="what to measure; run is for its own use")
-    parser.add_argument("kind", nargs="?", choices=RUNS)
+    parser.add_argument("what", choices=["step", "ddp", "fsdp"], help="what to measure")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--iterations", type=int, help="by default 5000, 1001 or 41")
+    parser.add_argument("--iterations", type=int, help="by default 1001, for fsdp 41")
     args = parser.parse_args()
     # One more than a multiple of 20: the times between two starts then hold whole periods.
-    defaults = {"step": 5000, "ddp": 1001, "fsdp": 41, "run": 5000}
-    args.iterations = args.iterations or defaults[args.what]
+    iterations = args.iterations or (41 if args.what == "fsdp" else 1001)
+    arguments = (args.what, args.pairs, iterations)
     if args.what == "step":
-        step(args.pairs, args.iterations)
+        report("Linear(16, 16)", train_in_turns(*arguments), iterations)
         return
-    if args.what in ("ddp", "fsdp"):
-        arguments = (args.what, args.pairs, args.iterations)
-        pairs = launch(train_in_turns, 2, args=arguments, backend="gloo")[0]
-        report(f"{args.what}, two processes", pairs, args.iterations)
-        return
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    RUNS[args.kind](200)  # warm-up
-    print(json.dumps(RUNS[args.kind](args.iterations)))
+    pairs = launch(train_in_turns, 2, args=arguments, backend="gloo")[0]
+    report(f"{args.what}, two processes", pairs, iterations)
 
 
 if __name__ == "__main__":
