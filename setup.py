@@ -44,7 +44,7 @@ setup(
     package_data={"hooktrain": ["py.typed", "demos/digits_data/*"]},
     install_requires=[
         "torch>=2.6",
-        "filelock>=3.30",  # comes with torch, in any version
+        "filelock>=3.30",  # torch needs it too, in any version
         "numpy>=1.24",
         "tabulate>=0.9",
         "termcolor>=2.3",

@@ -193,7 +193,8 @@ class TrainerBase:
             place = self._places(before)[0]
         elif after is not None:
             place = self._places(after)[-1] + 1
-        self._hooks = [*self._hooks[:place], *new, *self._hooks[place:]]  # an event may go on
+        # A new list, since a loop may be going over the old one.
+        self._hooks = [*self._hooks[:place], *new, *self._hooks[place:]]
         for hook in new:
             hook.trainer = me
             if self._begun is not None:

@@ -19,9 +19,9 @@ _folders: dict[Path, FileLock] = {}
 
 
 def _file_lock(path: Path) -> FileLock:
-    """A lock that is had at once or not at all, and that only the operating system's will do for.
+    """A lock to take at once or not at all.
 
-    A file as a sign, filelock's way where there are no locks, would outlive a kill.
+    Where the file system has no locks, filelock would make a file instead, which outlives a kill.
     """
     return FileLock(path, timeout=0, fallback_to_soft=False)
 
