@@ -1,22 +1,19 @@
 """Runs killed with SIGKILL and resumed, compared bit for bit with one that nobody disturbed."""
 
-import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from loading import load_tool
 
-from equality import assert_equal
+from equality import assert_same_end, final_checkpoint, metrics
 from hooktrain.engine import DefaultTrainer, default_argument_parser
 from hooktrain.engine.hooks import CallbackHook
 from processes import end, start
 
 ROOT = Path(__file__).parent.parent.parent
-TIMES = ("time", "data_time", "eta_seconds")
 
 # Checkpoints at 8, 16, ...: evaluations, log lines and epochs of 23 iterations fall between them.
 SETTINGS = [
@@ -67,17 +64,11 @@ def run(folder: Path, workers: int = 0, kill_at: str = "", extra: list[str] | No
     assert code == (-signal.SIGKILL if kill_at else 0)
 
 
-def outcome(folder: Path) -> tuple[Any, list[Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-    metrics = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-    return torch.load(folder / "model_final.pth", weights_only=True), metrics
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     run(folder)
-    return outcome(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -89,28 +80,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any
     ],
 )
 def test_a_run_that_is_killed_twice_ends_bit_for_bit_like_an_undisturbed_one(
-    tmp_path: Path, undisturbed: tuple[Any, list[Any]], workers: int, kills: list[str]
+    tmp_path: Path, undisturbed: Path, workers: int, kills: list[str]
 ) -> None:
     for kill in kills:
         run(tmp_path, workers, kill)
     run(tmp_path, workers)
-    checkpoint, metrics = outcome(tmp_path)
-    expected, expected_metrics = undisturbed
-    assert_equal(checkpoint["model"], expected["model"], "model")
-    for part in ("iteration", "optimizer", "hooks", "data", "seed"):
-        assert_equal(checkpoint["trainer"][part], expected["trainer"][part], part)
-    assert metrics == expected_metrics
-    assert [line["iteration"] for line in metrics][-2:] == [59, 60]
+    assert_same_end(tmp_path, undisturbed)
+    assert [line["iteration"] for line in metrics(tmp_path)][-2:] == [59, 60]
 
 
 def test_augmentation_dropout_clipping_and_evaluation_really_take_part(
-    undisturbed: tuple[Any, list[Any]],
+    undisturbed: Path,
 ) -> None:
-    expected, metrics = undisturbed
-    assert expected["trainer"]["data"]["loader"]["batches"] == 60
-    assert "grad_norm" in metrics[-2]
-    assert "classification/accuracy" in metrics[-1]
-    assert "ema/classification/accuracy" in metrics[-1]
+    assert final_checkpoint(undisturbed)["trainer"]["data"]["loader"]["batches"] == 60
+    before_last, last = metrics(undisturbed)[-2:]
+    assert "grad_norm" in before_last
+    assert "classification/accuracy" in last
+    assert "ema/classification/accuracy" in last
 
 
 def test_submitting_the_command_of_a_complete_run_again_changes_nothing_but_the_logs(
@@ -118,8 +104,8 @@ def test_submitting_the_command_of_a_complete_run_again_changes_nothing_but_the_
 ) -> None:
     short = ["train.max_iter=10"]
     run(tmp_path, extra=short)
-    before = outcome(tmp_path)
+    before = metrics(tmp_path)
     file = (tmp_path / "model_final.pth").read_bytes()
     run(tmp_path, extra=short)
     assert (tmp_path / "model_final.pth").read_bytes() == file
-    assert outcome(tmp_path)[1] == before[1]
+    assert metrics(tmp_path) == before

@@ -1,14 +1,12 @@
 """configs/text_gpt.py as a user runs it, at a tiny size."""
 
-import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from equality import assert_equal
+from equality import assert_same_end, final_checkpoint, metrics
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.demos import python_docs_vocabulary
 from processes import run_program
@@ -27,7 +25,6 @@ TINY = [
     "train.log_period=4",
     "hooks.0.length=20",
 ]
-TIMES = ("time", "data_time", "eta_seconds")
 
 
 def run(folder: Path, *args: str, exit_code: int = 0) -> str:
@@ -38,11 +35,6 @@ def run(folder: Path, *args: str, exit_code: int = 0) -> str:
     )
     assert done.returncode == exit_code, done.stdout
     return done.stdout
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def samples(folder: Path) -> dict[str, str]:
@@ -83,15 +75,8 @@ def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
     printed = run(tmp_path, "--resume", "dataloader.train.num_workers=2")
     assert "Starting training from iteration 12" in printed
     expected_folder, _ = undisturbed
-    ours, theirs = (
-        torch.load(folder / "model_final.pth", weights_only=True)
-        for folder in (tmp_path, expected_folder)
-    )
-    assert_equal(ours["model"], theirs["model"], "model")
-    for part in ("iteration", "optimizer", "hooks", "data", "seed"):
-        assert_equal(ours["trainer"][part], theirs["trainer"][part], part)
-    assert ours["trainer"]["data"]["loader"]["batches"] == 40
-    assert metrics(tmp_path) == metrics(expected_folder)
+    assert_same_end(tmp_path, expected_folder)
+    assert final_checkpoint(tmp_path)["trainer"]["data"]["loader"]["batches"] == 40
     assert samples(tmp_path) == samples(expected_folder)
 
 
