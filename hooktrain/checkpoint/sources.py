@@ -30,6 +30,8 @@ _loaders: dict[str, Loader] = {}
 # Decimal digits alone are the date in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
 _HTTP = ("http://", "https://")
+# How files of torch.save are named. Others, such as .json, are not looked into.
+_TORCH_FILES = (".pth", ".pt", ".ckpt", ".bin", ".pyth")
 _CHUNK_BYTES = 1 << 24  # each is a request to a store such as s3
 _TIMEOUT_SECONDS = 60.0
 
@@ -138,7 +140,7 @@ def _find_or_fetch(url: str) -> str:
     path = os.path.join(folder, name)
     if os.path.exists(path):
         try:
-            if name.endswith((".pth", ".pt")):
+            if name.endswith(_TORCH_FILES):
                 verify_file(path)
             logger.info("Using %s, downloaded earlier from %s", path, url)
             return path

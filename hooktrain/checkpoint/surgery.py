@@ -102,7 +102,7 @@ def load_model_state(
         ValueError: if a value is no tensor, or nothing fits; the model is as it was.
     """
     in_model = model.state_dict()
-    loadable = _renamed(state, lambda name: name)
+    loadable = revise_names(state, ())  # a copy
     for name, value in state.items():
         # Modules may keep what they like under this name (Module.get_extra_state).
         if not torch.is_tensor(value) and not name.endswith("_extra_state"):

@@ -62,8 +62,8 @@ class Checkpointer(core.Checkpointer):
     _not_called: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
-        instead = "override save(), which says what to resume from"
-        refuse_overrides(cls, {"tag_last_checkpoint": instead})
+        name = "tag_last_checkpoint"
+        refuse_overrides(cls, {name: core.Checkpointer._not_called[name]})
         if "save" in vars(cls):
             cls.save = _keep_options(cls.save)  # type: ignore[method-assign]
 

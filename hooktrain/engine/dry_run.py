@@ -59,7 +59,8 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
     evaluations = _times(cfg.train.eval_period, trainer, length) + 1 if results else 0
     whole = pretty_seconds(clock.seconds * length + sum(seconds) * evaluations)
     size = max(sizes, default=0)
-    kept = min(_times(cfg.train.checkpointer.period, trainer, length), _most_kept(cfg)) + len(sizes)
+    saves = _times(cfg.train.checkpointer.period, trainer, length)
+    kept = min(saves, cfg.train.checkpointer.max_to_keep or saves) + len(sizes)
     free = shutil.disk_usage(next(p for p in (target, *target.parents) if p.exists())).free
     parameters = list(trainer.model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -112,10 +113,6 @@ def _short(values: dict[str, Any]) -> str:
 
 def _times(period: int | str, trainer: DefaultTrainer, length: int) -> int:
     return length // (in_iterations(period, trainer.epoch_length) or length + 1)
-
-
-def _most_kept(cfg: Any) -> float:
-    return cfg.train.checkpointer.max_to_keep or float("inf")
 
 
 def _bytes_of(path: Path) -> int:
