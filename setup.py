@@ -8,7 +8,9 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hooktrain/__init__.py").read_text())
+VERSION = re.search(
+    r'__version__ = "(.+)"', (ROOT / "hooktrain/__init__.py").read_text()
+)
 assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14"]

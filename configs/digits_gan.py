@@ -32,7 +32,9 @@ dataloader = dict(
     evaluator=L(SampleQualityEvaluator)(
         classifier=L(trained_digits_cnn)(dataset=L(DigitsDataset)(train=True)),
         class_names=CLASS_NAMES,
-        real=L(build_test_loader)(dataset=L(DigitsDataset)(train=False), batch_size=180),
+        real=L(build_test_loader)(
+            dataset=L(DigitsDataset)(train=False), batch_size=180
+        ),
     ),
 )
 
@@ -49,7 +51,9 @@ optim_wrapper = dict(
 )
 param_scheduler = dict(
     generator=dict(type="LinearLR", start_factor=1.0, end_factor=0.0, by_epoch=False),
-    discriminator=dict(type="LinearLR", start_factor=1.0, end_factor=0.0, by_epoch=False),
+    discriminator=dict(
+        type="LinearLR", start_factor=1.0, end_factor=0.0, by_epoch=False
+    ),
 )
 
 train.output_dir = "./output/digits_gan"

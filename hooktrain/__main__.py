@@ -38,7 +38,10 @@ def main() -> None:
     elif name in _SCRIPTS:
         script, *options = _SCRIPTS[name]
         shipped = [str(_ROOT / a) if a.startswith("configs/") else a for a in arguments]
-        chosen = [a if Path(a).exists() else s for a, s in zip(arguments, shipped, strict=True)]
+        chosen = [
+            a if Path(a).exists() else s
+            for a, s in zip(arguments, shipped, strict=True)
+        ]
         command = [sys.executable, str(_ROOT / "tools" / script), *options, *chosen]
         os.execv(sys.executable, command)
     else:

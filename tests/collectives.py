@@ -12,7 +12,9 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             self.seen.append(func._schema.name.removeprefix("c10d::"))
         return func(*args, **(kwargs or {}))

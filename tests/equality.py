@@ -28,7 +28,9 @@ def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.json, without times."""
-    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()
+    ]
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 

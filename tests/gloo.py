@@ -35,7 +35,10 @@ SEGFAULT = f"exit code {-signal.SIGSEGV}"
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, limit_seconds: float = 60.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit_seconds: float = 60.0,
 ) -> list[Any]:
     """Call `function(*args)` in `world_size` processes; return what each rank returned.
 
@@ -56,18 +59,25 @@ def run_ranks(
         except RuntimeError as error:
             # On a busy machine gloo now and then fails to connect two processes as they start, and
             # seldom one of its threads dies of a segmentation fault (torch 2.13).
-            if attempt == 2 or not any(text in str(error) for text in (NOT_CONNECTED, SEGFAULT)):
+            if attempt == 2 or not any(
+                text in str(error) for text in (NOT_CONNECTED, SEGFAULT)
+            ):
                 raise
     raise AssertionError("the last attempt returned or raised")
 
 
 def _run_once(
-    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit_seconds: float
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    limit_seconds: float,
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="run-ranks-") as name:
         folder = Path(name)
         processes = [
-            CONTEXT.Process(target=_run_rank, args=(folder, rank, world_size, function, args))
+            CONTEXT.Process(
+                target=_run_rank, args=(folder, rank, world_size, function, args)
+            )
             for rank in range(world_size)
         ]
         try:
@@ -79,7 +89,10 @@ def _run_once(
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        return [pickle.loads((folder / f"result-{r}").read_bytes()) for r in range(world_size)]
+        return [
+            pickle.loads((folder / f"result-{r}").read_bytes())
+            for r in range(world_size)
+        ]
 
 
 def _wait(processes: list[Any], folder: Path, limit_seconds: float) -> None:
@@ -87,9 +100,13 @@ def _wait(processes: list[Any], folder: Path, limit_seconds: float) -> None:
     deadline = time.monotonic() + limit_seconds
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = multiprocessing.connection.wait(running, max(0.0, deadline - time.monotonic()))
+        ended = multiprocessing.connection.wait(
+            running, max(0.0, deadline - time.monotonic())
+        )
         if not ended:
-            raise TimeoutError(f"ranks {sorted(running.values())} run for over {limit_seconds} s")
+            raise TimeoutError(
+                f"ranks {sorted(running.values())} run for over {limit_seconds} s"
+            )
         for rank in [running.pop(sentinel) for sentinel in ended]:
             processes[rank].join()
             failure, exitcode = folder / "failure", processes[rank].exitcode
@@ -100,7 +117,11 @@ def _wait(processes: list[Any], folder: Path, limit_seconds: float) -> None:
 
 
 def _run_rank(
-    folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+    folder: Path,
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     as_on_its_own()
     when = NOT_CONNECTED

@@ -148,7 +148,11 @@ def _with_forked_ranks(config_from_args: Callable[..., Any]) -> Callable[..., An
 
 
 def _run_rank(*command: str) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # torchrun handles them
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # torchrun handles them
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _run(*command)

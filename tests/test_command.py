@@ -52,7 +52,10 @@ def test_a_new_project_has_the_script_of_the_readme(
 ) -> None:
     call(monkeypatch, "new", "mine")
     script = Path("mine", "train.py").read_text()
-    assert script.replace('"output"', '"output/readme"') in (ROOT / "README.md").read_text()
+    assert (
+        script.replace('"output"', '"output/readme"')
+        in (ROOT / "README.md").read_text()
+    )
     compile(script, "train.py", "exec")
     with pytest.raises(SystemExit, match=r"mine.train\.py is there already"):
         call(monkeypatch, "new", "mine")
@@ -63,15 +66,32 @@ def test_without_a_command_or_with_a_wrong_one_it_says_what_there_is(
 ) -> None:
     call(monkeypatch)
     assert "train --config-file FILE" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="there is no command 'plto'; there are train, eval, plot"):
+    with pytest.raises(
+        SystemExit, match="there is no command 'plto'; there are train, eval, plot"
+    ):
         call(monkeypatch, "plto")
     with pytest.raises(SystemExit, match="usage: hooktrain new FOLDER"):
         call(monkeypatch, "new")
 
 
-def test_an_installed_package_has_the_scripts_and_the_configurations(tmp_path: Path) -> None:
+def test_an_installed_package_has_the_scripts_and_the_configurations(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("setuptools")
-    build = [sys.executable, "-W", "ignore", "setup.py", "-q", "build_py", "--build-lib", tmp_path]
+    build = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "setup.py",
+        "-q",
+        "build_py",
+        "--build-lib",
+        tmp_path,
+    ]
     subprocess.run(build, cwd=ROOT, check=True)
-    for name in ("tools/train_net.py", "configs/common/train.py", "demos/digits_data/README.md"):
+    for name in (
+        "tools/train_net.py",
+        "configs/common/train.py",
+        "demos/digits_data/README.md",
+    ):
         assert (tmp_path / "hooktrain" / name).is_file(), name

@@ -77,7 +77,9 @@ def do_train(folder: str, model: nn.Module, resume: bool, end: int) -> int:
             optimizer.zero_grad()
             losses.backward()
             optimizer.step()
-            storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
+            storage.put_scalar(
+                "lr", optimizer.param_groups[0]["lr"], smoothing_hint=False
+            )
             scheduler.step()
             for writer in writers:
                 writer.write()
@@ -111,7 +113,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loop_of_ones_own_trains_resumes_and_evaluates(folder: Path, ranks: int) -> None:
+def test_a_loop_of_ones_own_trains_resumes_and_evaluates(
+    folder: Path, ranks: int
+) -> None:
     def run(end: int, *arguments: str) -> list[tuple[int, float]]:
         if ranks == 1:
             return [start_script(os.fspath(folder), end, *arguments)]
@@ -121,7 +125,9 @@ def test_a_loop_of_ones_own_trains_resumes_and_evaluates(folder: Path, ranks: in
     results = run(MAX_ITER, "--resume")
     assert [start for start, _ in results] == [6] * ranks
     assert results[0][1] >= 0
-    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()
+    ]
     # Iterations 6 and 7 were done twice: the checkpoint was before them.
     assert [line["iteration"] for line in lines] == [*range(8), *range(6, MAX_ITER)]
     for line in lines:
@@ -166,7 +172,9 @@ class Loss(nn.Module):
         return self.fc(x).square().mean()
 
 
-@pytest.mark.parametrize("trainer_there", ["SimpleTrainer", "AMPTrainer", "DefaultTrainer"])
+@pytest.mark.parametrize(
+    "trainer_there", ["SimpleTrainer", "AMPTrainer", "DefaultTrainer"]
+)
 def test_a_file_of_each_of_detectron2s_trainers_goes_on_with_the_default_hooks(
     tmp_path: Path, trainer_there: str
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hooktrain.engine import DEFAULT_TIMEOUT
-from hooktrain.utils.registry import locate
+from hooktrain.utils.names import locate
 
 # Where a name stands below hooktrain, and its parameters over there. What is promised: the same
 # parameters come first, in this order, of the same kind and with these defaults.
@@ -205,8 +205,14 @@ OTHER_DEFAULTS = {
 # Parameters that are not here, on purpose, and what to do instead.
 ABSENT_PARAMETERS = {
     ("engine.DefaultTrainer.build_lr_scheduler", "optimizer"): "the hook has it",
-    ("engine.DefaultTrainer.build_test_loader", "dataset_name"): "one data set; override test",
-    ("engine.DefaultTrainer.build_evaluator", "dataset_name"): "one data set; override test",
+    (
+        "engine.DefaultTrainer.build_test_loader",
+        "dataset_name",
+    ): "one data set; override test",
+    (
+        "engine.DefaultTrainer.build_evaluator",
+        "dataset_name",
+    ): "one data set; override test",
     ("evaluation.verify_results", "cfg"): "takes the expected results themselves",
     ("model.update_bn_stats", "progress"): "the logs say what is measured",
 }
@@ -246,23 +252,38 @@ def of_kind(parameters: Mapping[str, inspect.Parameter], kind: Any) -> list[str]
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_a_call_written_for_detectron2_is_understood(name: str) -> None:
-    here, there = inspect.signature(find(name)).parameters, parameters_there(SIGNATURES[name])
+    here, there = (
+        inspect.signature(find(name)).parameters,
+        parameters_there(SIGNATURES[name]),
+    )
     positional = of_kind(there, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    assert of_kind(here, inspect.Parameter.POSITIONAL_OR_KEYWORD)[: len(positional)] == positional
+    assert (
+        of_kind(here, inspect.Parameter.POSITIONAL_OR_KEYWORD)[: len(positional)]
+        == positional
+    )
     assert set(of_kind(there, inspect.Parameter.KEYWORD_ONLY)) <= set(here)
     if of_kind(there, inspect.Parameter.VAR_KEYWORD):
         assert of_kind(here, inspect.Parameter.VAR_KEYWORD)
     defaults = {n: p.default for n, p in there.items() if p.default is not p.empty}
-    expected = {n: OTHER_DEFAULTS.get((name, n), value) for n, value in defaults.items()}
+    expected = {
+        n: OTHER_DEFAULTS.get((name, n), value) for n, value in defaults.items()
+    }
     assert {n: here[n].default for n in defaults} == expected
-    needed = {n for n, p in here.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    needed = {
+        n
+        for n, p in here.items()
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    }
     assert needed <= set(there), "what exists only here must be optional"
 
 
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("engine", "hooks HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer launch"),
+        (
+            "engine",
+            "hooks HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer launch",
+        ),
         ("engine.train_loop", "HookBase TrainerBase"),
         ("engine.launch", "DEFAULT_TIMEOUT launch"),
         ("engine.defaults", "create_ddp_model default_argument_parser default_setup"),
@@ -272,7 +293,9 @@ def test_a_call_written_for_detectron2_is_understood(name: str) -> None:
         ("config", "LazyCall LazyConfig instantiate"),
     ],
 )
-def test_the_modules_that_scripts_import_from_are_there(module: str, names: str) -> None:
+def test_the_modules_that_scripts_import_from_are_there(
+    module: str, names: str
+) -> None:
     for name in names.split():
         find(f"{module}.{name}")
 
@@ -285,5 +308,7 @@ def test_what_is_left_out_is_left_out_by_intent(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "parameter"), ABSENT_PARAMETERS)
-def test_parameters_that_are_left_out_are_left_out_by_intent(name: str, parameter: str) -> None:
+def test_parameters_that_are_left_out_are_left_out_by_intent(
+    name: str, parameter: str
+) -> None:
     assert parameter not in inspect.signature(find(name)).parameters

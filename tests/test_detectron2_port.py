@@ -55,7 +55,9 @@ def lazyconfig_train_net(folder: Path, max_iter: int, resume: bool) -> tuple[int
     torch.manual_seed(0)
     model = instantiate(L(DigitsCNN)(channels=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train_loader = build_train_loader(DigitsDataset(train=True), total_batch_size=8, seed=0)
+    train_loader = build_train_loader(
+        DigitsDataset(train=True), total_batch_size=8, seed=0
+    )
     model = create_ddp_model(model, broadcast_buffers=False, fp16_compression=False)
     trainer = CustomStep(model, train_loader, optimizer)
     checkpointer = Checkpointer(model, str(folder), trainer=trainer)
@@ -91,7 +93,10 @@ def test_the_script_with_hooks_trains_and_resumes(tmp_path: Path, ranks: int) ->
     assert run(10, True) == [(6, 10)] * ranks
     names = {path.name for path in tmp_path.glob("*.pth")}
     assert names == {"model_0000003.pth", "model_0000007.pth", "model_final.pth"}
-    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.json").read_text().splitlines()
+    ]
     assert [line["iteration"] for line in lines] == [1, 3, 5, 7, 9, 10]
     assert "score/accuracy" in lines[-1]
     assert {"total_loss", "loss_cls", "weight_norm", "lr"} <= set(lines[-2])

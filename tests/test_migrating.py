@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain import checkpoint, config, data, engine, evaluation, model, solver, strategy
+from hooktrain import (
+    checkpoint,
+    config,
+    data,
+    engine,
+    evaluation,
+    model,
+    solver,
+    strategy,
+)
 from hooktrain.compat import mmengine
 from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
@@ -20,9 +29,15 @@ from hooktrain.utils import comm, env, events, logger, registry
 from processes import run_program
 from toy import linear_trainer
 
-GUIDE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
-SCRIPTS = dict(re.findall(r"<!-- test: ([\w-]+) -->\n```python\n(.*?)```", GUIDE, re.DOTALL))
-IN_THE_GUIDE = tuple(SCRIPTS)  # the modules of tests that import this one add what they join
+GUIDE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(
+    encoding="utf-8"
+)
+SCRIPTS = dict(
+    re.findall(r"<!-- test: ([\w-]+) -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
+)
+IN_THE_GUIDE = tuple(
+    SCRIPTS
+)  # the modules of tests that import this one add what they join
 
 Weights = dict[str, Tensor]
 
@@ -53,7 +68,9 @@ for folder in folders:
 """
 
 
-def run_scripts(names: list[str], folder: Path, warnings: str = "error") -> dict[str, Weights]:
+def run_scripts(
+    names: list[str], folder: Path, warnings: str = "error"
+) -> dict[str, Weights]:
     """Run scripts one after the other in a new process; returns the weights of their `model`."""
     folders = [write_script(name, folder).parent for name in names]
     (folder / "run.py").write_text(_RUN)
@@ -72,10 +89,14 @@ def assert_same_weights(ours: Weights, theirs: Weights) -> None:
 
 def test_every_script_of_the_guide_is_named_and_run() -> None:
     assert len(IN_THE_GUIDE) == GUIDE.count("```python") == GUIDE.count("<!-- test: ")
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_migrating_*.py"))
+    tests = "".join(
+        path.read_text() for path in Path(__file__).parent.glob("test_migrating_*.py")
+    )
     for name in IN_THE_GUIDE:
         pair, _, side = name.rpartition("-")
-        assert name in tests or (f'"{pair}"' in tests and f"{{pair}}-{side}" in tests), name
+        assert name in tests or (
+            f'"{pair}"' in tests and f"{{pair}}-{side}" in tests
+        ), name
 
 
 @pytest.mark.parametrize("name", IN_THE_GUIDE)
@@ -93,9 +114,13 @@ MODULES: list[ModuleType] = [
 
 def calls_and_classes() -> list[str]:
     """The code in the tables' right column that is a call, an attribute or a class."""
-    cells = [line.split("|")[-2] for line in GUIDE.splitlines() if line.startswith("| ")]
+    cells = [
+        line.split("|")[-2] for line in GUIDE.splitlines() if line.startswith("| ")
+    ]
     code = {span for cell in cells for span in re.findall(r"`([^`]+)`", cell)}
-    wanted = re.compile(r"[A-Z][a-z]+[A-Z]\w*$|[A-Za-z_][\w.]*\(|(hooks|trainer|checkpointer)\.")
+    wanted = re.compile(
+        r"[A-Z][a-z]+[A-Z]\w*$|[A-Za-z_][\w.]*\(|(hooks|trainer|checkpointer)\."
+    )
     return sorted(span for span in code if wanted.match(span))
 
 
@@ -120,7 +145,9 @@ def resolve(name: str) -> Any:
     found = OBJECTS.get(first)
     if found is None:
         found = next(
-            getattr(place, first) for place in (*MODULES, builtins) if first in vars(place)
+            getattr(place, first)
+            for place in (*MODULES, builtins)
+            if first in vars(place)
         )
     for attribute in rest:
         found = getattr(found, attribute)
@@ -133,7 +160,11 @@ def test_what_the_tables_name_is_there_and_takes_these_arguments(code: str) -> N
         resolve(code)
     for node in ast.walk(ast.parse(code, mode="eval")):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and re.fullmatch(r"[\w.]+", name) and name != "dict":
+        if (
+            isinstance(node, ast.Call)
+            and re.fullmatch(r"[\w.]+", name)
+            and name != "dict"
+        ):
             # "..." stands for any number of arguments.
             given = [a for a in node.args if ast.unparse(a) != "..."]
             keywords = {keyword.arg or "": None for keyword in node.keywords}

@@ -127,7 +127,9 @@ def test_a_run_of_mmengine_goes_on_here_from_a_converted_checkpoint(
     monkeypatch.setattr("hooktrain.utils.logger.setup_logger", lambda output: None)
     monkeypatch.chdir(folder / "mmengine-before+mmengine-convert")
     train = "trainer.train("
-    text = SCRIPTS["mmengine-ported"].replace(train, f'checkpointer.load("converted.pth")\n{train}')
+    text = SCRIPTS["mmengine-ported"].replace(
+        train, f'checkpointer.load("converted.pth")\n{train}'
+    )
     Path("resumed.py").write_text(text.replace('"work_dir', '"resumed'))
     trainer = runpy.run_path("resumed.py")["trainer"]
     assert trainer.start_iter == 75
@@ -139,7 +141,9 @@ def run_on_this_rank(paths: list[str]) -> list[tuple[str, Weights]]:
     torch.set_num_threads(1)
     train_loop.seed_step = lambda *_: None  # the ranks draw the same numbers
     runs = [runpy.run_path(path) for path in paths]
-    return [(type(run["trainer"].model).__name__, run["model"].state_dict()) for run in runs]
+    return [
+        (type(run["trainer"].model).__name__, run["model"].state_dict()) for run in runs
+    ]
 
 
 def test_two_ranks_with_the_same_data_end_with_the_same_weights_as_one(
@@ -151,7 +155,9 @@ def test_two_ranks_with_the_same_data_end_with_the_same_weights_as_one(
     }
     paths = [str(folder / name / "script.py") for name in names]
     for of_rank in run_ranks(run_on_this_rank, 2, paths):
-        for (name, wrapper), (used, weights) in zip(names.items(), of_rank, strict=True):
+        for (name, wrapper), (used, weights) in zip(
+            names.items(), of_rank, strict=True
+        ):
             assert used == wrapper
             bare = {key.replace("module.", ""): value for key, value in weights.items()}
             assert_same_weights(bare, after[name])

@@ -22,10 +22,22 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import TrainingSampler
 from hooktrain.engine import StepTrainer
-from hooktrain.solver import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, PolyLR
+from hooktrain.solver import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    MultiStepLR,
+    PolyLR,
+)
 from hooktrain.utils import comm
 from recipes import after_recipe
-from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts, write_script
+from test_migrating import (
+    SCRIPTS,
+    Weights,
+    assert_same_weights,
+    run_scripts,
+    write_script,
+)
 
 NAMES = [
     "plain-before",
@@ -39,7 +51,9 @@ NAMES = [
 _BEFORE = SCRIPTS["plain-before"].partition("iteration = 0")[0]
 SCRIPTS["plain-ported"] = _BEFORE + SCRIPTS["plain-after"]
 # The script of MMCV without its imports, up to its runner; then what takes that one's place.
-_BEFORE = re.sub(r"from mmcv.*\n", "", SCRIPTS["mmcv-before"]).partition("runner = Runner(")[0]
+_BEFORE = re.sub(r"from mmcv.*\n", "", SCRIPTS["mmcv-before"]).partition(
+    "runner = Runner("
+)[0]
 SCRIPTS["mmcv-ported"] = _BEFORE + SCRIPTS["mmcv-after"]
 SCRIPTS["detectron2-ported"] = after_recipe("detectron2", SCRIPTS["detectron2-before"])
 
@@ -80,7 +94,9 @@ def test_the_trainer_that_failed_and_was_started_again_ends_with_the_same_weight
     assert_same_weights(trainer.model.model.state_dict(), weights["plain-before"])
 
 
-def test_the_weights_of_the_plain_loop_load(folder: Path, weights: dict[str, Weights]) -> None:
+def test_the_weights_of_the_plain_loop_load(
+    folder: Path, weights: dict[str, Weights]
+) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     path = folder / "plain-before" / "checkpoint_160.pth"
     Checkpointer(model).load(path, checkpointables=[])
@@ -90,11 +106,17 @@ def test_the_weights_of_the_plain_loop_load(folder: Path, weights: dict[str, Wei
 class MMCVRunner:
     """What MMCV's runner does with the hooks that the guide's script registers."""
 
-    def __init__(self, model: Any, optimizer: Any, max_epochs: int, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any, max_epochs: int, **kwargs: Any
+    ) -> None:
         self.model, self.optimizer, self.max_epochs = model, optimizer, max_epochs
 
     def register_training_hooks(
-        self, lr_config: Any, optimizer_config: Any, checkpoint_config: Any, log_config: Any
+        self,
+        lr_config: Any,
+        optimizer_config: Any,
+        checkpoint_config: Any,
+        log_config: Any,
     ) -> None:
         assert lr_config.pop("policy") == "step"
         assert optimizer_config == {"grad_clip": None}
@@ -187,7 +209,9 @@ def test_two_ranks_train_the_model_of_mmcv_as_one_does(
     tmp_path: Path, weights: dict[str, Weights]
 ) -> None:
     wrapped = "create_ddp_model(model, type=ToyDistributedDataParallel)"
-    text = _WRAPPER + SCRIPTS["mmcv-ported"].replace("StepTrainer(model", f"StepTrainer({wrapped}")
+    text = _WRAPPER + SCRIPTS["mmcv-ported"].replace(
+        "StepTrainer(model", f"StepTrainer({wrapped}"
+    )
     for state in run_ranks(run_in_ranks, 2, str(tmp_path), text):
         assert_same_weights(state, weights["mmcv-ported"])
 
@@ -216,22 +240,24 @@ def rates(scheduler: Callable[[torch.optim.Optimizer], Any], steps: int) -> list
 def test_the_policies_of_mmcv_are_the_schedulers_that_the_table_names() -> None:
     """Formulas of MMCV's updaters, with a base of 0.5, of which the minimum is 0.1."""
     n = 8
-    assert rates(lambda o: MultiStepLR(o, milestones=[2, 3], gamma=0.1), n) == pytest.approx(
-        [0.5, 0.5, 0.05] + [0.005] * 5
-    )
-    assert rates(lambda o: CosineAnnealingLR(o, T_max=n, eta_min=0.1), n) == pytest.approx(
-        [0.1 + 0.2 * (1 + math.cos(math.pi * i / n)) for i in range(n)]
-    )
-    assert rates(lambda o: PolyLR(o, power=0.9, eta_min=0.1, end=n + 1), n) == pytest.approx(
-        [0.4 * (1 - i / n) ** 0.9 + 0.1 for i in range(n)]
-    )
+    assert rates(
+        lambda o: MultiStepLR(o, milestones=[2, 3], gamma=0.1), n
+    ) == pytest.approx([0.5, 0.5, 0.05] + [0.005] * 5)
+    assert rates(
+        lambda o: CosineAnnealingLR(o, T_max=n, eta_min=0.1), n
+    ) == pytest.approx([0.1 + 0.2 * (1 + math.cos(math.pi * i / n)) for i in range(n)])
+    assert rates(
+        lambda o: PolyLR(o, power=0.9, eta_min=0.1, end=n + 1), n
+    ) == pytest.approx([0.4 * (1 - i / n) ** 0.9 + 0.1 for i in range(n)])
     assert rates(lambda o: ExponentialLR(o, gamma=0.7), n) == pytest.approx(
         [0.5 * 0.7**i for i in range(n)]
     )
     warmup = 5
     assert rates(
         lambda o: LinearLR(o, start_factor=0.2, by_epoch=False, end=warmup + 1), n
-    ) == pytest.approx([0.5 * (1 - max(0, 1 - i / warmup) * (1 - 0.2)) for i in range(n)])
+    ) == pytest.approx(
+        [0.5 * (1 - max(0, 1 - i / warmup) * (1 - 0.2)) for i in range(n)]
+    )
 
 
 def test_the_script_of_detectron2_trains_by_the_recipe_alone_as_its_trainer_does(
@@ -244,7 +270,9 @@ def test_the_script_of_detectron2_trains_by_the_recipe_alone_as_its_trainer_does
     optimizer = torch.optim.SGD(fc.parameters(), lr=0.05, momentum=0.9)
     order = list(islice(TrainingSampler(64, seed=0), 1600))
     for iteration in range(100):
-        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 * (1 + math.cos(math.pi * iteration / 100))
+        optimizer.param_groups[0]["lr"] = (
+            0.05 * 0.5 * (1 + math.cos(math.pi * iteration / 100))
+        )
         batch = order[16 * iteration : 16 * iteration + 16]
         error = fc(inputs[batch]) - targets[batch]
         optimizer.zero_grad()
@@ -254,4 +282,6 @@ def test_the_script_of_detectron2_trains_by_the_recipe_alone_as_its_trainer_does
     names = {path.name for path in output.glob("*.pth")}
     assert names == {"model_0000039.pth", "model_0000079.pth", "model_final.pth"}
     state = torch.load(output / "model_final.pth")["model"]
-    assert_same_weights(state, {f"fc.{key}": value for key, value in fc.state_dict().items()})
+    assert_same_weights(
+        state, {f"fc.{key}": value for key, value in fc.state_dict().items()}
+    )

@@ -46,13 +46,18 @@ def run_alone(folder: Path, program: str, *launcher: str) -> str:
     return result.stdout
 
 
-def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(tmp_path: Path) -> None:
+def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(
+    tmp_path: Path,
+) -> None:
     (program,) = programs(README)
     run_alone(tmp_path, program)
     output = tmp_path / "output" / "readme"
-    assert {"model_0000099.pth", "model_final.pth", "last_checkpoint", "metrics.json"} <= {
-        path.name for path in output.iterdir()
-    }
+    assert {
+        "model_0000099.pth",
+        "model_final.pth",
+        "last_checkpoint",
+        "metrics.json",
+    } <= {path.name for path in output.iterdir()}
     final = (output / "model_final.pth").read_bytes()
     run(tmp_path, program)
     assert (output / "model_final.pth").read_bytes() == final
@@ -65,17 +70,26 @@ def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None
     assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
 
 
-def test_the_script_of_the_guide_trains_on_any_number_of_processes(tmp_path: Path) -> None:
-    (program,) = [block for block in programs(GUIDE) if "launch(main)" in block]
+def test_the_script_of_the_guide_trains_on_any_number_of_processes(
+    tmp_path: Path,
+) -> None:
+    (program,) = [block for block in programs(GUIDE) if "launch(" in block]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     printed = run_alone(tmp_path, program, *torchrun)
-    assert sorted(re.findall(r"rank (\d) of 2 on cpu: loss 0\.00\d+", printed)) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d) of 2 on cpu: loss 0\.00\d+", printed)) == [
+        "0",
+        "1",
+    ]
     assert "Warning" not in printed
 
 
 @pytest.mark.parametrize(
     "name",
-    sorted(set(re.findall(r"`((?:hooktrain|tools|configs|tests)/[\w/.]+)`", README + GUIDE))),
+    sorted(
+        set(
+            re.findall(r"`((?:hooktrain|tools|configs|tests)/[\w/.]+)`", README + GUIDE)
+        )
+    ),
 )
 def test_files_that_they_name_exist(name: str) -> None:
     assert (ROOT / name).exists()

@@ -90,7 +90,8 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
     model, batch = model_and_batch(kind)
     bare_model, _ = model_and_batch(kind)
     optimizer, bare_optimizer = (
-        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, bare_model)
+        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)
+        for m in (model, bare_model)
     )
 
     def bare_block() -> list[float]:
@@ -131,10 +132,15 @@ def report(what: str, pairs: list[tuple[float, float]], iterations: int) -> None
     rows = [
         ["bare loop, us", statistics.median(bare for bare, _ in pairs)],
         ["hooktrain, us", statistics.median(ours for _, ours in pairs)],
-        ["added (median of pairs), us", statistics.median(ours - bare for bare, ours in pairs)],
+        [
+            "added (median of pairs), us",
+            statistics.median(ours - bare for bare, ours in pairs),
+        ],
         ["added, %", 100 * statistics.median(ours / bare - 1 for bare, ours in pairs)],
     ]
-    title = f"a mean iteration of {len(pairs)} pairs of {iterations} iterations, one thread"
+    title = (
+        f"a mean iteration of {len(pairs)} pairs of {iterations} iterations, one thread"
+    )
     print(f"\n{title}, torch {torch.__version__}")
     print(tabulate(rows, tablefmt="pipe", floatfmt=".1f", headers=[what, ""]))
 

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hooktrain.checkpoint.files import load_file, save_file, verify_file
 from hooktrain.checkpoint.folders import save_folder
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
@@ -71,7 +71,9 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.count = self.bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             self.count += 1
             given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -105,7 +107,10 @@ def full_stack(metrics: int, iterations: int) -> Iterator[SimpleTrainer]:
     with tempfile.TemporaryDirectory() as folder:
         setup_logger(folder, configure_stdout=False)
         trainer = SimpleTrainer(model, repeat(torch.randn(16, 16)), optimizer, PERIOD)
-        writers = [CommonMetricPrinter(iterations), JSONWriter(f"{folder}/metrics.json")]
+        writers = [
+            CommonMetricPrinter(iterations),
+            JSONWriter(f"{folder}/metrics.json"),
+        ]
         trainer.register_hooks(
             [
                 hooks.IterationTimer(),
@@ -140,9 +145,13 @@ def traffic(ranks: int, metrics: int) -> tuple[float, float]:
         return count, (all_of_them.bytes - first.bytes) / periods
 
 
-def ranks_command(worlds: list[int], counts: list[int], rounds: int, iterations: int) -> None:
+def ranks_command(
+    worlds: list[int], counts: list[int], rounds: int, iterations: int
+) -> None:
     """Print the collectives of a period, and the time of an iteration with them."""
-    print(f"{rounds} rounds of {iterations} iterations, one thread, torch {torch.__version__}")
+    print(
+        f"{rounds} rounds of {iterations} iterations, one thread, torch {torch.__version__}"
+    )
     for metrics in counts:
         times: dict[int, list[float]] = {ranks: [] for ranks in [1, *worlds]}
         for ranks in times:
@@ -220,7 +229,9 @@ def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
             )
             for i in range(tensors)
         }
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )
         planner.set_up_planner(shards, is_coordinator=rank == 0)
         return pickle.dumps(planner.create_local_plan())
 
@@ -232,15 +243,22 @@ def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
     written comes together at each save, and goes into the metadata.
     """
     sent = [plan_of(rank, ranks, tensors) for rank in range(ranks)]
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )
     start = time.process_time()
-    settled, metadata = planner.create_global_plan([pickle.loads(plan) for plan in sent])
+    settled, metadata = planner.create_global_plan(
+        [pickle.loads(plan) for plan in sent]
+    )
     for plan in settled:
         pickle.dumps(plan)
     agreed = time.process_time() - start
     written = [
         pickle.dumps(
-            [WriteResult(i.index, 16, _StorageInfo("__0_0.distcp", 0, 16)) for i in p.items]
+            [
+                WriteResult(i.index, 16, _StorageInfo("__0_0.distcp", 0, 16))
+                for i in p.items
+            ]
         )
         for p in settled
     ]
@@ -268,16 +286,24 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
     with tempfile.TemporaryDirectory(dir=folder) as name:
         speed = bandwidths(Path(name), gigabytes, rounds)
     title = f"{gigabytes:g} GB in float32, {rounds} rounds, one thread, torch {torch.__version__}"
-    print(f"{title}\n\n{tabulate(speed.items(), ['measured', 'GB/s'], 'pipe', floatfmt='.2f')}")
+    print(
+        f"{title}\n\n{tabulate(speed.items(), ['measured', 'GB/s'], 'pipe', floatfmt='.2f')}"
+    )
     headers = ["plan, bytes", "plan, us", "result, bytes", "result, us"]
     title = "each tensor of each rank, for the main process of a sharded save"
     columns = zip(*(plan_costs() for _ in range(rounds)), strict=True)
     medians = [statistics.median(column) for column in columns]
     print(f"\n{title}\n\n{tabulate([medians], headers, 'pipe', floatfmt='.0f')}\n")
-    rows = [costs(speed, billions, ranks) for billions in (1, 10, 100) for ranks in (8, 64, 512)]
+    rows = [
+        costs(speed, billions, ranks)
+        for billions in (1, 10, 100)
+        for ranks in (8, 64, 512)
+    ]
     headers = ["billion parameters", "ranks", "GB", "GB a rank"]
     headers += ["blocked, s", "in the background, s", "restore, s"]
-    print(tabulate(rows, headers, tablefmt="pipe", floatfmt=("g", "g", "g", *[".3g"] * 4)))
+    print(
+        tabulate(rows, headers, tablefmt="pipe", floatfmt=("g", "g", "g", *[".3g"] * 4))
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -292,7 +318,9 @@ def main(arguments: list[str] | None = None) -> None:
     saves = commands.add_parser("checkpoint", help="what a checkpoint of a size costs")
     saves.add_argument("--gigabytes", type=float, default=1.0)
     saves.add_argument("--rounds", type=int, default=5)
-    saves.add_argument("--folder", help="on the disk to measure; a temporary one by default")
+    saves.add_argument(
+        "--folder", help="on the disk to measure; a temporary one by default"
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.what == "ranks":

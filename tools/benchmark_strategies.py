@@ -39,7 +39,9 @@ def options_of(strategy: str, wrap: str, precision: str, compiled: bool) -> list
     ]
 
 
-def run(args: argparse.Namespace, processes: int, options: list[str]) -> tuple[str, str]:
+def run(
+    args: argparse.Namespace, processes: int, options: list[str]
+) -> tuple[str, str]:
     """Milliseconds an iteration and the last loss; or what went wrong."""
     launcher = [sys.executable]
     if processes > 0:
@@ -55,7 +57,14 @@ def run(args: argparse.Namespace, processes: int, options: list[str]) -> tuple[s
             f"train.output_dir={folder}",
             *(["~hooks"] if "hooks" in LazyConfig.load(args.config_file) else []),
         ]
-        command = [*launcher, SCRIPT, "--config-file", args.config_file, *length, *options]
+        command = [
+            *launcher,
+            SCRIPT,
+            "--config-file",
+            args.config_file,
+            *length,
+            *options,
+        ]
         result = subprocess.run(
             [*command, *args.opts],
             capture_output=True,
@@ -63,9 +72,16 @@ def run(args: argparse.Namespace, processes: int, options: list[str]) -> tuple[s
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
         if result.returncode != 0:
-            errors = [x for x in (result.stdout + result.stderr).splitlines() if "Error: " in x]
+            errors = [
+                x
+                for x in (result.stdout + result.stderr).splitlines()
+                if "Error: " in x
+            ]
             return "failed", (errors or ["no error was printed"])[0].strip()[:120]
-        lines = [json.loads(x) for x in (Path(folder) / "metrics.json").read_text().splitlines()]
+        lines = [
+            json.loads(x)
+            for x in (Path(folder) / "metrics.json").read_text().splitlines()
+        ]
     lines = [line for line in lines if "time" in line]
     times = [line["time"] for line in lines[len(lines) // 2 :]]
     losses = {name: value for name, value in lines[-1].items() if "loss" in name}
@@ -80,20 +96,37 @@ def main() -> None:
     parser.add_argument("--config-file", required=True)
     parser.add_argument("--processes", type=int, default=1, help="of DDP and FSDP")
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--wrap", default="", help="the class of modules for FSDP to shard by")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--compiled", nargs="+", choices=["no", "yes"], default=["no", "yes"])
+    parser.add_argument(
+        "--wrap", default="", help="the class of modules for FSDP to shard by"
+    )
+    parser.add_argument(
+        "--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES
+    )
+    parser.add_argument(
+        "--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS
+    )
+    parser.add_argument(
+        "--compiled", nargs="+", choices=["no", "yes"], default=["no", "yes"]
+    )
     parser.add_argument("opts", nargs=argparse.REMAINDER, help="further overrides")
     args = parser.parse_args()
     rows = []
-    for strategy, precision, compiled in product(args.strategies, args.precisions, args.compiled):
+    for strategy, precision, compiled in product(
+        args.strategies, args.precisions, args.compiled
+    ):
         processes = 0 if strategy == "SingleDeviceStrategy" else args.processes
         options = options_of(strategy, args.wrap, precision, compiled == "yes")
         measured = run(args, processes, options)
         rows.append([strategy, max(1, processes), precision, compiled, *measured])
         print(" ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
-    headers = ["strategy", "processes", "precision", "compiled", "ms an iteration", "last loss"]
+    headers = [
+        "strategy",
+        "processes",
+        "precision",
+        "compiled",
+        "ms an iteration",
+        "last loss",
+    ]
     print(tabulate(rows, headers=headers, tablefmt="pipe"))
 
 

@@ -23,11 +23,20 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file, verify_file
-from hooktrain.checkpoint.folders import read_folder, save_folder, split_state, verify_folder
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.files import (
+    CorruptCheckpointError,
+    load_file,
+    save_file,
+    verify_file,
+)
+from hooktrain.checkpoint.folders import (
+    read_folder,
+    save_folder,
+    split_state,
+    verify_folder,
+)
+from hooktrain.checkpoint.loading import read_checkpoint, take_prefix
 from hooktrain.checkpoint.sources import local_path
-from hooktrain.checkpoint.surgery import take_prefix
 from hooktrain.utils.file_io import on_disk
 
 
@@ -35,13 +44,22 @@ def inspect(path: Path) -> None:
     """Print a table of the tensors, and the other values below."""
     rest, tensors = split_state(read(path, "meta"))
     rows = [
-        [name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"]
+        [
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            f"{tensor.nbytes:,}",
+        ]
         for name, tensor in tensors.items()
     ]
     alignment = ("left", "left", "left", "right")
     print(tabulate(rows, ["tensor", "shape", "dtype", "bytes"], colalign=alignment))
-    print(f"{len(rows)} tensors, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes\n")
-    values = [(name, value) for name, value in plain_values(rest) if name not in tensors]
+    print(
+        f"{len(rows)} tensors, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes\n"
+    )
+    values = [
+        (name, value) for name, value in plain_values(rest) if name not in tensors
+    ]
     print(tabulate(values, ["other", "value"], disable_numparse=True))
 
 
@@ -86,7 +104,9 @@ def average(path: Path, file: Path) -> None:
     """Write the averaged weights and buffers alone, by the model's names."""
     hooks = read_checkpoint(str(path)).get("trainer", {}).get("hooks", {})
     if not (found := [state for state in hooks.values() if "steps" in state]):
-        raise ValueError(f"{path} has no averaged model, only the states of {list(hooks)}")
+        raise ValueError(
+            f"{path} has no averaged model, only the states of {list(hooks)}"
+        )
     write_weights(take_prefix(found[0], "module"), file)
 
 
@@ -99,7 +119,9 @@ def write_weights(state: Mapping[str, Any], file: Path) -> None:
     from safetensors import torch as safetensors
 
     # It refuses tensors that share memory.
-    safetensors.save_file({name: tensor.clone() for name, tensor in state.items()}, file)
+    safetensors.save_file(
+        {name: tensor.clone() for name, tensor in state.items()}, file
+    )
 
 
 def read(path: Path, map_location: str = "cpu") -> Any:
@@ -113,7 +135,9 @@ def read(path: Path, map_location: str = "cpu") -> Any:
 def refuse_to_replace(path: Path) -> None:
     """Raise FileExistsError if there is something already, else make the folder around it."""
     if path.exists():
-        raise FileExistsError(f"{path} exists already; remove it, or choose another name")
+        raise FileExistsError(
+            f"{path} exists already; remove it, or choose another name"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -143,8 +167,16 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         source, *targets = (getattr(args, name) for name in args.paths)
-        args.function(Path(local_path(source)), *(Path(on_disk(target)) for target in targets))
-    except (CorruptCheckpointError, ImportError, OSError, TypeError, ValueError) as error:
+        args.function(
+            Path(local_path(source)), *(Path(on_disk(target)) for target in targets)
+        )
+    except (
+        CorruptCheckpointError,
+        ImportError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

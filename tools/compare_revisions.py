@@ -21,7 +21,11 @@ import torch
 RUNS = {
     "digits_cnn": ["train.max_iter=60", "train.eval_period=25"],
     "digits_gan": ["train.max_iter=60", "hooks=[]"],
-    "text_gpt": ["train.max_iter=4", "train.eval_period=0", "dataloader.train.total_batch_size=8"],
+    "text_gpt": [
+        "train.max_iter=4",
+        "train.eval_period=0",
+        "dataloader.train.total_batch_size=8",
+    ],
 }
 TIMES = ("time", "data_time", "eta_seconds")
 
@@ -39,7 +43,12 @@ def train(name: str, folder: str) -> None:
 
     torch.set_num_threads(1)
     cfg = LazyConfig.load(f"configs/{name}.py")
-    options = [*RUNS[name], f"train.output_dir={folder}", "train.device=cpu", "train.seed=1"]
+    options = [
+        *RUNS[name],
+        f"train.output_dir={folder}",
+        "train.device=cpu",
+        "train.seed=1",
+    ]
     cfg = LazyConfig.apply_overrides(cfg, options)
     seed_all_rng(1)
     trainer = DefaultTrainer(cfg)
@@ -100,7 +109,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         first, second = (results(revision, Path(folder)) for revision in args.names)
-    found = [f"{path}: {a!r:.200} is not {b!r:.200}" for path, a, b in differences(first, second)]
+    found = [
+        f"{path}: {a!r:.200} is not {b!r:.200}"
+        for path, a, b in differences(first, second)
+    ]
     print("\n".join(found) or f"equal, bit for bit: {', '.join(RUNS)}")
     sys.exit(bool(found))
 

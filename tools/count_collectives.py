@@ -38,7 +38,9 @@ def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
     count("state of the trainer, before a checkpoint", trainer.synchronize)
     count("a file", lambda: file.save("a"))
     count("finding and reading a file", lambda: file.resume_or_load(""))
-    shards = Checkpointer(trainer.model, folder / "shards", trainer=trainer, sharded=True)
+    shards = Checkpointer(
+        trainer.model, folder / "shards", trainer=trainer, sharded=True
+    )
     count("a folder in the foreground", lambda: shards.save("a"))
     count("finding and reading a folder", lambda: shards.resume_or_load(""))
     beside = Checkpointer(
@@ -65,7 +67,8 @@ def main(folder: str) -> None:
     count("an evaluation", lambda: inference_on_dataset(model, batches, None))
     sharded = shard_model(Model(1))
     count(
-        "an evaluation of 4 batches, sharded", lambda: inference_on_dataset(sharded, batches, None)
+        "an evaluation of 4 batches, sharded",
+        lambda: inference_on_dataset(sharded, batches, None),
     )
     if comm.is_main_process():
         print(tabulate(COUNTS, ["what", "collectives"], "pipe"))

@@ -34,7 +34,7 @@ import torch
 import train_net
 from tabulate import tabulate
 
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
 from hooktrain.engine import default_argument_parser, launch
 from hooktrain.utils import comm
@@ -94,7 +94,9 @@ class Variant:
         ]
 
 
-VARIANTS = [Variant(*each) for each in product((1, 2), (0, 2), (False, True), (False, True))]
+VARIANTS = [
+    Variant(*each) for each in product((1, 2), (0, 2), (False, True), (False, True))
+]
 
 
 class LostRunError(Exception):
@@ -124,7 +126,13 @@ class AtCall:
         os.fsync = counted
 
     def _audit(self, folder: str, event: str, args: tuple[Any, ...]) -> None:
-        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
+        changes = event in (
+            "os.rename",
+            "os.remove",
+            "os.rmdir",
+            "os.mkdir",
+            "os.truncate",
+        )
         if event == "open" and isinstance(args[2], int):
             changes = bool(args[2] & (os.O_WRONLY | os.O_RDWR))
         if changes and str(args[0]).startswith(folder):
@@ -181,7 +189,11 @@ def parents(session: int) -> dict[int, int]:
 def by_role(first: int, ranks: int) -> dict[str, list[int]]:
     """The processes of a run by what they do."""
     tree = parents(first)
-    of_ranks = [first] if ranks == 1 else [pid for pid, parent in tree.items() if parent == first]
+    of_ranks = (
+        [first]
+        if ranks == 1
+        else [pid for pid, parent in tree.items() if parent == first]
+    )
     workers = [pid for pid, parent in tree.items() if parent in of_ranks]
     return {"all": list(tree), "rank": of_ranks, "worker": workers, "parent": [first]}
 
@@ -226,7 +238,11 @@ def strike(fault: str, process: Any, variant: Variant, draw: random.Random) -> b
 
 
 def run(
-    folder: Path, variant: Variant, fault: str = "", seconds: float = 0, draw: Any = random
+    folder: Path,
+    variant: Variant,
+    fault: str = "",
+    seconds: float = 0,
+    draw: Any = random,
 ) -> tuple[int, bool]:
     """Start the training, disturb it, wait for its end; its exit code, and whether it was hit."""
     at_call = None
@@ -239,11 +255,15 @@ def run(
     process.start()
     hit = begun = False
     if fault and at_call is None:
-        process.join(draw.uniform(0, seconds / 2))  # most runs have only a part left to do
+        process.join(
+            draw.uniform(0, seconds / 2)
+        )  # most runs have only a part left to do
         # A run that still starts has neither a watchdog nor something to save.
         begun = log.exists() and b"Saving checkpoint" in log.read_bytes()[before:]
         may_strike = begun or not fault.endswith("hangs")
-        hit = may_strike and process.is_alive() and strike(fault, process, variant, draw)
+        hit = (
+            may_strike and process.is_alive() and strike(fault, process, variant, draw)
+        )
     process.join(LIMIT_SECONDS)
     deadline = time.monotonic() + 15
     while (left := parents(process.pid)) and time.monotonic() < deadline:
@@ -283,8 +303,12 @@ def outcome(folder: Path) -> Any:
     """What an undisturbed run and a disturbed one must have in common."""
     path = next(path for path in folder.glob("model_final*"))
     state = read_checkpoint(str(path))
-    trainer = {k: v for k, v in state["trainer"].items() if k not in ("meta", "storage")}
-    trainer["hooks"].pop("BestCheckpointer")  # it forgets a best model that a full disk refused
+    trainer = {
+        k: v for k, v in state["trainer"].items() if k not in ("meta", "storage")
+    }
+    trainer["hooks"].pop(
+        "BestCheckpointer"
+    )  # it forgets a best model that a full disk refused
     rows = load_json_metrics(folder / "metrics.json")
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
     return {"model": state["model"], "trainer": trainer, "rows": rows}
@@ -347,7 +371,9 @@ class Campaign:
                 different = [path for path in different if not path.startswith(".rows")]
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
-            if left := [path.name for path in folder.rglob("*") if ".tmp-" in path.name]:
+            if left := [
+                path.name for path in folder.rglob("*") if ".tmp-" in path.name
+            ]:
                 raise LostRunError(f"temporary files are left: {left}")
         except Exception as error:
             problem = str(error)
@@ -385,14 +411,23 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=100, help="how many must have struck")
+    parser.add_argument(
+        "--faults", type=int, default=100, help="how many must have struck"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="TRY", help="repeat this try alone")
     parser.add_argument("--jobs", type=int, default=1, help="tries at the same time")
-    parser.add_argument("--folder", type=Path, help="for the runs; those that fail stay there")
+    parser.add_argument(
+        "--folder", type=Path, help="for the runs; those that fail stay there"
+    )
     options = parser.parse_args()
     CONTEXT.set_forkserver_preload(
-        ["torch._dynamo", "torch.utils.tensorboard", "hooktrain.checkpoint.folders", "train_net"]
+        [
+            "torch._dynamo",
+            "torch.utils.tensorboard",
+            "hooktrain.checkpoint.folders",
+            "train_net",
+        ]
     )
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -402,7 +437,9 @@ if __name__ == "__main__":
     else:
         campaign.attempt(options.only)
     rows = [(fault, campaign.struck[fault]) for fault in FAULTS]
-    print(tabulate([*rows, ("all", campaign.struck.total())], headers=["fault", "times"]))
+    print(
+        tabulate([*rows, ("all", campaign.struck.total())], headers=["fault", "times"])
+    )
     print(f"tries that were lost or bent: {len(campaign.failures)}")
     for number, variant, struck, problem in campaign.failures:
         print(json.dumps({"try": number, "variant": str(variant), "faults": struck}))

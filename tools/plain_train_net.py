@@ -25,7 +25,7 @@ from hooktrain.solver import LRMultiplier
 from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage
-from hooktrain.utils.to_device import mover_to
+from hooktrain.utils.tensors import mover_to
 
 logger = logging.getLogger("hooktrain.plain_train_net")
 
@@ -42,7 +42,9 @@ def main(args: argparse.Namespace) -> None:
     data_loader = instantiate(cfg.dataloader.train)
     max_iter = cfg.train.max_iter
 
-    checkpointer = Checkpointer(model, cfg.train.output_dir, optimizer=optimizer, data=data_loader)
+    checkpointer = Checkpointer(
+        model, cfg.train.output_dir, optimizer=optimizer, data=data_loader
+    )
     loaded = checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
     start_iter = loaded.get("iteration", -1) + 1 if args.resume else 0
     if start_iter == 0:
@@ -51,7 +53,10 @@ def main(args: argparse.Namespace) -> None:
         optimizer, instantiate(cfg.lr_multiplier), max_iter, last_iter=start_iter - 1
     )
     periodic = PeriodicCheckpointer(
-        checkpointer, cfg.train.checkpointer.period, max_iter, cfg.train.checkpointer.max_to_keep
+        checkpointer,
+        cfg.train.checkpointer.period,
+        max_iter,
+        cfg.train.checkpointer.max_to_keep,
     )
     writers = default_writers(cfg.train.output_dir, max_iter)
     ddp_model = create_ddp_model(model, **cfg.train.ddp)
@@ -67,13 +72,17 @@ def main(args: argparse.Namespace) -> None:
             loss_dict = ddp_model(move(batch))
             loss = sum(loss_dict.values())
             if not math.isfinite(loss.item()):
-                raise FloatingPointError(f"loss is {loss.item()} at iteration {iteration}")
+                raise FloatingPointError(
+                    f"loss is {loss.item()} at iteration {iteration}"
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
             storage.put_scalars(total_loss=loss.detach())
-            storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
+            storage.put_scalar(
+                "lr", optimizer.param_groups[0]["lr"], smoothing_hint=False
+            )
             scheduler.step()
             if (iteration + 1) % cfg.train.log_period == 0 or iteration == max_iter - 1:
                 for writer in writers:

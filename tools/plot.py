@@ -66,18 +66,29 @@ def read(runs: list[Path], wanted: list[str], window: int) -> Panels:
 def smoothed(points: Points, window: int) -> Points:
     """The mean of the last ``window`` points at each point; fewer at the beginning."""
     values = [value for _, value in points]
-    means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
-    return [(iteration, mean) for (iteration, _), mean in zip(points, means, strict=True)]
+    means = [
+        fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)
+    ]
+    return [
+        (iteration, mean) for (iteration, _), mean in zip(points, means, strict=True)
+    ]
 
 
 def spans_decades(lines: dict[str, Points]) -> bool:
     """Whether a logarithmic scale shows more: nothing is negative, and much is small."""
-    values = [value for points in lines.values() for _, value in points if math.isfinite(value)]
+    values = [
+        value
+        for points in lines.values()
+        for _, value in points
+        if math.isfinite(value)
+    ]
     positive = [value for value in values if value > 0] or [1.0]
     return min(values, default=-1) >= 0 and max(positive) > 10 * min(positive)
 
 
-def picture(panels: Panels, path: Path, log: bool, refresh: float | None = None) -> None:
+def picture(
+    panels: Panels, path: Path, log: bool, refresh: float | None = None
+) -> None:
     """Draw into a file: .png, .svg, .pdf, or .html with the drawing in it.
 
     A browser loads the .html again every ``refresh`` seconds.
@@ -88,7 +99,11 @@ def picture(panels: Panels, path: Path, log: bool, refresh: float | None = None)
     axes: Any = figure.subplots(len(panels), squeeze=False, sharex=True)
     for ax, (title, lines) in zip(axes[:, 0], panels.items(), strict=True):
         for name, points in lines.items():
-            ax.plot(*zip(*points, strict=True), ".-" if len(points) < 30 else "-", label=name)
+            ax.plot(
+                *zip(*points, strict=True),
+                ".-" if len(points) < 30 else "-",
+                label=name,
+            )
         ax.set(title=title, yscale="log" if log and spans_decades(lines) else "linear")
         ax.grid(alpha=0.3)
         ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
@@ -99,7 +114,9 @@ def picture(panels: Panels, path: Path, log: bool, refresh: float | None = None)
     drawing = StringIO()
     figure.savefig(drawing, format="svg")
     again = f'<meta http-equiv="refresh" content="{refresh}">\n' if refresh else ""
-    path.write_text(f"<!doctype html>\n<title>{path.stem}</title>\n{again}{drawing.getvalue()}")
+    path.write_text(
+        f"<!doctype html>\n<title>{path.stem}</title>\n{again}{drawing.getvalue()}"
+    )
 
 
 def text(panels: Panels, log: bool, columns: int, rows: int) -> str:
@@ -109,11 +126,17 @@ def text(panels: Panels, log: bool, columns: int, rows: int) -> str:
     ends = min(iterations), max(iterations)
     height = max(5, (rows - len(everything)) // len(panels) - 3)
     size = columns - 12, height
-    return "\n\n".join(characters(t, lines, log, ends, size) for t, lines in panels.items())
+    return "\n\n".join(
+        characters(t, lines, log, ends, size) for t, lines in panels.items()
+    )
 
 
 def characters(
-    title: str, lines: dict[str, Points], log: bool, ends: tuple[int, int], size: tuple[int, int]
+    title: str,
+    lines: dict[str, Points],
+    log: bool,
+    ends: tuple[int, int],
+    size: tuple[int, int],
 ) -> str:
     """A panel of so many columns and rows: a mark is the mean of a line's points in its column."""
     (first, last), (width, height), log = ends, size, log and spans_decades(lines)
@@ -131,9 +154,16 @@ def characters(
     for mark, column in zip(MARKS * len(means), means.values(), strict=False):
         for x, y in column.items():
             grid[round((high - y) / ((high - low) or 1) * (height - 1))][x] = mark
-    labels = {y: f"{10**v if log else v:.4g}" for y, v in ((height - 1, low), (0, high))}
-    drawn = [f"{labels.get(y, ''):>10} |{''.join(row)}".rstrip() for y, row in enumerate(grid)]
-    legend = [f"{'':10}  {MARKS[i % len(MARKS)]} {name}" for i, name in enumerate(means)]
+    labels = {
+        y: f"{10**v if log else v:.4g}" for y, v in ((height - 1, low), (0, high))
+    }
+    drawn = [
+        f"{labels.get(y, ''):>10} |{''.join(row)}".rstrip()
+        for y, row in enumerate(grid)
+    ]
+    legend = [
+        f"{'':10}  {MARKS[i % len(MARKS)]} {name}" for i, name in enumerate(means)
+    ]
     axis = f"{'':10} +{f' iterations {first} to {last} ':-^{width}}"
     return "\n".join([f"{'':12}{title}", *drawn, axis, *legend])
 
@@ -147,9 +177,15 @@ def main(arguments: list[str] | None = None) -> int:
     add("runs", nargs="+", type=Path, help="output folders, or files metrics.json")
     add("--metrics", nargs="+", default=[], help="what to show; all by default")
     add("--smooth", type=int, default=1, metavar="N", help="show means of N points")
-    add("--log", action="store_true", help="logarithmic scale where values differ tenfold")
+    add(
+        "--log",
+        action="store_true",
+        help="logarithmic scale where values differ tenfold",
+    )
     add("--out", type=Path, help="the picture: .png, .svg, .pdf or .html")
-    add("--text", action="store_true", help="characters in the terminal, and no picture")
+    add(
+        "--text", action="store_true", help="characters in the terminal, and no picture"
+    )
     again = "draw again every so many seconds, 10 by default"
     add("--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help=again)
     args = parser.parse_args(arguments)

@@ -19,7 +19,12 @@ from typing import Any
 import hooktrain
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
-from hooktrain.engine import DefaultTrainer, default_argument_parser, default_setup, launch
+from hooktrain.engine import (
+    DefaultTrainer,
+    default_argument_parser,
+    default_setup,
+    launch,
+)
 from hooktrain.engine.dry_run import dry_run
 from hooktrain.strategy.environment import restart_count
 
@@ -39,8 +44,12 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             lambda: DefaultTrainer.build_model(cfg), dispatch_kwargs=initialised
         )
         checkpointer = Checkpointer(model, cfg.train.output_dir)
-        if not cfg.train.init_checkpoint and not (args.resume and checkpointer.has_checkpoint()):
-            logger.warning("Evaluating initial weights: no --resume, or nothing to resume from")
+        if not cfg.train.init_checkpoint and not (
+            args.resume and checkpointer.has_checkpoint()
+        ):
+            logger.warning(
+                "Evaluating initial weights: no --resume, or nothing to resume from"
+            )
         checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         return DefaultTrainer.test(cfg, model)
 
@@ -59,18 +68,28 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def in_short(error: Exception) -> str:
     """An error without its traceback, and where it was in your own code or configuration."""
     text = "".join(traceback.format_exception_only(error)).rstrip()
-    libraries = (str(Path(hooktrain.__file__).parent), *sysconfig.get_paths().values(), __file__)
+    libraries = (
+        str(Path(hooktrain.__file__).parent),
+        *sysconfig.get_paths().values(),
+        __file__,
+    )
     places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    yours = [p for p in places if Path(p[0]).is_absolute() and not p[0].startswith(libraries)]
+    yours = [
+        p for p in places if Path(p[0]).is_absolute() and not p[0].startswith(libraries)
+    ]
     if yours:
-        text += "\nin {}, line {}; --log-level=debug shows the traceback".format(*yours[-1])
+        text += "\nin {}, line {}; --log-level=debug shows the traceback".format(
+            *yours[-1]
+        )
     return text
 
 
 if __name__ == "__main__":
     args = default_argument_parser().parse_intermixed_args()
     if not args.config_file:
-        raise SystemExit("train_net.py: --config-file is missing, such as configs/digits_cnn.py")
+        raise SystemExit(
+            "train_net.py: --config-file is missing, such as configs/digits_cnn.py"
+        )
     try:
         launch(
             main,

@@ -14,7 +14,9 @@ SGD = L(torch.optim.SGD)(
 )
 
 AdamW = L(torch.optim.AdamW)(
-    params=L(get_default_optimizer_params)(weight_decay_norm=0.0, weight_decay_bias=0.0),
+    params=L(get_default_optimizer_params)(
+        weight_decay_norm=0.0, weight_decay_bias=0.0
+    ),
     lr=1e-3,
     betas=(0.9, 0.999),
     weight_decay=0.05,

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from glob import glob
 from typing import Any, ClassVar
@@ -11,29 +12,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
-from hooktrain.checkpoint.earlier import begin_anew, make_room
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     is_folder,
     storable,
     write_file,
 )
-from hooktrain.checkpoint.formats import read_on_all_ranks, with_trainer
+from hooktrain.checkpoint.loading import (
+    choose_parts,
+    load_model_state,
+    read_on_all_ranks,
+    verify_checkpoint,
+    with_trainer,
+)
 from hooktrain.checkpoint.resume import (
     POINTER,
+    begin_anew,
     checkpoint_names,
+    files_to_delete,
+    make_room,
     names_to_resume,
     read_pointer,
     write_pointer,
 )
 from hooktrain.checkpoint.sources import local_path
-from hooktrain.checkpoint.surgery import choose_parts, load_model_state
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.file_io import AnyPath, is_disk_full, on_disk, sweep
-from hooktrain.utils.registry import refuse_overrides, unwrap_model
+from hooktrain.utils.comm import on_all_ranks, on_main_process
+from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.file_io import AnyPath, delete, is_disk_full, on_disk, sweep
+from hooktrain.utils.names import refuse_overrides
+from hooktrain.utils.tensors import full_tensors
+
+logger = logging.getLogger(__name__)
 
 # Ranks that have failed are ended by their launcher after 10 s.
 _GIVE_UP_SECONDS = 5.0
@@ -109,7 +121,9 @@ class Checkpointer:
         **checkpointables: Any,
     ) -> None:
         if sharded and save_to_disk is not None:
-            raise ValueError(f"with sharded all ranks write: save_to_disk is {save_to_disk!r}")
+            raise ValueError(
+                f"with sharded all ranks write: save_to_disk is {save_to_disk!r}"
+            )
         self.model = unwrap_model(model)
         self.save_dir = on_disk(save_dir)
         self.sharded = sharded
@@ -118,7 +132,9 @@ class Checkpointer:
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
-        self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
+        self.save_to_disk = (
+            comm.is_main_process() if save_to_disk is None else save_to_disk
+        )
         self._worker = BackgroundWorker("checkpoint")
         self._stager: Any = None
         self._group: ProcessGroup | None = None
@@ -136,16 +152,24 @@ class Checkpointer:
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
         if "." in key:
-            raise ValueError(f"the name of a checkpointable must have no dot, got {key!r}")
-        if not all(hasattr(checkpointable, name) for name in ("state_dict", "load_state_dict")):
-            raise TypeError(f"{key!r} has no state_dict or no load_state_dict: {checkpointable!r}")
+            raise ValueError(
+                f"the name of a checkpointable must have no dot, got {key!r}"
+            )
+        if not all(
+            hasattr(checkpointable, name) for name in ("state_dict", "load_state_dict")
+        ):
+            raise TypeError(
+                f"{key!r} has no state_dict or no load_state_dict: {checkpointable!r}"
+            )
         self.checkpointables[key] = checkpointable
 
     @staticmethod
     def check_name(name: str) -> None:
         """Raise a ValueError for what cannot be the name of a checkpoint, or its beginning."""
         if name[:1] in ("", ".") or name != os.path.basename(name):
-            raise ValueError(f"name must be a visible file name without a folder, got {name!r}")
+            raise ValueError(
+                f"name must be a visible file name without a folder, got {name!r}"
+            )
 
     def begin_run(self) -> None:
         """What a run calls before its first step, on all ranks as :meth:`save`.
@@ -159,7 +183,9 @@ class Checkpointer:
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
         storable(states, shards=True)
         if self.save_to_disk and self.save_dir:
-            os.makedirs(self.save_dir, exist_ok=True)  # an error now, not at the first save
+            os.makedirs(
+                self.save_dir, exist_ok=True
+            )  # an error now, not at the first save
             sweep(self.save_dir)
 
     def save(
@@ -197,7 +223,9 @@ class Checkpointer:
         """
         self.check_name(name)
         if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
-            raise ValueError(f"extra entries must not replace the states of the same name: {taken}")
+            raise ValueError(
+                f"extra entries must not replace the states of the same name: {taken}"
+            )
         if not self.save_dir:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
@@ -240,7 +268,9 @@ class Checkpointer:
         make_room(path, is_folder if self.sharded else os.path.isfile)
         make_room(os.path.join(self.save_dir, POINTER))
 
-    def _write_in_background(self, write: Callable[[State], None], state: State) -> None:
+    def _write_in_background(
+        self, write: Callable[[State], None], state: State
+    ) -> None:
         """Copy a state into host memory that is kept for it; a thread writes that."""
         if self._stager is None:
             from hooktrain.checkpoint.folders import new_stager
@@ -248,11 +278,15 @@ class Checkpointer:
             self._stager = new_stager()
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")  # the thread's own
-        staged = self._stager.stage(state)  # host-device synchronisation: the copies arrive
+        staged = self._stager.stage(
+            state
+        )  # host-device synchronisation: the copies arrive
         # A rank that ends does not wait for others that may never come.
         self._worker.submit(partial(write, staged), daemon=self._group is not None)
 
-    def _write(self, state: State, path: str, finish: Callable[[], None], on_full: OnFull) -> None:
+    def _write(
+        self, state: State, path: str, finish: Callable[[], None], on_full: OnFull
+    ) -> None:
         """Write a file alone or a folder with all ranks; in the background, in a thread."""
         try:
             if self.sharded:
@@ -266,7 +300,9 @@ class Checkpointer:
         except OSError as error:
             if error.errno and error.filename is None and path not in str(error):
                 error.filename = path
-            is_gone = isinstance(error, FileNotFoundError)  # the folder; the next save makes it
+            is_gone = isinstance(
+                error, FileNotFoundError
+            )  # the folder; the next save makes it
             if on_full is None or not (is_gone or is_disk_full(error)):
                 raise
             on_full(error)
@@ -342,12 +378,17 @@ class Checkpointer:
             path = os.path.join(self.save_dir, name)
             try:
                 state = read_on_all_ranks(path, self.model)
-            except (OSError, CorruptCheckpointError) as error:  # the same one on every rank
+            except (
+                OSError,
+                CorruptCheckpointError,
+            ) as error:  # the same one on every rank
                 self.logger.warning("Passing over the checkpoint %s: %s", path, error)
                 problems.append(f"  {name}: {error}")
                 continue
             if name != pointed:
-                self.logger.warning("Resuming from %s, which %s does not name", path, POINTER)
+                self.logger.warning(
+                    "Resuming from %s, which %s does not name", path, POINTER
+                )
             return path, state
         if problems:
             raise CorruptCheckpointError(
@@ -363,7 +404,11 @@ class Checkpointer:
         return None
 
     def resume_or_load(
-        self, path: AnyPath | None, *, resume: bool = True, checkpointables: Names = None
+        self,
+        path: AnyPath | None,
+        *,
+        resume: bool = True,
+        checkpointables: Names = None,
     ) -> State:
         """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``. Collective.
 
@@ -400,11 +445,17 @@ class Checkpointer:
         self._load_into_model(state)
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
-        left = {key: item for key, item in state.items() if key not in {"model", *chosen}}
+        left = {
+            key: item for key, item in state.items() if key not in {"model", *chosen}
+        }
         # What could have been loaded, or all but the model, was left out on purpose.
-        unused = [key for key in left if key not in {"iteration", *self.checkpointables}]
+        unused = [
+            key for key in left if key not in {"iteration", *self.checkpointables}
+        ]
         if unused and self.checkpointables:
-            self.logger.info("Entries of %s that were not loaded: %s", path, ", ".join(unused))
+            self.logger.info(
+                "Entries of %s that were not loaded: %s", path, ", ".join(unused)
+            )
         return left
 
     def _load_into_model(self, state: State) -> None:
@@ -436,7 +487,10 @@ class Checkpointer:
     def get_all_checkpoint_files(self) -> list[str]:
         """The paths of all checkpoints in ``save_dir``, files and folders, sorted by name."""
         self.wait()
-        return [os.path.join(self.save_dir, name) for name in checkpoint_names(self.save_dir)]
+        return [
+            os.path.join(self.save_dir, name)
+            for name in checkpoint_names(self.save_dir)
+        ]
 
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint of ``save_dir`` the one to resume from.
@@ -446,5 +500,117 @@ class Checkpointer:
         """
         self.wait()
         if basename not in checkpoint_names(self.save_dir):
-            raise FileNotFoundError(f"no {basename!r} in {self.save_dir!r} to resume from")
+            raise FileNotFoundError(
+                f"no {basename!r} in {self.save_dir!r} to resume from"
+            )
         write_pointer(self.save_dir, basename)
+
+
+@dataclass(eq=False, repr=False)
+class PeriodicCheckpointer:
+    """Calls ``checkpointer.save`` at the iterations where it is due. For loops of your own.
+
+    The last iteration is saved as ``{file_prefix}_final.pth``, others as
+    ``{file_prefix}_0000099.pth``; folders of shards are named so, without ``.pth``. Old ones are
+    deleted when a newer one is there and was verified: in the background, if it is saved there.
+
+    Attributes:
+        checkpointer: what saves.
+        period: iterations between two saves; iteration ``period - 1`` is the first saved.
+        max_iter: the number of iterations of the run; may be set until the first :meth:`step`.
+        max_to_keep: how many numbered ones to keep, None for all of them.
+        file_prefix: of the file names.
+
+    Args:
+        checkpointer: what saves.
+        period: at least 1. That of a hook may also be a text such as ``"1 epoch"``.
+        max_iter: None if the end is not known, so that no final file is written.
+        max_to_keep: at least 1, or None. The count is that of files and folders in ``save_dir``,
+            also after a resume; the final one and others without a number are neither counted nor
+            deleted.
+        file_prefix: of the file names.
+
+    Raises:
+        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
+            impossible ``file_prefix``.
+    """
+
+    checkpointer: Checkpointer
+    period: int | str
+    max_iter: int | None = None
+    max_to_keep: int | None = None
+    file_prefix: str = "model"
+
+    def __post_init__(self) -> None:
+        for key, number in [("period", self.period), ("max_to_keep", self.max_to_keep)]:
+            if isinstance(number, int | float) and (number < 1 or number % 1):
+                raise ValueError(
+                    f"{key} must be a whole number of at least 1, got {number!r}"
+                )
+        self.checkpointer.check_name(self.file_prefix)
+
+    def step(self, iteration: int, **extra: Any) -> None:
+        """Save if ``iteration`` (from 0) ends a period or the run. On all ranks, or one.
+
+        If the disk is full, that is logged as an error, the older files stay, and the next period
+        tries again; only the last save of the run raises. When that one returns, it is on the disk,
+        also if the checkpointer saves in the background.
+
+        Args:
+            iteration: the one just finished; saved as ``"iteration"``.
+            extra: more entries of the file, of tensors and plain types.
+
+        Raises:
+            OSError: if the disk is full at the last save, or fails otherwise at any.
+        """
+        is_last = self.max_iter is not None and iteration >= self.max_iter - 1
+        if is_last or (iteration + 1) % in_iterations(self.period, None) == 0:
+            self.save_at(iteration, **extra)
+
+    def save_at(self, iteration: int, **extra: Any) -> None:
+        """Save as :meth:`step` does, whether it is due or not."""
+        if self.max_iter is not None and iteration >= self.max_iter - 1:
+            self.checkpointer.save(
+                f"{self.file_prefix}_final", iteration=iteration, **extra
+            )
+            self.checkpointer.wait()
+            return
+        name = f"{self.file_prefix}_{iteration:07d}"
+        if self.max_to_keep is not None:
+            extra["on_saved"] = partial(
+                self._delete_old, iteration, int(self.max_to_keep)
+            )
+        self.checkpointer.save(name, iteration=iteration, on_full=self._go_on, **extra)
+
+    def save(self, name: str, **extra: Any) -> None:
+        """The same as ``checkpointer.save``: at any time, under any name."""
+        self.checkpointer.save(name, **extra)
+
+    def _go_on(self, error: OSError) -> None:
+        # The error names the path and the free space.
+        message = "NOT SAVED: %s. Training goes on; the next attempt is in %s"
+        period = (
+            f"{self.period} iterations" if isinstance(self.period, int) else self.period
+        )
+        logger.error(message, error, period)
+
+    def _delete_old(self, iteration: int, max_to_keep: int, newest: str) -> None:
+        """Delete what is too old, if the newest checkpoint is good. In any thread."""
+        folder = os.path.dirname(newest)
+        try:
+            names, pointed = checkpoint_names(folder), read_pointer(folder)
+            old = files_to_delete(
+                names, self.file_prefix, max_to_keep, iteration, pointed
+            )
+            if old:
+                verify_checkpoint(newest)
+        except (OSError, CorruptCheckpointError) as error:
+            logger.error(
+                "Keeping all older checkpoints, since the newest is broken: %s", error
+            )
+            return
+        for name in old:
+            try:
+                delete(os.path.join(folder, name))
+            except OSError as error:
+                logger.warning("Cannot delete the old checkpoint: %s", error)

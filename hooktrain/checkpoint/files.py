@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.utils.serialization import config
 
-from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.file_io import AnyPath, atomic_write
 from hooktrain.utils.logger import show_progress
+from hooktrain.utils.tensors import is_sharded
 
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
 _TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
@@ -78,10 +78,14 @@ def verify_file(path: AnyPath) -> None:
     with open(path, "rb") as file:
         try:
             problem = _find_problem(file)
-        except Exception as error:  # zipfile raises nine types, depending on the byte that is bad
+        except (
+            Exception
+        ) as error:  # zipfile raises nine types, depending on the byte that is bad
             problem = f"not a readable zip container ({type(error).__name__}: {error})"
     if problem:
-        raise CorruptCheckpointError(f"{os.fspath(path)} is no intact checkpoint: {problem}")
+        raise CorruptCheckpointError(
+            f"{os.fspath(path)} is no intact checkpoint: {problem}"
+        )
 
 
 def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
@@ -98,11 +102,17 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
     """
     verify_file(path)
     try:
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=False)
-    except Exception as error:  # torch raises RuntimeError, KeyError, EOFError, UnpicklingError ...
+        return torch.load(
+            path, map_location=map_location, weights_only=True, mmap=False
+        )
+    except (
+        Exception
+    ) as error:  # torch raises RuntimeError, KeyError, EOFError, UnpicklingError ...
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
-        raise CorruptCheckpointError(f"cannot load {os.fspath(path)}: {_reason(error)}") from error
+        raise CorruptCheckpointError(
+            f"cannot load {os.fspath(path)}: {_reason(error)}"
+        ) from error
 
 
 def is_folder(path: AnyPath) -> bool:
@@ -112,7 +122,9 @@ def is_folder(path: AnyPath) -> bool:
     so that another may take its place, is one until it is removed.
     """
     path = Path(path)
-    return path.name[:1] != "." and any((path / f).is_file() for f in (MANIFEST, METADATA))
+    return path.name[:1] != "." and any(
+        (path / f).is_file() for f in (MANIFEST, METADATA)
+    )
 
 
 def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
@@ -140,11 +152,15 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
         copied.clear()
         for key, item in value.items():
             path = f"{name}.{key}".lstrip(".")
-            copied[storable(key, f"{path} (the key itself)")] = storable(item, path, shards=shards)
+            copied[storable(key, f"{path} (the key itself)")] = storable(
+                item, path, shards=shards
+            )
         return copied
     if kind in (list, tuple, set):
         items = enumerate(value)
-        return kind([storable(x, f"{name}.{i}".lstrip("."), shards=shards) for i, x in items])
+        return kind(
+            [storable(x, f"{name}.{i}".lstrip("."), shards=shards) for i, x in items]
+        )
     if isinstance(value, np.number | np.bool_):
         return value.item()
     if not (
@@ -154,7 +170,9 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
         or (kind in _PLAIN_TYPES and value != b"")
     ):
         what = f"{name or 'the state'} of type {kind.__module__}.{kind.__qualname__}"
-        raise TypeError(f"cannot save {what}: give tensors with data or plain Python types only")
+        raise TypeError(
+            f"cannot save {what}: give tensors with data or plain Python types only"
+        )
     return value
 
 
@@ -169,7 +187,9 @@ def _find_problem(file: IO[bytes]) -> str:
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
         parts = container.infolist()
-        if packed := [p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED]:
+        if packed := [
+            p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED
+        ]:
             return f"its parts {packed} are compressed, and might fill the memory"
         total, done = sum(part.file_size for part in parts), 0
         for part in parts if any(part.CRC for part in parts) else ():

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.files import (
     MANIFEST,
     METADATA,
@@ -37,8 +39,9 @@ from hooktrain.checkpoint.files import (
     write_file,
 )
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import is_sharded, map_leaves
+from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, raise_disk_full, replacing
+from hooktrain.utils.tensors import is_sharded, map_leaves
 
 STATE = "state.pth"
 _PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -47,7 +50,9 @@ _PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | None = None) -> None:
+def save_folder(
+    state: dict[str, Any], folder: AnyPath, group: ProcessGroup | None = None
+) -> None:
     """Write a state to a folder that is there as a whole, or not at all. Collective.
 
     A sharded checkpoint of that name is replaced.
@@ -70,22 +75,30 @@ def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | No
 
         def begin() -> Path:
             if target.exists() and not is_folder(target):
-                raise FileExistsError(f"{target} is no sharded checkpoint: it is not replaced")
+                raise FileExistsError(
+                    f"{target} is no sharded checkpoint: it is not replaced"
+                )
             return stack.enter_context(replacing(target))
 
         temporary = on_main_process(begin, group)
         saved = _save_tensors(tensors, temporary, group)
         own = f"__{comm.get_rank()}_*"
-        digests = on_all_ranks(lambda: {p.name: _digest(p) for p in temporary.glob(own)}, group)
+        digests = on_all_ranks(
+            lambda: {p.name: _digest(p) for p in temporary.glob(own)}, group
+        )
 
         def complete() -> None:
             parts_of = _parts_of(saved)
             if unknown := parts_of.keys() - tensors.keys():
-                raise ValueError(f"the main process has no {unknown}, which other ranks have")
+                raise ValueError(
+                    f"the main process has no {unknown}, which other ranks have"
+                )
             write_file({"state": skeleton, "parts": parts_of}, temporary / STATE)
             files = {name: record for part in digests for name, record in part.items()}
             if absent := [name for name in files if not (temporary / name).is_file()]:
-                raise OSError(f"{temporary} lacks {absent}: the ranks do not share the disk")
+                raise OSError(
+                    f"{temporary} lacks {absent}: the ranks do not share the disk"
+                )
             files |= {name: _digest(temporary / name) for name in (METADATA, STATE)}
             with atomic_write(temporary / MANIFEST) as file:
                 file.write(json.dumps(files).encode())
@@ -95,7 +108,9 @@ def save_folder(state: dict[str, Any], folder: AnyPath, group: ProcessGroup | No
 
 
 def read_folder(
-    folder: AnyPath, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
+    folder: AnyPath,
+    model: nn.Module | None = None,
+    map_location: str | torch.device = "cpu",
 ) -> dict[str, Any]:
     """Read a folder that was verified. Not collective. Runs no code that a file may hold.
 
@@ -118,14 +133,18 @@ def read_folder(
         name = _dotted(path)
         like = _namesake(name, leaf.shape, in_model)
         if is_sharded(like):
-            tensors[name] = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False)
+            tensors[name] = torch.empty_like(
+                like, dtype=leaf.dtype, requires_grad=False
+            )
         else:
             tensors[name] = torch.empty_like(leaf, device=map_location)
         return tensors[name]
 
     content = load_file(Path(folder) / STATE)
     if not isinstance(content, dict) or content.keys() != {"state", "parts"}:
-        raise CorruptCheckpointError(f"{folder} does not say where the parts of its tensors are")
+        raise CorruptCheckpointError(
+            f"{folder} does not say where the parts of its tensors are"
+        )
     state: dict[str, Any] = map_leaves(make_room, content["state"])
     parts = content["parts"]
     if lacking := sorted(tensors.keys() - parts.keys()):
@@ -153,7 +172,9 @@ def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
         if name != path.name or not path.is_file():
             raise CorruptCheckpointError(f"{path} is missing")
         if (found := _digest(path)) != files[name]:
-            raise CorruptCheckpointError(f"{path} was altered: it has {found}, not {files[name]}")
+            raise CorruptCheckpointError(
+                f"{path} was altered: it has {found}, not {files[name]}"
+            )
 
 
 def new_stager() -> DefaultStager:
@@ -190,7 +211,9 @@ def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
         if name in tensors:
             raise ValueError(f"two tensors of the state are both named {name!r}")
         tensors[name] = leaf.detach()
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
+        )
 
     return map_leaves(take, state), tensors
 
@@ -221,16 +244,24 @@ class _Writer(filesystem.FileSystemWriter):
             raise
 
 
-def _save_tensors(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> Metadata:
+def _save_tensors(
+    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
+) -> Metadata:
     """Write this rank's part; return what all ranks have written."""
     is_main = comm.is_main_process()
-    own = {n: tensor for n, tensor in tensors.items() if is_main or isinstance(tensor, DTensor)}
+    own = {
+        n: tensor
+        for n, tensor in tensors.items()
+        if is_main or isinstance(tensor, DTensor)
+    }
     # Copying ahead would use the accelerator, from another thread.
     writer = _Writer(folder, per_thread_copy_ahead=0)
     # Plans are kept: agreeing on them takes the main process 60 us for each tensor of each rank.
     planner = DefaultSavePlanner(**_PLANS, enable_plan_caching=True)
     try:
-        saved: Metadata = save(own, storage_writer=writer, planner=planner, process_group=group)
+        saved: Metadata = save(
+            own, storage_writer=writer, planner=planner, process_group=group
+        )
     except CheckpointException as error:
         # torch would mix plans that failed with later ones. They fail on all ranks alike.
         SavePlanner._cached_all_plans.clear()
@@ -252,7 +283,9 @@ def _parts_of(saved: Metadata) -> dict[str, list[Any]]:
     return parts
 
 
-def _read_tensors(tensors: dict[str, Tensor], parts: dict[str, list[Any]], folder: AnyPath) -> None:
+def _read_tensors(
+    tensors: dict[str, Tensor], parts: dict[str, list[Any]], folder: AnyPath
+) -> None:
     """Do what dcp.load does, except that nothing is unpickled without restrictions."""
     found = Metadata({}, storage_data={})
     for name, tensor in tensors.items():
@@ -262,7 +295,9 @@ def _read_tensors(tensors: dict[str, Tensor], parts: dict[str, list[Any]], folde
         for offsets, sizes, *where in parts[name]:
             box = torch.Size(offsets), torch.Size(sizes)
             entry.chunks.append(metadata.ChunkStorageMetadata(*box))
-            found.storage_data[MetadataIndex(name, offsets)] = filesystem._StorageInfo(*where)
+            found.storage_data[MetadataIndex(name, offsets)] = filesystem._StorageInfo(
+                *where
+            )
     reader, planner = filesystem.FileSystemReader(folder), DefaultLoadPlanner(**_PLANS)
     planner.set_up_planner(tensors, found, is_coordinator=True)
     reader.set_up_storage_reader(found, is_coordinator=True)
@@ -282,10 +317,16 @@ def _read_manifest(folder: Path) -> dict[str, list[Any]]:
     path = folder / MANIFEST
     try:
         files: dict[str, list[Any]] = json.loads(path.read_bytes())
-        return {name: [int(size), str(digest)] for name, (size, digest) in files.items()}
+        return {
+            name: [int(size), str(digest)] for name, (size, digest) in files.items()
+        }
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.exists():
-            raise FileNotFoundError(f"there is no checkpoint {str(folder)!r}") from error
-        raise CorruptCheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint") from error
+            raise FileNotFoundError(
+                f"there is no checkpoint {str(folder)!r}"
+            ) from error
+        raise CorruptCheckpointError(
+            f"{folder} has no {MANIFEST}: it is no checkpoint"
+        ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path} is not readable: {error!r}") from error

@@ -11,11 +11,12 @@ what it finds into a subfolder ``earlier-<number>``.
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ def read_pointer(save_dir: str) -> str:
 def checkpoint_names(save_dir: str) -> list[str]:
     """The names of all checkpoints of the folder, sorted; none if it is not there."""
     entries = Path(save_dir).iterdir() if os.path.isdir(save_dir) else []
-    return sorted(e.name for e in entries if (e.suffix == ".pth" and e.is_file()) or is_folder(e))
+    return sorted(
+        e.name for e in entries if (e.suffix == ".pth" and e.is_file()) or is_folder(e)
+    )
 
 
 def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
@@ -125,7 +128,9 @@ def _stored_iteration(path: str) -> int | None:
         # A run's own is to be tried last, and then counted among the broken ones.
         return -2 if OF_A_RUN.fullmatch(os.path.basename(path)) else None
     trainer, meta = state.get("trainer"), state.get("meta")
-    holder = trainer if "iteration" not in state and isinstance(trainer, dict) else state
+    holder = (
+        trainer if "iteration" not in state and isinstance(trainer, dict) else state
+    )
     iteration = holder.get("iteration")
     if iteration is None and isinstance(meta, dict) and "optimizer" in state:
         iteration = meta.get("iter", 0) - 1  # MMEngine's number of finished iterations
@@ -155,3 +160,44 @@ def files_to_delete(
         if (number := iteration_in_name(name, prefix)) is not None and number <= newest
     )
     return [name for _, name in ours[:-max_to_keep] if name != pointed]
+
+
+def begin_anew(save_dir: str, kept: str = "") -> None:
+    """Move what an earlier run has left, the pointer last, into a subfolder ``earlier-<number>``.
+
+    Args:
+        save_dir: the folder; it need not be there.
+        kept: the name of a checkpoint that stays.
+    """
+    pointed = read_pointer(save_dir)
+    names = [
+        name
+        for name in checkpoint_names(save_dir)
+        if name != kept
+        and (name == pointed or OF_A_RUN.fullmatch(name) or BEST.search(name))
+    ]
+    if names:
+        if pointed and pointed != kept:
+            names.append(POINTER)
+        aside = _set_aside(save_dir, *names)
+        message = "A new run begins: moved %s of an earlier one to %s. To resume it, move them back"
+        logger.warning(message, names, aside)
+
+
+def make_room(path: str, is_wanted: Callable[[str], bool] = os.path.isfile) -> None:
+    """Set aside, loudly, what has the name of a file or folder to be written and is none."""
+    if os.path.lexists(path) and not is_wanted(path):
+        aside = _set_aside(*os.path.split(path))
+        logger.error(
+            "Something else has the name of %s: it is moved to %s", path, aside
+        )
+
+
+def _set_aside(save_dir: str, *names: str) -> Path:
+    aside = next(
+        p for n in count(1) if not (p := Path(save_dir, f"earlier-{n}")).exists()
+    )
+    aside.mkdir()
+    for name in names:
+        os.rename(os.path.join(save_dir, name), aside / name)
+    return aside

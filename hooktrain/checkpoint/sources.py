@@ -13,9 +13,9 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.checkpoint.files import CorruptCheckpointError, verify_file
 from hooktrain.utils import comm
+from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath, atomic_write, is_address, sweep
 from hooktrain.utils.logger import show_progress
 
@@ -118,7 +118,9 @@ def _download(url: str) -> str:
     except Exception as error:  # the packages of stores have classes of their own
         if isinstance(error, HTTPError):
             error.close()
-        is_missing = isinstance(error, FileNotFoundError) or getattr(error, "code", 0) in (404, 410)
+        is_missing = isinstance(error, FileNotFoundError) or getattr(
+            error, "code", 0
+        ) in (404, 410)
         kind = FileNotFoundError if is_missing else OSError
         raise kind(f"cannot download {url}: {type(error).__name__}: {error}") from error
 
@@ -136,7 +138,9 @@ def _find_or_fetch(url: str) -> str:
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
     if not _DIGEST.search(name):
         # The files of two addresses may have one name, and torch.hub does not tell them apart.
-        folder = os.path.join(folder, hashlib.sha256((url + version).encode()).hexdigest()[:16])
+        folder = os.path.join(
+            folder, hashlib.sha256((url + version).encode()).hexdigest()[:16]
+        )
     path = os.path.join(folder, name)
     if os.path.exists(path):
         try:
@@ -156,7 +160,9 @@ def _find_or_fetch(url: str) -> str:
 def _open(url: str) -> Any:
     """A remote file, for a with statement. It has a ``length`` (HTTP) or a ``size``, if known."""
     if url.startswith(_HTTP):  # for which fsspec needs aiohttp
-        request = Request(url, headers={"User-Agent": "hooktrain"})  # some refuse urllib's own
+        request = Request(
+            url, headers={"User-Agent": "hooktrain"}
+        )  # some refuse urllib's own
         return urlopen(request, timeout=_TIMEOUT_SECONDS)
     import fsspec
 
@@ -178,7 +184,9 @@ def _write_download(url: str, path: str) -> None:
         named = _DIGEST.search(os.path.basename(path))
         if named and not digest.hexdigest().startswith(named[1]):
             problem = f"should begin with {named[1]}, and is {digest.hexdigest()}"
-            raise CorruptCheckpointError(f"{url} is not what its name says: its SHA-256 {problem}")
+            raise CorruptCheckpointError(
+                f"{url} is not what its name says: its SHA-256 {problem}"
+            )
 
 
 def _from_torchvision(address: str) -> str:

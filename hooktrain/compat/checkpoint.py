@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from hooktrain import checkpoint as core
-from hooktrain.checkpoint.agreement import on_all_ranks, on_main_process
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
-from hooktrain.checkpoint.formats import with_model
-from hooktrain.checkpoint.surgery import IncompatibleKeys, load_model_state
+from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
 from hooktrain.compat.paths import PathManager
+from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.registry import refuse_overrides
+from hooktrain.utils.names import refuse_overrides
 
 State = dict[str, Any]
 
@@ -83,7 +82,9 @@ class Checkpointer(core.Checkpointer):
         if self._options.get("tag", True):
             super().tag_last_checkpoint(basename)
 
-    def load(self, path: AnyPath | None, checkpointables: Iterable[str] | None = None) -> State:
+    def load(
+        self, path: AnyPath | None, checkpointables: Iterable[str] | None = None
+    ) -> State:
         """Load the model, and the checkpointables that the file has; see the base class."""
         if path and self.path_manager is not PathManager:
             path = self.path_manager.get_local_path(path)
@@ -99,10 +100,14 @@ class Checkpointer(core.Checkpointer):
         on_all_ranks(lambda: states.append(self._load_file(name)))
         return states[0]
 
-    def resume_or_load(self, path: AnyPath | None, *, resume: bool = True, **chosen: Any) -> State:
+    def resume_or_load(
+        self, path: AnyPath | None, *, resume: bool = True, **chosen: Any
+    ) -> State:
         """Load the newest intact checkpoint of ``save_dir``, or the model of ``path``."""
         newest = on_main_process(
-            lambda: self.get_checkpoint_file() if resume and self.has_checkpoint() else ""
+            lambda: (
+                self.get_checkpoint_file() if resume and self.has_checkpoint() else ""
+            )
         )
         if not newest:
             return self.load(path, checkpointables=[])
@@ -118,7 +123,10 @@ class Checkpointer(core.Checkpointer):
     def _load_file(self, filename: str) -> State:
         """The content of a file; a bare state dict is put under ``"model"``."""
         content = load_file(filename)
-        has_model = isinstance(content, dict) and content.keys() & {"model", "state_dict"}
+        has_model = isinstance(content, dict) and content.keys() & {
+            "model",
+            "state_dict",
+        }
         return content if has_model else with_model(content, filename)
 
     def _load_into_model(self, state: State) -> None:
@@ -141,7 +149,9 @@ class Checkpointer(core.Checkpointer):
     def _log_incompatible_keys(self, incompatible: Any) -> None:
         """Warn of what a ``_load_model`` of others has found; ours has warned already."""
         if incompatible is not self._reported:
-            self.logger.warning("Not loaded, since the file and the model differ: %s", incompatible)
+            self.logger.warning(
+                "Not loaded, since the file and the model differ: %s", incompatible
+            )
 
 
 class DetectionCheckpointer(Checkpointer):

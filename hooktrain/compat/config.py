@@ -25,7 +25,11 @@ class OmegaConf:
         """Plain dicts and lists. References are resolved when a configuration is loaded."""
         if isinstance(cfg, dict):
             return {key: OmegaConf.to_container(value) for key, value in cfg.items()}
-        return list(map(OmegaConf.to_container, cfg)) if isinstance(cfg, list | tuple) else cfg
+        return (
+            list(map(OmegaConf.to_container, cfg))
+            if isinstance(cfg, list | tuple)
+            else cfg
+        )
 
 
 class LazyConfig(core.LazyConfig):
@@ -39,11 +43,15 @@ class LazyConfig(core.LazyConfig):
             ImportError: for YAML, if the package PyYAML is not installed.
         """
         path = Path(filename)
-        if path == (python := _as_python(path)) or (python.exists() and not path.exists()):
+        if path == (python := _as_python(path)) or (
+            python.exists() and not path.exists()
+        ):
             return core.LazyConfig.load(python, keys)
         if find_spec("yaml") is None:
             raise ImportError(f"to read {path} needs: pip install pyyaml")
-        cfg = resolve(DictConfig(import_module("yaml").safe_load(path.read_text("utf-8"))))
+        cfg = resolve(
+            DictConfig(import_module("yaml").safe_load(path.read_text("utf-8")))
+        )
         if keys is None or isinstance(keys, str):
             return cfg if keys is None else cfg[keys]
         return tuple(cfg[key] for key in keys)

@@ -13,12 +13,16 @@ from hooktrain.compat.functions import of_detectron2, verify_results
 from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
 from hooktrain.engine import AMPTrainer, SimpleTrainer, TrainerBase, hooks
 from hooktrain.engine.defaults import create_ddp_model, default_writers
-from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
+from hooktrain.evaluation import (
+    DatasetEvaluator,
+    inference_on_dataset,
+    print_csv_format,
+)
+from hooktrain.events import EventWriter
 from hooktrain.model import get_bn_modules
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventWriter
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registry import refuse_signatures
+from hooktrain.utils.names import refuse_signatures
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +127,9 @@ class DefaultTrainer(_WithoutArguments):
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0
         precise, period = cfg.TEST.PRECISE_BN, cfg.TEST.EVAL_PERIOD
-        me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
+        me = weakref.proxy(
+            self
+        )  # a cycle of strong references would keep the model alive
 
         def test_and_save_results() -> Any:
             me._last_eval_results = me.test(me.cfg, me.model)
@@ -132,7 +138,9 @@ class DefaultTrainer(_WithoutArguments):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            hooks.PreciseBN(period, self.model, self.build_train_loader(cfg), precise.NUM_ITER)
+            hooks.PreciseBN(
+                period, self.model, self.build_train_loader(cfg), precise.NUM_ITER
+            )
             if precise.ENABLED and get_bn_modules(self.model)
             else None,
             hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
@@ -206,14 +214,20 @@ class DefaultTrainer(_WithoutArguments):
             The results by data set; of a single one, its results.
         """
         names = list(cfg.DATASETS.TEST)
-        given = evaluators if isinstance(evaluators, Sequence) else [evaluators] * len(names)
+        given = (
+            evaluators
+            if isinstance(evaluators, Sequence)
+            else [evaluators] * len(names)
+        )
         results: dict[str, Any] = {}
         for name, judge in list(zip(names, given, strict=True)):
             loader = cls.build_test_loader(cfg, name)
             try:
                 judge = cls.build_evaluator(cfg, name) if judge is None else judge
             except NotImplementedError:
-                logger.warning("There is no evaluator for %s: override build_evaluator", name)
+                logger.warning(
+                    "There is no evaluator for %s: override build_evaluator", name
+                )
                 results[name] = {}
                 continue
             results[name] = inference_on_dataset(model, loader, judge)

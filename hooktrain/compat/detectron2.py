@@ -13,21 +13,25 @@ from torch.nn.modules.utils import (
 )
 
 from hooktrain.checkpoint import *
-from hooktrain.checkpoint.surgery import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
+from hooktrain.checkpoint.loading import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
 from hooktrain.config import *
 from hooktrain.data import *
 from hooktrain.engine import *
 from hooktrain.engine.hooks import *  # its PeriodicCheckpointer also serves loops without hooks
 from hooktrain.evaluation import *
-from hooktrain.model import get_bn_modules as get_bn_modules, update_bn_stats as update_bn_stats
+from hooktrain.events import *
+from hooktrain.model import (
+    get_bn_modules as get_bn_modules,
+    update_bn_stats as update_bn_stats,
+)
 from hooktrain.solver import *
 from hooktrain.utils import comm as comm
 from hooktrain.utils.collect_env import collect_env_info as collect_env_info
 from hooktrain.utils.comm import *
 from hooktrain.utils.env import seed_all_rng as seed_all_rng
-from hooktrain.utils.events import *
 from hooktrain.utils.logger import *
-from hooktrain.utils.registry import Registry as Registry, locate as locate
+from hooktrain.utils.names import locate as locate
+from hooktrain.utils.registry import Registry as Registry
 from hooktrain.utils.timer import Timer as Timer
 
 # isort: split

@@ -22,7 +22,15 @@ logger = logging.getLogger(__name__)
 
 # Where the names of detection stand there.
 _OF_DETECTION = (
-    *("config", "data", "data.build", "data.common", "evaluation", "checkpoint", "modeling"),
+    *(
+        "config",
+        "data",
+        "data.build",
+        "data.common",
+        "evaluation",
+        "checkpoint",
+        "modeling",
+    ),
     *("engine.defaults", "utils.env", "utils.collect_env"),
 )
 

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 
 from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_checkpoint
-from hooktrain.checkpoint.agreement import on_main_process
 from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.model import *
@@ -25,7 +24,8 @@ from hooktrain.solver.param_scheduler import *  # type: ignore[assignment]  # no
 from hooktrain.solver.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
-from hooktrain.utils import comm, registry
+from hooktrain.utils import comm, names, registry
+from hooktrain.utils.comm import on_main_process
 
 barrier = comm.synchronize
 get_rank = comm.get_rank
@@ -43,7 +43,7 @@ _INSTEAD = {
     "EmptyCacheHook": "hooks.CallbackHook(after_step=lambda trainer: torch.cuda.empty_cache())",
     "IterTimerHook": "hooks.IterationTimer",
     "LoggerHook": "hooks.PeriodicWriter(default_writers(folder))",
-    "MessageHub": "get_event_storage() of hooktrain.utils.events: iter, history(name)",
+    "MessageHub": "get_event_storage() of hooktrain.events: iter, history(name)",
     "NaiveVisualizationHook": "trainer.storage.put_image",
     "ParamSchedulerHook": "hooks.LRScheduler",
     "ProfilerHook": "hooks.TorchProfiler",
@@ -56,7 +56,9 @@ _INSTEAD = {
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    instead = _INSTEAD.get(name, "nothing, or torch.nn.init; for collectives hooktrain.utils.comm")
+    instead = _INSTEAD.get(
+        name, "nothing, or torch.nn.init; for collectives hooktrain.utils.comm"
+    )
     raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
 
 
@@ -94,7 +96,14 @@ class Registry(registry.Registry):
         return plain.build(arguments)
 
 
-for _name in ("DATASETS", "DATA_SAMPLERS", "FUNCTIONS", "METRICS", "TASK_UTILS", "TRANSFORMS"):
+for _name in (
+    "DATASETS",
+    "DATA_SAMPLERS",
+    "FUNCTIONS",
+    "METRICS",
+    "TASK_UTILS",
+    "TRANSFORMS",
+):
     globals()[_name] = Registry(_name.lower())
 for _name, _registry in vars(registry).items():
     if isinstance(_registry, registry.Registry):
@@ -120,9 +129,13 @@ class BaseModule(nn.Module):
         self, init_cfg: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        pretrained = isinstance(init_cfg, Mapping) and init_cfg.get("type") == "Pretrained"
+        pretrained = (
+            isinstance(init_cfg, Mapping) and init_cfg.get("type") == "Pretrained"
+        )
         if init_cfg and not pretrained:
-            raise ValueError(f"initialise weights in init_weights(), not by init_cfg={init_cfg!r}")
+            raise ValueError(
+                f"initialise weights in init_weights(), not by init_cfg={init_cfg!r}"
+            )
         self.init_cfg = init_cfg
         self.is_init = False
         self.register_load_state_dict_post_hook(_is_loaded)  # type: ignore[no-untyped-call]
@@ -134,7 +147,9 @@ class BaseModule(nn.Module):
                 child.init_weights()  # type: ignore[operator]
         if self.init_cfg:
             load_checkpoint(
-                self, self.init_cfg["checkpoint"], prefix=self.init_cfg.get("prefix") or ""
+                self,
+                self.init_cfg["checkpoint"],
+                prefix=self.init_cfg.get("prefix") or "",
             )
         self.is_init = True
 
@@ -202,7 +217,9 @@ _ELSEWHERE = {
 }
 for _when in ("before", "after"):
     for _what in ("val", "test", "val_epoch", "test_epoch", "val_iter", "test_iter"):
-        _ELSEWHERE[f"{_when}_{_what}"] = "give inference_on_dataset callbacks, as after_inference"
+        _ELSEWHERE[f"{_when}_{_what}"] = (
+            "give inference_on_dataset callbacks, as after_inference"
+        )
     for _what in ("epoch", "iter"):
         _ELSEWHERE[f"_{_when}_{_what}"] = f"override {_when}_train_{_what}"
 
@@ -212,7 +229,9 @@ def _with_runner(method: Callable[..., Any], outer: str) -> Callable[..., Any]:
 
     @wraps(method)
     def event(self: Any, runner: Any = None) -> None:
-        of_run = [getattr(type(self), outer)] if runner is None else []  # else of a subclass
+        of_run = (
+            [getattr(type(self), outer)] if runner is None else []
+        )  # else of a subclass
         for each in [method, *of_run] if outer == "after_run" else [*of_run, method]:
             each(self, runner or _Runner(self.trainer))
 
@@ -231,8 +250,11 @@ class Hook(HookBase):
     priority = "NORMAL"
 
     def __init_subclass__(cls) -> None:
-        registry.refuse_overrides(cls, _ELSEWHERE)
-        for name, outer in (("before_train", "before_run"), ("after_train", "after_run")):
+        names.refuse_overrides(cls, _ELSEWHERE)
+        for name, outer in (
+            ("before_train", "before_run"),
+            ("after_train", "after_run"),
+        ):
             if name in vars(cls):
                 setattr(cls, name, _with_runner(vars(cls)[name], outer))
 
@@ -251,7 +273,9 @@ class Hook(HookBase):
     def after_train_epoch(self, runner: Any) -> None:
         """Called after the last iteration of an epoch."""
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None
+    ) -> None:
         """Called before each iteration; the batch is not there yet, and None."""
 
     def after_train_iter(
@@ -315,7 +339,10 @@ class BaseMetric(DatasetEvaluator):
     default_prefix: str | None = None
 
     def __init__(
-        self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: Any = None
+        self,
+        collect_device: str = "cpu",
+        prefix: str | None = None,
+        collect_dir: Any = None,
     ) -> None:
         self.results: list[Any] = []
         self.prefix = prefix or self.default_prefix
@@ -349,7 +376,9 @@ def get_dist_info(group: Any = None) -> tuple[int, int]:
 
 def master_only(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is called on the main process only, and gives None on the others."""
-    return wraps(function)(lambda *a, **k: function(*a, **k) if comm.is_main_process() else None)
+    return wraps(function)(
+        lambda *a, **k: function(*a, **k) if comm.is_main_process() else None
+    )
 
 
 class MMLogger:
@@ -363,5 +392,9 @@ class MMLogger:
 
 def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> None:
     """Log a message, whichever logger is named, or by the logger that is given."""
-    found = logger if isinstance(logger, logging.Logger) else MMLogger.get_current_instance()
+    found = (
+        logger
+        if isinstance(logger, logging.Logger)
+        else MMLogger.get_current_instance()
+    )
     found.log(level, message)

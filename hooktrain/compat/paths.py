@@ -21,7 +21,9 @@ class PathHandler:
         return []
 
     def _get_local_path(self, path: str, **kwargs: Any) -> str:
-        raise NotImplementedError(f"{type(self).__name__} must define _get_local_path for {path!r}")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define _get_local_path for {path!r}"
+        )
 
 
 HTTPURLHandler = OneDrivePathHandler = PathHandler  # files on the web are found without
@@ -29,7 +31,9 @@ HTTPURLHandler = OneDrivePathHandler = PathHandler  # files on the web are found
 
 def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: "_PathManager", path: AnyPath, *args: Any, **kwargs: Any) -> Any:
-        known = [prefix for prefix in self._handlers if os.fspath(path).startswith(prefix)]
+        known = [
+            prefix for prefix in self._handlers if os.fspath(path).startswith(prefix)
+        ]
         handler = self._handlers.get(max(known, key=len, default=""))
         if own := getattr(handler, name, None):
             return own(path, *args, **kwargs)
@@ -51,7 +55,9 @@ class _PathManager:
         """Itself: iopath's class has the name of detectron2's object."""
         return self
 
-    def register_handler(self, handler: PathHandler, allow_override: bool = True) -> None:
+    def register_handler(
+        self, handler: PathHandler, allow_override: bool = True
+    ) -> None:
         """Take a handler for the addresses that begin with its prefixes."""
         prefixes = handler._get_supported_prefixes()
         register_scheme(prefixes, handler._get_local_path, force=True)

@@ -26,7 +26,9 @@ def _get_warmup_factor_at_iter(
 ) -> float:
     """The share of the learning rate in an iteration; ``method`` is ``linear`` or ``constant``."""
     if method not in ("linear", "constant"):
-        raise ValueError(f"the warm-up must be 'linear' or 'constant', but got {method!r}")
+        raise ValueError(
+            f"the warm-up must be 'linear' or 'constant', but got {method!r}"
+        )
     if iter >= warmup_iters:
         return 1.0
     done = iter / warmup_iters if method == "linear" else 0.0
@@ -48,7 +50,12 @@ class _WarmupLR(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         """The rates of the iteration ``last_epoch``, one a group."""
-        warmup = self.warmup_method, self.last_epoch, self.warmup_iters, self.warmup_factor
+        warmup = (
+            self.warmup_method,
+            self.last_epoch,
+            self.warmup_iters,
+            self.warmup_factor,
+        )
         factor = _get_warmup_factor_at_iter(*warmup)
         return [base * factor * self._decay() for base in self.base_lrs]
 
@@ -60,7 +67,12 @@ class WarmupMultiStepLR(_WarmupLR):
     """``lr * warmup * gamma ** k``, where ``k`` milestones are reached, in iterations."""
 
     def __init__(
-        self, optimizer: Optimizer, milestones: list[int], gamma: float = 0.1, *args: Any, **kw: Any
+        self,
+        optimizer: Optimizer,
+        milestones: list[int],
+        gamma: float = 0.1,
+        *args: Any,
+        **kw: Any,
     ) -> None:
         self.milestones, self.gamma = sorted(milestones), gamma
         super().__init__(optimizer, *args, **kw)
@@ -72,7 +84,9 @@ class WarmupMultiStepLR(_WarmupLR):
 class WarmupCosineLR(_WarmupLR):
     """``lr * warmup * (1 + cos(pi * iteration / max_iters)) / 2``."""
 
-    def __init__(self, optimizer: Optimizer, max_iters: int, *args: Any, **kw: Any) -> None:
+    def __init__(
+        self, optimizer: Optimizer, max_iters: int, *args: Any, **kw: Any
+    ) -> None:
         self.max_iters = max_iters
         super().__init__(optimizer, *args, **kw)
 
@@ -81,7 +95,10 @@ class WarmupCosineLR(_WarmupLR):
 
 
 def get_default_optimizer_params(  # type: ignore[no-redef]
-    model: nn.Module, *args: Any, overrides: dict[str, Any] | None = None, **options: Any
+    model: nn.Module,
+    *args: Any,
+    overrides: dict[str, Any] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """:func:`hooktrain.solver.get_default_optimizer_params`, which warns of an override of nothing.
 
@@ -89,8 +106,14 @@ def get_default_optimizer_params(  # type: ignore[no-redef]
     """
     known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if unused := {rule for rule in overrides or {} if rule.isidentifier()} - known:
-        logger.warning("Overrides of parameters that the model does not have: %s", unused)
-    used = {rule: settings for rule, settings in (overrides or {}).items() if rule not in unused}
+        logger.warning(
+            "Overrides of parameters that the model does not have: %s", unused
+        )
+    used = {
+        rule: settings
+        for rule, settings in (overrides or {}).items()
+        if rule not in unused
+    }
     options["overrides"] = used
     return solver.get_default_optimizer_params(model, *args, **options)
 
@@ -109,7 +132,9 @@ def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
     if not options.ENABLED:
         return optimizer
     if isinstance(optimizer, type):
-        return lambda *args, **kw: maybe_add_gradient_clipping(cfg, optimizer(*args, **kw))
+        return lambda *args, **kw: maybe_add_gradient_clipping(
+            cfg, optimizer(*args, **kw)
+        )
     by_norm = partial(clip_grad_norm_, norm_type=options.NORM_TYPE)
     clip: Any = {"value": clip_grad_value_, "norm": by_norm}[options.CLIP_TYPE]
 
@@ -149,13 +174,17 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
     if tree.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
         steps = [step for step in tree.STEPS if step < end]
         if len(steps) < len(tree.STEPS):
-            logger.warning("SOLVER.STEPS %s that the run does not reach are left out", tree.STEPS)
+            logger.warning(
+                "SOLVER.STEPS %s that the run does not reach are left out", tree.STEPS
+            )
         values = [tree.GAMMA**k for k in range(len(steps) + 1)]
         schedule = solver.MultiStepParamScheduler(values, end, steps)
     elif tree.LR_SCHEDULER_NAME == "WarmupCosineLR":
         schedule = solver.CosineParamScheduler(1.0, tree.BASE_LR_END / tree.BASE_LR)
     elif tree.LR_SCHEDULER_NAME == "WarmupStepWithFixedGammaLR":
-        schedule = solver.StepWithFixedGammaParamScheduler(1.0, tree.NUM_DECAYS, tree.GAMMA, end)
+        schedule = solver.StepWithFixedGammaParamScheduler(
+            1.0, tree.NUM_DECAYS, tree.GAMMA, end
+        )
     else:
         raise ValueError(f"unknown SOLVER.LR_SCHEDULER_NAME {tree.LR_SCHEDULER_NAME!r}")
     warmup = tree.WARMUP_FACTOR, min(tree.WARMUP_ITERS / end, 1.0), tree.WARMUP_METHOD

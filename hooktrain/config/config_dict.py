@@ -16,7 +16,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,18 @@ class ConfigDict(dict[Any, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"the config has no {name!r}{did_you_mean(name, self)}")
+            raise AttributeError(
+                f"the config has no {name!r}{did_you_mean(name, self)}"
+            )
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self and (near := get_close_matches(name, map(str, self), 1, 0.9)):
-            logger.warning("The config has %r already, and gets %r beside it: a typo?", *near, name)
+        if name not in self and (
+            near := get_close_matches(name, map(str, self), 1, 0.9)
+        ):
+            logger.warning(
+                "The config has %r already, and gets %r beside it: a typo?", *near, name
+            )
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -126,7 +132,9 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
     """
     restore_references(cfg)
     # All are read before any is replaced.
-    found = {path: (text, _resolved(cfg, text, path)) for path, text in _references(cfg, ())}
+    found = {
+        path: (text, _resolved(cfg, text, path)) for path, text in _references(cfg, ())
+    }
     for path, (_, value) in found.items():
         _put(cfg, path, value)
     vars(cfg)["_references"] = found
@@ -143,7 +151,9 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
         TypeError: If it is no ConfigDict.
     """
     if not isinstance(cfg, ConfigDict):
-        raise TypeError(f"a config must be a ConfigDict, as of LazyConfig.load: {cfg!r:.80}")
+        raise TypeError(
+            f"a config must be a ConfigDict, as of LazyConfig.load: {cfg!r:.80}"
+        )
     for path, (text, value) in vars(cfg).pop("_references", {}).items():
         # Something on the way may have been deleted.
         with suppress(KeyError, IndexError, TypeError):
@@ -190,7 +200,10 @@ def _resolved(root: Any, value: Any, path: Path, chain: tuple[Path, ...] = ()) -
         chain: The paths of the references that lead here, to notice a circle.
     """
     if not isinstance(value, str) or "${" not in value:
-        inner = [_resolved(root, value[key], (*path, key), chain) for key in known_keys(value)]
+        inner = [
+            _resolved(root, value[key], (*path, key), chain)
+            for key in known_keys(value)
+        ]
         return tuple(inner) if type(value) is tuple else value
     if path in chain:
         circle = " -> ".join(map(dotted, (*chain, path)))
@@ -205,16 +218,22 @@ def _resolved(root: Any, value: Any, path: Path, chain: tuple[Path, ...] = ()) -
             return match[0][1:]
         named = _follow(root, match, path, chain)
         if isinstance(named, dict | list):
-            raise _broken(path, match, "names a dict or list, which cannot be put into a text")
+            raise _broken(
+                path, match, "names a dict or list, which cannot be put into a text"
+            )
         return str(named)
 
     return _REFERENCE.sub(text, value)
 
 
-def _follow(root: Any, match: re.Match[str], path: Path, chain: tuple[Path, ...]) -> Any:
+def _follow(
+    root: Any, match: re.Match[str], path: Path, chain: tuple[Path, ...]
+) -> Any:
     """The value that a reference names."""
     if not match[3]:
-        raise _broken(path, match, r"has no closing brace; write '\${' for the text itself")
+        raise _broken(
+            path, match, r"has no closing brace; write '\${' for the text itself"
+        )
     dots = len(match[1])
     if dots > len(path):
         raise _broken(path, match, "climbs above the root")

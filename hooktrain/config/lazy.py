@@ -11,11 +11,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from hooktrain.config.config_dict import ConfigDict, dotted, resolve, restore_references, to_config
+from hooktrain.config.config_dict import (
+    ConfigDict,
+    dotted,
+    resolve,
+    restore_references,
+    to_config,
+)
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.source import config_outline, config_source
 from hooktrain.utils.file_io import atomic_write
-from hooktrain.utils.registry import call, did_you_mean
+from hooktrain.utils.names import call, did_you_mean
 
 
 class LazyCall:
@@ -36,7 +42,9 @@ class LazyCall:
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[str, Any]) -> None:
         if not (callable(target) or isinstance(target, str | Mapping)):
-            raise TypeError(f"LazyCall needs a callable, its name or a config, got {target!r}")
+            raise TypeError(
+                f"LazyCall needs a callable, its name or a config, got {target!r}"
+            )
         self._target = target
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> ConfigDict:
@@ -82,7 +90,9 @@ class LazyConfig:
     apply_overrides = staticmethod(apply_overrides)
 
     @staticmethod
-    def load(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
+    def load(
+        filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None
+    ) -> Any:
         """Run a Python file and give the config that it defines.
 
         In the file, relative imports (``from .common.train import train``) mean files beside it
@@ -106,8 +116,12 @@ class LazyConfig:
         """
         path = _python_file(filename)
         names = vars(_run(path))
-        public = [n for n, v in names.items() if n[:1] != "_" and isinstance(v, dict | list)]
-        cfg = ConfigDict({n: _pick(names, n, path) for n in names.get("__all__", public)})
+        public = [
+            n for n, v in names.items() if n[:1] != "_" and isinstance(v, dict | list)
+        ]
+        cfg = ConfigDict(
+            {n: _pick(names, n, path) for n in names.get("__all__", public)}
+        )
         names |= resolve(cfg)
         if keys is None:
             return cfg
@@ -163,7 +177,9 @@ def _python_file(filename: str | os.PathLike[str]) -> Path:
 def _pick(names: Mapping[str, Any], name: str, path: Path) -> Any:
     if name not in names:
         public = [n for n in names if not n.startswith("_")]
-        raise KeyError(f"the config file {str(path)!r} has no {name!r}{did_you_mean(name, public)}")
+        raise KeyError(
+            f"the config file {str(path)!r} has no {name!r}{did_you_mean(name, public)}"
+        )
     return names[name]
 
 
@@ -178,21 +194,31 @@ def _run(path: Path) -> ModuleType:
 
     module = ModuleType(f"config:{path}")
     if module.__name__ in sys.modules:
-        raise ImportError(f"config files import each other in a circle, {path} among them")
+        raise ImportError(
+            f"config files import each other in a circle, {path} among them"
+        )
     names = vars(module)
     # The file's own copy of the builtins: only this file sees the other __import__.
-    names.update(__file__=str(path), __builtins__={**vars(builtins), "__import__": import_})
+    names.update(
+        __file__=str(path), __builtins__={**vars(builtins), "__import__": import_}
+    )
     code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    sys.modules[module.__name__] = module  # dataclasses look there while their class is made
+    sys.modules[module.__name__] = (
+        module  # dataclasses look there while their class is made
+    )
     try:
         exec(code, names)
     finally:
         del sys.modules[module.__name__]
-    names |= {n: to_config(value) for n, value in names.items() if not n.startswith("__")}
+    names |= {
+        n: to_config(value) for n, value in names.items() if not n.startswith("__")
+    }
     return module
 
 
-def _import_relative(importer: Path, name: str, fromlist: Sequence[str], level: int) -> Any:
+def _import_relative(
+    importer: Path, name: str, fromlist: Sequence[str], level: int
+) -> Any:
     """What ``from <dots><name> import <fromlist>`` gives in the config file ``importer``."""
     target = Path(*importer.parts[:-level]).joinpath(*name.split("."))
     file = target.with_name(f"{target.name}.py")

@@ -13,10 +13,16 @@ from hooktrain.config.config_dict import (
     to_config,
 )
 from hooktrain.utils.epochs import EPOCHS
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.names import did_you_mean
 
 # What literal_eval does not read, but command lines and other config languages write.
-_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None, "": ""}
+_WORDS: dict[str, Any] = {
+    "true": True,
+    "false": False,
+    "none": None,
+    "null": None,
+    "": "",
+}
 _WORDS |= {word: float(word) for word in ("inf", "-inf", "nan")}
 # True or False in some languages, and a text in others: only in the place of a bool is it clear.
 _SWITCHES = {"yes": True, "no": False, "on": True, "off": False}
@@ -62,7 +68,9 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     path, equals, text = override[len(sign) :].partition("=")
     parts = path.split(".")
     if not all(parts) or bool(equals) == (sign == "~"):
-        forms = "'key=value', '+key=value' or '~key', where key is like 'train.max_iter'"
+        forms = (
+            "'key=value', '+key=value' or '~key', where key is like 'train.max_iter'"
+        )
         raise ValueError(f"the override {override!r} is none of {forms}")
     node: Any = cfg
     for depth in range(1, len(parts)):
@@ -86,13 +94,19 @@ def _replacement(old: Any, text: str, override: str) -> Any:
         return _SWITCHES[word]
     value = parse_value(text, override)
     if is_switch and isinstance(value, str):
-        raise ValueError(f"the override {override!r} replaces {old!r}: write true or false")
-    keeps_kind = isinstance(old, int | float) or (isinstance(old, dict) and "_target_" in old)
+        raise ValueError(
+            f"the override {override!r} replaces {old!r}: write true or false"
+        )
+    keeps_kind = isinstance(old, int | float) or (
+        isinstance(old, dict) and "_target_" in old
+    )
     if keeps_kind and value == text and not EPOCHS.fullmatch(text) and "${" not in text:
         hint = "give a value of its kind, or put quotes around a text"
         raise ValueError(f"the override {override!r} replaces {old!r:.60}: {hint}")
     if isinstance(value, bool) and isinstance(old, dict) and "enabled" in old:
-        raise ValueError(f"the override {override!r} replaces a dict: give its .enabled={text}")
+        raise ValueError(
+            f"the override {override!r} replaces a dict: give its .enabled={text}"
+        )
     is_power = type(old) is int and isinstance(value, float) and "e" in text.lower()
     return int(value) if is_power and value.is_integer() else value
 
@@ -105,9 +119,15 @@ def _find(node: Any, parts: Sequence[str], override: str) -> Any:
         return parts[-1]
     if key is None:
         hint = did_you_mean(parts[-1], known_keys(container))
-        adding = "" if override.startswith("~") else f" (to add it, write {'+' + override!r})"
+        adding = (
+            ""
+            if override.startswith("~")
+            else f" (to add it, write {'+' + override!r})"
+        )
         name = ".".join(parts)
-        raise KeyError(f"the override {override!r}: the config has no {name!r}{hint}{adding}")
+        raise KeyError(
+            f"the override {override!r}: the config has no {name!r}{hint}{adding}"
+        )
     return key
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hooktrain.config.config_dict import ConfigDict
-from hooktrain.utils.registry import importable_name
+from hooktrain.utils.names import importable_name
 
 _WIDTH = 100
 _LITERALS = (str, bytes, int, bool, float, type(None))
@@ -42,7 +42,9 @@ def config_source(cfg: ConfigDict) -> str:
 def config_outline(cfg: ConfigDict, prefix: str) -> Iterator[str]:
     """A config as readable lines ``<prefix>train.max_iter = 100``, for people only."""
     for key, value in cfg.items():
-        nested = type(value) is ConfigDict and len(value) > 0 and "_target_" not in value
+        nested = (
+            type(value) is ConfigDict and len(value) > 0 and "_target_" not in value
+        )
         if nested and all(map(_is_name, value)):
             yield from config_outline(value, f"{prefix}{key}.")
         else:
@@ -71,7 +73,9 @@ class _Source:
 
     def imports(self) -> str:
         """The import statements."""
-        imported = sorted((origin, local) for local, origin in self._names.items() if origin)
+        imported = sorted(
+            (origin, local) for local, origin in self._names.items() if origin
+        )
         return "".join(
             f"from {module} import {name}{'' if local == name else f' as {local}'}\n"
             for (module, name), local in imported

@@ -33,7 +33,9 @@ class MapDataset(Dataset[Any]):
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
         """Choose the class by the kind of the data set."""
-        return super().__new__(MapIterableDataset if isinstance(dataset, IterableDataset) else cls)
+        return super().__new__(
+            MapIterableDataset if isinstance(dataset, IterableDataset) else cls
+        )
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         self.dataset = dataset
@@ -52,9 +54,13 @@ class MapDataset(Dataset[Any]):
             if data is not None:
                 return data
             if attempt == 3:
-                logger.warning("%d samples in place of number %d were filtered out", attempt, index)
+                logger.warning(
+                    "%d samples in place of number %d were filtered out", attempt, index
+                )
             current = mix(index, attempt) % len(self)
-        raise ValueError(f"map_func returned None for {MAX_ATTEMPTS} samples, first for {index!r}")
+        raise ValueError(
+            f"map_func returned None for {MAX_ATTEMPTS} samples, first for {index!r}"
+        )
 
 
 class MapIterableDataset(MapDataset, IterableDataset[Any]):
@@ -75,14 +81,18 @@ class DatasetFromList(Dataset[Any]):
             copying it, object by object, as reference counts change.
     """
 
-    def __init__(self, lst: Sequence[Any], copy: bool = True, serialize: bool = True) -> None:
+    def __init__(
+        self, lst: Sequence[Any], copy: bool = True, serialize: bool = True
+    ) -> None:
         self._copy = copy
         self._serialize = serialize
         self._lst: Sequence[Any] = () if serialize else lst
         if serialize:
             parts = [pickle.dumps(item, protocol=-1) for item in lst]
             # With a byte at the end, since torch takes no empty buffer.
-            self._bytes = torch.frombuffer(bytearray(b"".join([*parts, b"\0"])), dtype=torch.uint8)
+            self._bytes = torch.frombuffer(
+                bytearray(b"".join([*parts, b"\0"])), dtype=torch.uint8
+            )
             self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -92,8 +102,12 @@ class DatasetFromList(Dataset[Any]):
         if not self._serialize:
             item = self._lst[index]
             return copy.deepcopy(item) if self._copy else item
-        index = range(len(self))[index]  # also for negative ones, and an IndexError beyond the end
-        return pickle.loads(self._bytes[self._ends[index] : self._ends[index + 1]].numpy().data)
+        index = range(len(self))[
+            index
+        ]  # also for negative ones, and an IndexError beyond the end
+        return pickle.loads(
+            self._bytes[self._ends[index] : self._ends[index + 1]].numpy().data
+        )
 
 
 @dataclass(eq=False)
@@ -119,7 +133,11 @@ class ToIterableDataset(IterableDataset[Any]):
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         indices = iter(self.sampler)
         chunks = iter(lambda: list(islice(indices, self.shard_chunk_size)), [])
-        return (self.dataset[i] for chunk in islice(chunks, first, None, step) for i in chunk)
+        return (
+            self.dataset[i]
+            for chunk in islice(chunks, first, None, step)
+            for i in chunk
+        )
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]

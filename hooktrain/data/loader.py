@@ -15,7 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hooktrain.data.dataset import MapDataset
-from hooktrain.data.samplers import InferenceSampler, StreamSampler, TrainingSampler, mix
+from hooktrain.data.samplers import (
+    InferenceSampler,
+    StreamSampler,
+    TrainingSampler,
+    mix,
+)
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
 from hooktrain.utils.workers import start_workers
@@ -111,7 +116,9 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        of_sampler = self.sampler.drawn if isinstance(self.sampler, StreamSampler) else {}
+        of_sampler = (
+            self.sampler.drawn if isinstance(self.sampler, StreamSampler) else {}
+        )
         drawn = {*of_sampler, *(["seed"] if self.adopt_seed else [])}
         for name, value in self._identity().items():
             saved = state_dict.get(name)
@@ -131,7 +138,11 @@ class TrainLoader:
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
             "total_batch_size": self.total_batch_size,
-            **(self.sampler.identity() if isinstance(self.sampler, StreamSampler) else {}),
+            **(
+                self.sampler.identity()
+                if isinstance(self.sampler, StreamSampler)
+                else {}
+            ),
         }
 
 
@@ -158,7 +169,9 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        indices = chain.from_iterable([sampler])  # calls iter(sampler) for the first index
+        indices = chain.from_iterable(
+            [sampler]
+        )  # calls iter(sampler) for the first index
         for chunk in count():
             with _preserved_rng_state():
                 seed_on_host(mix(seed, _SAMPLER, epoch) + chunk)

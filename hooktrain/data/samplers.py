@@ -100,9 +100,13 @@ class TrainingSampler(StreamSampler):
         ValueError: for a size below 1.
     """
 
-    def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
+    def __init__(
+        self, size: int, shuffle: bool = True, seed: int | None = None
+    ) -> None:
         if size < 1:
-            raise ValueError(f"size, that of the data set, must be at least 1, but got {size!r}")
+            raise ValueError(
+                f"size, that of the data set, must be at least 1, but got {size!r}"
+            )
         super().__init__(seed)
         self.size = size
         self.shuffle = shuffle
@@ -141,11 +145,15 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_subset: int | None = None,
     ) -> None:
         if not 0 < subset_ratio <= 1:
-            raise ValueError(f"subset_ratio must be in (0, 1], but got {subset_ratio!r}")
+            raise ValueError(
+                f"subset_ratio must be in (0, 1], but got {subset_ratio!r}"
+            )
         super().__init__(int(size * subset_ratio), shuffle, seed_shuffle)
         if seed_subset is None:
             self.drawn["seed_subset"] = "seed_subset"
-        self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
+        self.seed_subset = (
+            comm.shared_random_seed() if seed_subset is None else int(seed_subset)
+        )
         self._whole_size = size
 
     @property
@@ -156,7 +164,11 @@ class RandomSubsetTrainingSampler(TrainingSampler):
 
     def identity(self) -> dict[str, int]:
         """The seeds, and the size of the part."""
-        return {**super().identity(), "seed_subset": self.seed_subset, "subset_size": self.size}
+        return {
+            **super().identity(),
+            "seed_subset": self.seed_subset,
+            "subset_size": self.size,
+        }
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The chosen part in this epoch's order."""
@@ -188,14 +200,18 @@ class RepeatFactorTrainingSampler(StreamSampler):
     ) -> None:
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
         if not (1.0 <= factors.sum() < math.inf and (factors >= 0).all()):
-            raise ValueError(f"repeat_factors must be >= 0 with a sum >= 1, got {repeat_factors!r}")
+            raise ValueError(
+                f"repeat_factors must be >= 0 with a sum >= 1, got {repeat_factors!r}"
+            )
         super().__init__(seed)
         self.shuffle = shuffle
         self.repeat_factors = factors
 
     @staticmethod
     def repeat_factors_from_category_frequency(
-        dataset_dicts: Sequence[Mapping[str, Any]], repeat_thresh: float, sqrt: bool = True
+        dataset_dicts: Sequence[Mapping[str, Any]],
+        repeat_thresh: float,
+        sqrt: bool = True,
     ) -> Tensor:
         """Factors by the rarest category in each image.
 
@@ -214,7 +230,9 @@ class RepeatFactorTrainingSampler(StreamSampler):
         counts = Counter(category for categories in images for category in categories)
         ratio = {c: repeat_thresh * len(images) / count for c, count in counts.items()}
         factor = {c: max(1.0, math.sqrt(r) if sqrt else r) for c, r in ratio.items()}
-        return torch.tensor([max((factor[c] for c in cs), default=1.0) for cs in images])
+        return torch.tensor(
+            [max((factor[c] for c in cs), default=1.0) for cs in images]
+        )
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The samples of this epoch, each repeated; the number differs between epochs."""
@@ -236,7 +254,9 @@ class InferenceSampler(Sampler[int]):
     """
 
     def __init__(self, size: int) -> None:
-        self._local = self._get_local_indices(size, comm.get_world_size(), comm.get_rank())
+        self._local = self._get_local_indices(
+            size, comm.get_world_size(), comm.get_rank()
+        )
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
@@ -266,7 +286,9 @@ class GroupedBatchSampler(Sampler[list[int]]):
         ValueError: for a batch size below 1.
     """
 
-    def __init__(self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int) -> None:
+    def __init__(
+        self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int
+    ) -> None:
         if batch_size < 1:  # no batch would ever be full
             raise ValueError(f"batch_size must be at least 1, but got {batch_size!r}")
         self.sampler = sampler

@@ -14,7 +14,10 @@ from hooktrain.demos.gan import (
     fixed_latents as fixed_latents,
 )
 from hooktrain.demos.imagenet import ImageClassifier as ImageClassifier
-from hooktrain.demos.samples import SampleWriter as SampleWriter, TextSampler as TextSampler
+from hooktrain.demos.samples import (
+    SampleWriter as SampleWriter,
+    TextSampler as TextSampler,
+)
 from hooktrain.demos.text import (
     BitsPerCharacterEvaluator as BitsPerCharacterEvaluator,
     CharVocabulary as CharVocabulary,

@@ -30,7 +30,9 @@ def load_digits() -> tuple[Tensor, Tensor]:
     """
     with np.load(DIGITS_FILE, allow_pickle=False) as arrays:
         images, labels = arrays["images"], arrays["labels"]
-    return torch.from_numpy(images)[:, None].float() / 16, torch.from_numpy(labels).long()
+    return torch.from_numpy(images)[:, None].float() / 16, torch.from_numpy(
+        labels
+    ).long()
 
 
 class DigitsDataset(Dataset[dict[str, Any]]):
@@ -83,7 +85,10 @@ class RandomShift:
         height, width = image.shape[-2:]
         down, right = torch.randint(2 * most + 1, (2,)).tolist()
         padded = torch.nn.functional.pad(image, (most, most, most, most))
-        return {**sample, "image": padded[..., down : down + height, right : right + width]}
+        return {
+            **sample,
+            "image": padded[..., down : down + height, right : right + width],
+        }
 
 
 class DigitsCNN(nn.Module):
@@ -99,7 +104,9 @@ class DigitsCNN(nn.Module):
         num_classes: at least 1.
     """
 
-    def __init__(self, channels: int = 32, dropout: float = 0.2, num_classes: int = 10) -> None:
+    def __init__(
+        self, channels: int = 32, dropout: float = 0.2, num_classes: int = 10
+    ) -> None:
         super().__init__()
         self.stage1 = _stage(1, channels)
         self.stage2 = _stage(channels, 2 * channels)
@@ -121,7 +128,9 @@ class DigitsCNN(nn.Module):
         """
         images = batch["image"]
         if images.dim() != 4 or images.shape[1:] != (1, 8, 8):
-            raise ValueError(f"'image' must have shape (N, 1, 8, 8), but got {tuple(images.shape)}")
+            raise ValueError(
+                f"'image' must have shape (N, 1, 8, 8), but got {tuple(images.shape)}"
+            )
         features = self.stage2(self.stage1(images))
         logits: Tensor = self.head(self.dropout(features.flatten(1)))
         if not self.training:
@@ -149,7 +158,11 @@ def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 def trained_digits_cnn(
-    dataset: Dataset[Mapping[str, Any]], *, epochs: int = 12, channels: int = 16, seed: int = 0
+    dataset: Dataset[Mapping[str, Any]],
+    *,
+    epochs: int = 12,
+    channels: int = 16,
+    seed: int = 0,
 ) -> DigitsCNN:
     """Train a small :class:`DigitsCNN` on the CPU, in a second or two.
 

@@ -37,7 +37,10 @@ class DigitsGAN(nn.Module):
     """
 
     def __init__(
-        self, latent_size: int = 32, hidden_size: int = 256, discriminator_steps: int = 2
+        self,
+        latent_size: int = 32,
+        hidden_size: int = 256,
+        discriminator_steps: int = 2,
     ) -> None:
         super().__init__()
         self.latent_size = latent_size
@@ -89,9 +92,14 @@ class DigitsGAN(nn.Module):
         values: dict[str, Tensor] = {}
         for _ in range(self.discriminator_steps):
             values = self.train_discriminator(images, optim_wrapper["discriminator"])
-        return {**values, **self.train_generator(len(images), optim_wrapper["generator"])}
+        return {
+            **values,
+            **self.train_generator(len(images), optim_wrapper["generator"]),
+        }
 
-    def train_discriminator(self, images: Tensor, optimizer_wrapper: Any) -> dict[str, Tensor]:
+    def train_discriminator(
+        self, images: Tensor, optimizer_wrapper: Any
+    ) -> dict[str, Tensor]:
         """One backward pass: real images should get high logits, and drawn ones low logits.
 
         Args:
@@ -102,7 +110,9 @@ class DigitsGAN(nn.Module):
             with torch.no_grad():
                 drawn = self.generator(self._random_latents(len(images)))
             # One forward pass for both: DistributedDataParallel wants one to each backward.
-            logits = self.discriminator(torch.cat([images, drawn.to(images.dtype)])).float()
+            logits = self.discriminator(
+                torch.cat([images, drawn.to(images.dtype)])
+            ).float()
             real, fake = logits.chunk(2)
             loss = F.softplus(-real).mean() + F.softplus(fake).mean()
         optimizer_wrapper.update_params(loss)
@@ -119,7 +129,10 @@ class DigitsGAN(nn.Module):
             count: how many to draw.
             optimizer_wrapper: the generator's.
         """
-        with optimizer_wrapper.optim_context(self.generator), _frozen(self.discriminator):
+        with (
+            optimizer_wrapper.optim_context(self.generator),
+            _frozen(self.discriminator),
+        ):
             drawn = self.generator(self._random_latents(count))
             loss = F.softplus(-self.discriminator(drawn).float()).mean()
         optimizer_wrapper.update_params(loss)
@@ -143,7 +156,9 @@ def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
     Returns:
         Shape (count, latent_size), on the CPU, from a standard normal distribution.
     """
-    return torch.randn(count, latent_size, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        count, latent_size, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _hidden_layers(in_features: int, width: int) -> list[nn.Module]:
@@ -188,7 +203,9 @@ class SampleQualityEvaluator(DatasetEvaluator):
         real: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
         if isinstance(class_names, str) or len(class_names) == 0:
-            raise ValueError(f"class_names must be a list of names, but got {class_names!r}")
+            raise ValueError(
+                f"class_names must be a list of names, but got {class_names!r}"
+            )
         self._classifier = classifier
         self._class_names = tuple(class_names)
         self._real = real
@@ -227,14 +244,20 @@ class SampleQualityEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample, or no real image.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        ranks = comm.all_gather((self._counts.tolist(), self._confidence.item(), self._judge()))
-        counts = [sum(column) for column in zip(*(rank[0] for rank in ranks), strict=True)]
+        ranks = comm.all_gather(
+            (self._counts.tolist(), self._confidence.item(), self._judge())
+        )
+        counts = [
+            sum(column) for column in zip(*(rank[0] for rank in ranks), strict=True)
+        ]
         total = sum(counts)
         if total == 0:
             raise ValueError("there is no sample to evaluate, on any rank")
         if comm.is_main_process():
             rows = list(zip(self._class_names, counts, strict=True))
-            logger.debug("Samples by class:\n%s", tabulate(rows, ["class", "samples"], "pipe"))
+            logger.debug(
+                "Samples by class:\n%s", tabulate(rows, ["class", "samples"], "pipe")
+            )
         shares = [count / total for count in counts if count]
         quality: OrderedDict[str, float] = OrderedDict(
             classes=len(shares),

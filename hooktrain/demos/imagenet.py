@@ -39,4 +39,7 @@ class ImageClassifier(nn.Module):
             return logits
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         # A smoothed loss is hard to read: it never comes near 0.
-        return {"loss_cls": loss, "accuracy": 100 * (logits.argmax(1) == labels).float().mean()}
+        return {
+            "loss_cls": loss,
+            "accuracy": 100 * (logits.argmax(1) == labels).float().mean(),
+        }

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from hooktrain.demos.text import CharVocabulary
 from hooktrain.engine import HookBase
 from hooktrain.evaluation import inference_context
+from hooktrain.events.storage import write_png
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
-from hooktrain.utils.events.media import write_png
 from hooktrain.utils.file_io import atomic_write, is_disk_full
-from hooktrain.utils.registry import unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,10 @@ class PeriodicSampler(HookBase):
         is in evaluation mode and no gradients are computed. All ranks call this, since those of a
         sharded model compute together.
         """
-        model, ema = unwrap_model(self.trainer.model), getattr(self.trainer, "ema", None)
+        model, ema = (
+            unwrap_model(self.trainer.model),
+            getattr(self.trainer, "ema", None),
+        )
         averaged = nullcontext() if ema is None else ema.swap()
         with averaged, inference_context(model), torch.no_grad():
             yield model
@@ -177,7 +180,9 @@ class TextSampler(PeriodicSampler):
             return
         text = self.sample()
         if comm.is_main_process():
-            logger.info("After %d iterations the model writes:\n%s", self.trainer.iter + 1, text)
+            logger.info(
+                "After %d iterations the model writes:\n%s", self.trainer.iter + 1, text
+            )
             self.write(".txt", lambda path: _write(path, text))
 
     def sample(self) -> str:
@@ -185,7 +190,9 @@ class TextSampler(PeriodicSampler):
         prompt = self._vocabulary.encode(self._prompt)
         generator = torch.Generator().manual_seed(self._seed)
         with self.sampling() as model:
-            tokens: Tensor = model.generate(prompt, self._length, self._temperature, generator)
+            tokens: Tensor = model.generate(
+                prompt, self._length, self._temperature, generator
+            )
         return self._vocabulary.decode(tokens)
 
 
@@ -194,7 +201,9 @@ def _write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def make_grid(images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1) -> Tensor:
+def make_grid(
+    images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1
+) -> Tensor:
     """Put images side by side into one, row by row, the first at the top left.
 
     Args:
@@ -211,12 +220,16 @@ def make_grid(images: Tensor, columns: int = 10, scale: int = 1, padding: int = 
         ValueError: for another shape.
     """
     if images.dim() != 4 or len(images) == 0:
-        raise ValueError(f"images must have shape (N, C, H, W), but got {tuple(images.shape)}")
+        raise ValueError(
+            f"images must have shape (N, C, H, W), but got {tuple(images.shape)}"
+        )
     count, channels, height, width = images.shape
     columns = min(columns, count)
     rows = -(-count // columns)
     # Cells with their line at the top and left; the last line of each direction comes after.
-    cells = images.new_zeros(rows * columns, channels, height + padding, width + padding)
+    cells = images.new_zeros(
+        rows * columns, channels, height + padding, width + padding
+    )
     cells[:count, :, padding:, padding:] = images
     cells = cells.view(rows, columns, *cells.shape[1:])
     grid = cells.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)

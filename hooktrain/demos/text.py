@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import comm
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.names import did_you_mean
 
 # Where a target has this value there is nothing to predict.
 IGNORED_TARGET = -1
@@ -153,7 +153,9 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self._samples:
-            raise IndexError(f"index {index!r} is out of range for {self._samples} samples")
+            raise IndexError(
+                f"index {index!r} is out of range for {self._samples} samples"
+            )
         begin = index * self.stride
         place = slice(begin, begin + self.block_size)
         return {"tokens": self._tokens[place], "targets": self._targets[place]}
@@ -179,7 +181,10 @@ class PythonDocs(TextDataset):
         train = part == "train"
         text = load_python_docs()[0 if train else 1]
         super().__init__(
-            text, python_docs_vocabulary(), block_size, stride=1 if train else block_size
+            text,
+            python_docs_vocabulary(),
+            block_size,
+            stride=1 if train else block_size,
         )
 
 
@@ -306,18 +311,26 @@ class TextGPT(nn.Module):
             ValueError: for an argument out of range.
         """
         if self.training:
-            raise RuntimeError("generate needs the model in evaluation mode: call eval() first")
+            raise RuntimeError(
+                "generate needs the model in evaluation mode: call eval() first"
+            )
         if prompt.dim() != 1 or len(prompt) == 0:
-            raise ValueError(f"prompt must have shape (T,), T >= 1, but got {tuple(prompt.shape)}")
+            raise ValueError(
+                f"prompt must have shape (T,), T >= 1, but got {tuple(prompt.shape)}"
+            )
         if count < 0:
             raise ValueError(f"count must not be negative, but got {count!r}")
         if not temperature >= 0:
-            raise ValueError(f"temperature must not be negative, but got {temperature!r}")
+            raise ValueError(
+                f"temperature must not be negative, but got {temperature!r}"
+            )
         tokens = prompt.cpu()
         for _ in range(count):
             # Through __call__, as a wrapper such as FSDP needs it.
             logits = self({"tokens": tokens[None, -self.block_size :]})[0, -1]
-            logits = logits.float().cpu()  # a host-device synchronisation for each token
+            logits = (
+                logits.float().cpu()
+            )  # a host-device synchronisation for each token
             if temperature == 0:
                 token = logits.argmax(keepdim=True)
             else:
@@ -361,7 +374,11 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
         # (N, T, 3 * width) becomes three of (N, heads, T, width / heads).
-        parts = self.attention_in(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.attention_in(x)
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         query, key, value = parts
         mixed = F.scaled_dot_product_attention(
             _rotate(query, rotation),

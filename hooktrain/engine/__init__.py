@@ -10,6 +10,9 @@ from hooktrain.engine.defaults import (
     default_writers as default_writers,
 )
 from hooktrain.engine.launch import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT, launch as launch
-from hooktrain.engine.step_trainer import StepTrainer as StepTrainer
 from hooktrain.engine.train_loop import HookBase as HookBase, TrainerBase as TrainerBase
-from hooktrain.engine.trainers import AMPTrainer as AMPTrainer, SimpleTrainer as SimpleTrainer
+from hooktrain.engine.trainers import (
+    AMPTrainer as AMPTrainer,
+    SimpleTrainer as SimpleTrainer,
+    StepTrainer as StepTrainer,
+)

@@ -31,7 +31,10 @@ class Batches(Iterator[Any]):
         """The loader's iterator. Starts its workers if they do not run."""
         if self._iterator is None:
             batch_sampler = getattr(self.loader, "batch_sampler", None)
-            inner: Any = [getattr(owner, "sampler", None) for owner in (self.loader, batch_sampler)]
+            inner: Any = [
+                getattr(owner, "sampler", None)
+                for owner in (self.loader, batch_sampler)
+            ]
             for sampler in (*inner, batch_sampler):
                 if self.epoch > 0 and hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(self.epoch)
@@ -39,7 +42,9 @@ class Batches(Iterator[Any]):
         return self._iterator
 
     def __next__(self) -> Any:
-        for _ in range(2):  # the rest of an epoch, of which nothing may be left, and the next one
+        for _ in range(
+            2
+        ):  # the rest of an epoch, of which nothing may be left, and the next one
             try:
                 return next(self.start())
             except StopIteration:

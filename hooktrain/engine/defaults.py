@@ -15,25 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooktrain import evaluation, solver
+from hooktrain import evaluation, events, solver
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import newest_before
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
-from hooktrain.engine.step_trainer import StepTrainer
-from hooktrain.engine.trainers import SimpleTrainer
+from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.model import init_weights_once
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy, wrap_in_ddp
+from hooktrain.strategy import (
+    BaseStrategy,
+    broadcast_buffers,
+    build_strategy,
+    wrap_in_ddp,
+)
 from hooktrain.strategy.environment import restart_count, set_random_seed
-from hooktrain.utils import comm, events
+from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.file_io import on_disk
-from hooktrain.utils.locks import lock_folder
+from hooktrain.utils.file_io import lock_folder, on_disk
 from hooktrain.utils.logger import LEVELS, setup_logger
-from hooktrain.utils.registry import refuse_signatures, unwrap_model
+from hooktrain.utils.names import refuse_signatures
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,11 @@ _EXAMPLES = """examples:
 
 
 def create_ddp_model(
-    model: nn.Module, *, type: str | None = None, fp16_compression: bool = False, **kwargs: Any
+    model: nn.Module,
+    *,
+    type: str | None = None,
+    fp16_compression: bool = False,
+    **kwargs: Any,
 ) -> nn.Module:
     """Wrap a model in DistributedDataParallel if there are several ranks.
 
@@ -63,7 +71,9 @@ def create_ddp_model(
     if comm.get_world_size() == 1:
         return model
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return wrap_in_ddp(model, device, type=type, fp16_compression=fp16_compression, **kwargs)
+    return wrap_in_ddp(
+        model, device, type=type, fp16_compression=fp16_compression, **kwargs
+    )
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
@@ -77,18 +87,46 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     )
     add = parser.add_argument
     add("--config-file", default="", metavar="FILE", help="path of the configuration")
-    add("--resume", action="store_true", help="go on after the last checkpoint, if there is one")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on after the last checkpoint, if there is one",
+    )
     add("--eval-only", action="store_true", help="evaluate only")
     levels = "what the terminal shows; log.txt has everything"
     add("--log-level", choices=tuple(LEVELS), default="normal", help=levels)
-    add("--print-config", action="store_true", help="print the configuration, and do nothing else")
-    add("--dry-run", action="store_true", help="two iterations, to see that it works and how fast")
-    add("--replay", type=int, metavar="N", help="show all layers in the past iteration N")
-    add("--num-gpus", type=int, default=1, help="processes, each with its GPU, per machine")
+    add(
+        "--print-config",
+        action="store_true",
+        help="print the configuration, and do nothing else",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="two iterations, to see that it works and how fast",
+    )
+    add(
+        "--replay",
+        type=int,
+        metavar="N",
+        help="show all layers in the past iteration N",
+    )
+    add(
+        "--num-gpus",
+        type=int,
+        default=1,
+        help="processes, each with its GPU, per machine",
+    )
     add("--num-machines", type=int, default=1, help="number of machines")
     add("--machine-rank", type=int, default=0, help="this machine's number, from 0")
-    add("--dist-url", default="auto", help="where the processes meet, such as tcp://host:port")
-    changes = "changes of the configuration, each as key.subkey=value, +new.key=value or ~key"
+    add(
+        "--dist-url",
+        default="auto",
+        help="where the processes meet, such as tcp://host:port",
+    )
+    changes = (
+        "changes of the configuration, each as key.subkey=value, +new.key=value or ~key"
+    )
     add("opts", nargs="*", help=changes)
     return parser
 
@@ -139,7 +177,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     comm.synchronize()
     level = getattr(args, "log_level", "normal")
     setup_logger(output_dir or None, distributed_rank=rank, level=level)
-    logger.debug("Rank of current process: %d. World size: %d", rank, comm.get_world_size())
+    logger.debug(
+        "Rank of current process: %d. World size: %d", rank, comm.get_world_size()
+    )
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
     if config_file := getattr(args, "config_file", ""):
@@ -149,7 +189,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     seed, path = train.get("seed"), Path(output_dir, "config.py")
     resumes = getattr(args, "resume", False) or reads_only or restart_count() > 0
     if output_dir and resumes and (seed is None or seed < 0):
-        is_there = comm.is_main_process() and path.is_file()  # of an earlier start of the run
+        is_there = (
+            comm.is_main_process() and path.is_file()
+        )  # of an earlier start of the run
         earlier = LazyConfig.load(path).get("train", {}) if is_there else {}
         seed = comm.broadcast(earlier.get("seed"))
     seed = set_random_seed(seed, diff_rank_seed=True)
@@ -167,23 +209,29 @@ def default_setup(cfg: Any, args: Any) -> None:
 
 def _save_config(cfg: Any, path: Path, resumes: bool) -> None:
     """Save the configuration, and say what has changed since a resumed run was started."""
-    before = path.read_text("utf-8").splitlines() if resumes and path.is_file() else None
+    before = (
+        path.read_text("utf-8").splitlines() if resumes and path.is_file() else None
+    )
     LazyConfig.save(cfg, path)
     logger.info("Full config saved to %s", path)
     if before is not None:
-        changes = unified_diff(before, path.read_text("utf-8").splitlines(), n=0, lineterm="")
+        changes = unified_diff(
+            before, path.read_text("utf-8").splitlines(), n=0, lineterm=""
+        )
         if lines := [line for line in changes if line[:2] not in ("--", "++", "@@")]:
             logger.info("What has changed since the last start:\n%s", "\n".join(lines))
 
 
-def default_writers(output_dir: str, max_iter: int | None = None) -> list[events.EventWriter]:
+def default_writers(
+    output_dir: str, max_iter: int | None = None
+) -> list[events.EventWriter]:
     """Writers to the console, to ``metrics.json`` and to TensorBoard.
 
     Where ``tensorboard`` is not installed, images are written into the folder ``images``.
 
     Args:
         output_dir: the folder to write to; it is made if needed.
-        max_iter: see :class:`~hooktrain.utils.events.CommonMetricPrinter`.
+        max_iter: see :class:`~hooktrain.events.CommonMetricPrinter`.
     """
     output_dir = on_disk(output_dir)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -241,16 +289,24 @@ def default_hooks(
         hooks.LRScheduler(scheduler=scheduler),
     ]
     if eval_function is None and (eval_period or best_metric):
-        logger.warning(f"Without eval_function {eval_period=} and {best_metric=} do nothing")
+        logger.warning(
+            f"Without eval_function {eval_period=} and {best_metric=} do nothing"
+        )
     if eval_function is not None:
-        evaluate = hooks.EvalHook(eval_period, eval_function, sanity_batches=sanity_batches)
+        evaluate = hooks.EvalHook(
+            eval_period, eval_function, sanity_batches=sanity_batches
+        )
         found.append(evaluate)
         if best_metric is not None:
-            best = hooks.BestCheckpointer(eval_period, checkpointer, best_metric, best_mode)
+            best = hooks.BestCheckpointer(
+                eval_period, checkpointer, best_metric, best_mode
+            )
             found.append(best)
     found += [
         hooks.PeriodicWriter(writers, period=log_period),
-        hooks.PeriodicCheckpointer(checkpointer, checkpoint_period, max_to_keep=max_to_keep),
+        hooks.PeriodicCheckpointer(
+            checkpointer, checkpoint_period, max_to_keep=max_to_keep
+        ),
         hooks.Preemption(checkpointer, time_limit_s=time_limit_s),
     ]
     if watchdog_s > 0:
@@ -294,7 +350,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
 
     def __init_subclass__(cls) -> None:
         hint = "; for detectron2's signatures there is hooktrain.compat.detectron2.DefaultTrainer"
-        refuse_signatures(cls, DefaultTrainer, ("build_test_loader", "build_evaluator"), hint)
+        refuse_signatures(
+            cls, DefaultTrainer, ("build_test_loader", "build_evaluator"), hint
+        )
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = resolve(cfg)  # what refers to what a script has changed
@@ -306,7 +364,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             dispatch_kwargs={"init_weights_for_test_or_val": False},
         )
         loader = self.build_train_loader(cfg)
-        batch_size = getattr(loader, "batch_size", None)  # of a rank, as far as the loader says
+        batch_size = getattr(
+            loader, "batch_size", None
+        )  # of a rank, as far as the loader says
         if total := getattr(loader, "total_batch_size", None):
             batch_size = total // comm.get_world_size()
         _, optim_wrapper = self.strategy.prepare(
@@ -321,10 +381,14 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         self.seed = self.strategy.seed
         self.checkpointer = self.build_checkpointer()
         if cfg.train.get("max_epochs") is not None:
-            cfg.train.max_iter = in_iterations(f"{cfg.train.max_epochs} epochs", self.epoch_length)
+            cfg.train.max_iter = in_iterations(
+                f"{cfg.train.max_epochs} epochs", self.epoch_length
+            )
             resolve(cfg)
         self.max_iter = cfg.train.max_iter
-        self.ema = hooks.EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
+        self.ema = (
+            hooks.EMA(model, cfg.train.ema.decay) if cfg.train.ema.enabled else None
+        )
         self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.seed}
         self.last_results: dict[str, Any] = {}
         self._evaluator: DatasetEvaluator | None = None
@@ -350,13 +414,22 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         train = cfg.train
         ddp = dict(train.ddp)
         strategy = train.get("strategy", "auto")
-        if isinstance(strategy, Mapping) and "_target_" in strategy:  # it is built with the rest
-            strategy = {("type" if k == "_target_" else k): v for k, v in strategy.items()}
+        if (
+            isinstance(strategy, Mapping) and "_target_" in strategy
+        ):  # it is built with the rest
+            strategy = {
+                ("type" if k == "_target_" else k): v for k, v in strategy.items()
+            }
         if isinstance(strategy, BaseStrategy):
-            raise TypeError(f"train.strategy must be a name, or a dict with type: {strategy!r}")
+            raise TypeError(
+                f"train.strategy must be a name, or a dict with type: {strategy!r}"
+            )
         return build_strategy(
             instantiate(strategy),
-            ddp={"fp16_compression": ddp.pop("fp16_compression", False), "model_wrapper": ddp},
+            ddp={
+                "fp16_compression": ddp.pop("fp16_compression", False),
+                "model_wrapper": ddp,
+            },
             sync_bn=train.get("sync_bn"),
             work_dir=train.output_dir,
             device=train.device,
@@ -372,32 +445,45 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         return model
 
     @classmethod
-    def build_optimizer(cls, cfg: Any, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
+    def build_optimizer(
+        cls, cfg: Any, model: nn.Module
+    ) -> OptimWrapper | OptimWrapperDict:
         """The optimizer in its wrapper: precision, accumulation and clipping."""
         if "optim_wrapper" in cfg:
             if "optimizer" in cfg:
-                raise ValueError("the configuration has both optimizer and optim_wrapper")
+                raise ValueError(
+                    "the configuration has both optimizer and optim_wrapper"
+                )
             return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
         # A copy with the model in it: the configuration stays plain data.
         params = {**cfg.optimizer.params, "model": model}
         optimizer = instantiate({**cfg.optimizer, "params": params})
         train = cfg.train
-        options = {"accumulative_counts": train.accumulative_counts, "clip_grad": train.clip_grad}
+        options = {
+            "accumulative_counts": train.accumulative_counts,
+            "clip_grad": train.clip_grad,
+        }
         if train.amp.enabled:
             return solver.AmpOptimWrapper(optimizer, train.amp.dtype, **options)
         return OptimWrapper(optimizer, **options)
 
     @classmethod
-    def build_lr_scheduler(cls, cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> Any:
+    def build_lr_scheduler(
+        cls, cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict
+    ) -> Any:
         """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
         if "param_scheduler" not in cfg:
             return instantiate(cfg.get("lr_multiplier", []))
         if "lr_multiplier" in cfg:
-            raise ValueError("the configuration has both lr_multiplier and param_scheduler")
+            raise ValueError(
+                "the configuration has both lr_multiplier and param_scheduler"
+            )
         max_iter, length = cfg.train.max_iter, cfg.train.get("epoch_length")
         max_epochs = math.ceil(max_iter / length) if length else None
         run = {"max_iters": max_iter, "max_epochs": max_epochs, "epoch_length": length}
-        return solver.build_param_scheduler(instantiate(cfg.param_scheduler), optim_wrapper, run)
+        return solver.build_param_scheduler(
+            instantiate(cfg.param_scheduler), optim_wrapper, run
+        )
 
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
@@ -414,7 +500,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     @classmethod
     def build_evaluator(cls, cfg: Any) -> DatasetEvaluator | None:
         """What judges the model's outputs; None evaluates nothing."""
-        evaluator: DatasetEvaluator | None = instantiate(cfg.dataloader.get("evaluator"))
+        evaluator: DatasetEvaluator | None = instantiate(
+            cfg.dataloader.get("evaluator")
+        )
         return evaluator
 
     def build_checkpointer(self) -> Checkpointer:
@@ -437,7 +525,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     def build_hooks(self) -> list[hooks.HookBase]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
-        me = weakref.proxy(self)  # a cycle of strong references would keep the model alive
+        me = weakref.proxy(
+            self
+        )  # a cycle of strong references would keep the model alive
         known = ConfigDict(self.cfg, train={**train, "epoch_length": self.epoch_length})
         writers = self.build_writers()
         for writer in writers:
@@ -457,7 +547,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             time_limit_s=train.get("time_limit_s", 0),
             sanity_batches=train.get("sanity_batches", 0),
         )
-        place = next(i for i, hook in enumerate(found) if isinstance(hook, hooks.EvalHook))
+        place = next(
+            i for i, hook in enumerate(found) if isinstance(hook, hooks.EvalHook)
+        )
         ema = [] if self.ema is None else [self.ema]
         found[place:place] = [*ema, *instantiate(self.cfg.get("hooks", []))]
         return found
@@ -469,7 +561,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         # Overridden as in detectron2, it may take none or one of these.
         known = inspect.signature(self.test).parameters
         options = {name: value for name, value in options.items() if name in known}
-        broadcast_buffers(self.model)  # so that all ranks evaluate what a checkpoint holds
+        broadcast_buffers(
+            self.model
+        )  # so that all ranks evaluate what a checkpoint holds
         results = self.test(self.cfg, self.model, **options)
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
@@ -500,7 +594,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         if loader is None or evaluators is None:
             return {}
         results = evaluation.inference_on_dataset(model, loader, evaluators, step=step)
-        if comm.is_main_process() and step == "test_step":  # while training, writers show them
+        if (
+            comm.is_main_process() and step == "test_step"
+        ):  # while training, writers show them
             evaluation.print_csv_format(results)
         return results
 
@@ -532,7 +628,9 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             SystemExit: after that iteration.
         """
         if not 0 <= iteration < self.cfg.train.max_iter:
-            raise ValueError(f"there is no iteration {iteration} to replay before train.max_iter")
+            raise ValueError(
+                f"there is no iteration {iteration} to replay before train.max_iter"
+            )
         if path := comm.broadcast(newest_before(self.cfg.train.output_dir, iteration)):
             self.checkpointer.load(path)
         else:
@@ -569,11 +667,15 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
                 super().train(start_iter, max_iter, max_epochs=max_epochs)
                 break
             except FloatingPointError as error:
-                rewind = [hook for hook in self._hooks if isinstance(hook, hooks.Rewind)]
+                rewind = [
+                    hook for hook in self._hooks if isinstance(hook, hooks.Rewind)
+                ]
                 if not rewind:
                     raise
                 rewind[0].go_back(error, self.checkpointer)
                 start_iter = None
         if self.cfg.train.expected_results and comm.is_main_process():
-            evaluation.verify_results(self.cfg.train.expected_results, self.last_results)
+            evaluation.verify_results(
+                self.cfg.train.expected_results, self.last_results
+            )
         return self.last_results

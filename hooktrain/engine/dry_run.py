@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.engine.defaults import DefaultTrainer
-from hooktrain.engine.outputs import describe
+from hooktrain.engine.losses import describe
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.evaluation import first_batches, flatten_results_dict
 from hooktrain.utils import comm
@@ -61,11 +61,15 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
     size = max(sizes, default=0)
     saves = _times(cfg.train.checkpointer.period, trainer, length)
     kept = min(saves, cfg.train.checkpointer.max_to_keep or saves) + len(sizes)
-    free = shutil.disk_usage(next(p for p in (target, *target.parents) if p.exists())).free
+    free = shutil.disk_usage(
+        next(p for p in (target, *target.parents) if p.exists())
+    ).free
     parameters = list(trainer.model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     metrics = {name: value for name, (value, _) in trainer.storage.latest().items()}
-    losses = {name: v for name, v in metrics.items() if "loss" in name and name not in results}
+    losses = {
+        name: v for name, v in metrics.items() if "loss" in name and name not in results
+    }
     rows = {
         "model": f"{sum(p.numel() for p in parameters):,} parameters, {trainable:,} to train",
         "batch": batches.first,
@@ -78,7 +82,9 @@ def dry_run(cfg: Any, build: Callable[[Any], DefaultTrainer] = DefaultTrainer) -
         "whole run": f"about {whole}: {length:,} iterations, {evaluations:,} evaluations",
     }
     logger.debug("Hooks:\n%s", hooks_of_run)
-    logger.info("The run works:\n%s", tabulate(rows.items(), tablefmt="plain", maxcolwidths=80))
+    logger.info(
+        "The run works:\n%s", tabulate(rows.items(), tablefmt="plain", maxcolwidths=80)
+    )
 
 
 class _Described:
@@ -116,7 +122,9 @@ def _times(period: int | str, trainer: DefaultTrainer, length: int) -> int:
 
 
 def _bytes_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+    return sum(
+        file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file()
+    )
 
 
 def _peak_bytes() -> int:

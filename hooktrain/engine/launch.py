@@ -20,7 +20,11 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessException,
+    start_processes,
+)
 
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
@@ -81,25 +85,45 @@ def launch(
         SystemExit: if a started process called ``sys.exit()``, when all of them have ended.
     """
     if num_gpus_per_machine < 1:
-        raise ValueError(f"num_gpus_per_machine must be at least 1, got {num_gpus_per_machine!r}")
+        raise ValueError(
+            f"num_gpus_per_machine must be at least 1, got {num_gpus_per_machine!r}"
+        )
     if not 0 <= machine_rank < num_machines:
-        raise ValueError(f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}")
-    launcher, world_size = environment.infer_launcher(), num_machines * num_gpus_per_machine
+        raise ValueError(
+            f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}"
+        )
+    launcher, world_size = (
+        environment.infer_launcher(),
+        num_machines * num_gpus_per_machine,
+    )
     there = environment.find_place(launcher).world_size
     if launcher == "pytorch" or there > 1:
         if world_size not in (1, there):  # 1 is the default
-            problem = f"num_machines * num_gpus_per_machine is {world_size}, and {launcher!r}"
-            raise ValueError(f"{problem} has started {there} processes: leave these arguments out")
+            problem = (
+                f"num_machines * num_gpus_per_machine is {world_size}, and {launcher!r}"
+            )
+            raise ValueError(
+                f"{problem} has started {there} processes: leave these arguments out"
+            )
         return _run_rank(main_func, args, launcher, backend, timeout)
     if world_size == 1:
         return main_func(*args)
     variables, _store = _meeting_place(dist_url, num_machines)
-    variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_gpus_per_machine)}
-    ranks = range(machine_rank * num_gpus_per_machine, (machine_rank + 1) * num_gpus_per_machine)
-    return _run_processes(ranks, variables, (main_func, args, "pytorch", backend, timeout))
+    variables |= {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(num_gpus_per_machine),
+    }
+    ranks = range(
+        machine_rank * num_gpus_per_machine, (machine_rank + 1) * num_gpus_per_machine
+    )
+    return _run_processes(
+        ranks, variables, (main_func, args, "pytorch", backend, timeout)
+    )
 
 
-def _meeting_place(dist_url: str | None, num_machines: int) -> tuple[dict[str, str], Any]:
+def _meeting_place(
+    dist_url: str | None, num_machines: int
+) -> tuple[dict[str, str], Any]:
     """The variables that say where the processes meet, and the store there, if it is ours."""
     if num_machines > 1 or dist_url not in (None, "auto"):
         url = urlparse(dist_url or "")
@@ -113,7 +137,9 @@ def _meeting_place(dist_url: str | None, num_machines: int) -> tuple[dict[str, s
     return {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}, store
 
 
-def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...]) -> list[Any]:
+def _run_processes(
+    ranks: range, variables: dict[str, str], work: tuple[Any, ...]
+) -> list[Any]:
     """Start a process for each rank, wait until all have ended, and return their results."""
     failure, outcomes = "", []
     signals: list[int] = []
@@ -124,12 +150,19 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
         for process in filter(SpawnProcess.is_alive, started):
             os.kill(process.pid, signum)
 
-    with tempfile.TemporaryDirectory(prefix="hooktrain-") as folder, ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():  # the others have no handlers
+    with (
+        tempfile.TemporaryDirectory(prefix="hooktrain-") as folder,
+        ExitStack() as stack,
+    ):
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # the others have no handlers
             for number in ENDING:
                 stack.callback(signal.signal, number, signal.signal(number, pass_on))
         arguments = (ranks, variables, folder, work)
-        context: ProcessContext = start_processes(_child, arguments, len(ranks), join=False)  # type: ignore[no-untyped-call]
+        context: ProcessContext = start_processes(
+            _child, arguments, len(ranks), join=False
+        )  # type: ignore[no-untyped-call]
         started += context.processes
         for early in signals[:]:  # they came when not all processes were there
             pass_on(early)
@@ -141,7 +174,9 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
             failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
     for file in context.error_files:  # torch leaves them behind
         Path(file).unlink(missing_ok=True)
-    if failure and signals:  # that is what the process died of, so let it end this one too
+    if (
+        failure and signals
+    ):  # that is what the process died of, so let it end this one too
         logger.error("%s", failure)
         signal.raise_signal(signals[0])
     if failure:
@@ -152,10 +187,14 @@ def _run_processes(ranks: range, variables: dict[str, str], work: tuple[Any, ...
     return outcomes
 
 
-def _child(index: int, ranks: range, variables: dict[str, str], folder: str, work: Any) -> None:
+def _child(
+    index: int, ranks: range, variables: dict[str, str], folder: str, work: Any
+) -> None:
     """What a started process does: the same as under torchrun, and its result goes to a file."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    for number in ENDING:  # A rank that waits for the others to come knows no KeyboardInterrupt.
+    for (
+        number
+    ) in ENDING:  # A rank that waits for the others to come knows no KeyboardInterrupt.
         signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it has died before
@@ -190,8 +229,12 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
         try:
             return main_func(*args)
         except Exception as error:
-            report = first = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
-            with suppress(RuntimeError, ValueError):  # the latter: it has left the group
+            report = first = (
+                f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
+            )
+            with suppress(
+                RuntimeError, ValueError
+            ):  # the latter: it has left the group
                 # Not a collective: a request to the server of the store, which may have ended.
                 store = dist.distributed_c10d._get_default_store()
                 first = store.compare_set("hooktrain/first_error", "", report).decode()

@@ -1,9 +1,12 @@
 """The losses of the steps: how they are recorded, checked, and brought together across ranks."""
 
+import logging
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,83 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hooktrain.events import EventStorage
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage
+
+logger = logging.getLogger(__name__)
+
+
+def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a model returned in training, as the loss to go backward from and the values to record.
+
+    A tensor is the loss. Of an object with ``loss``, such as the outputs of Hugging Face's models,
+    only that is. Of a dict all tensors are added up, as in detectron2, but for those that have
+    neither a gradient nor "loss" in their names: these are metrics, as in MMEngine, such as an
+    accuracy.
+
+    Returns:
+        The loss, and all values by name. The sum is among them where metrics are.
+
+    Raises:
+        TypeError: if there is no loss, or a value is not a tensor with one element.
+        ValueError: if the loss has no gradient; or if the sum is among several values, so that all
+            would count twice.
+    """
+    if isinstance(output, Tensor):
+        if output.numel() == 1 and output.requires_grad:
+            return output, {"total_loss": output}
+        values: dict[str, Tensor] = {"total_loss": output}
+    # A dict may have an attribute for each item; that of a class is another matter.
+    elif hasattr(type(output) if isinstance(output, Mapping) else output, "loss"):
+        values = {"total_loss": output.loss}
+    else:
+        values = dict(output) if isinstance(output, Mapping) else {}
+    if "total_loss" in values and len(values) > 1:
+        raise ValueError(
+            f"'total_loss' is the name of the sum: leave it out of {list(values)}"
+        )
+    for value in values.values() or [None]:
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            text = "a model in training must return a loss or a dict of losses, of one element each"
+            raise TypeError(f"{text}, not {describe(output)}")
+    losses = [
+        value for name, value in values.items() if value.requires_grad or "loss" in name
+    ]
+    if not any(loss.requires_grad for loss in losses):
+        raise ValueError(f"no loss has a gradient: {describe(output)}")
+    loss = reduce(add, losses)
+    return loss, values if len(losses) == len(values) else {
+        "total_loss": loss,
+        **values,
+    }
+
+
+def note_batch(error: Exception) -> None:
+    """Let an error of a step say what the last batch was: types, keys and shapes."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if (
+            frame.f_code.co_name in ("run_step", "_accumulate")
+            and "data" in frame.f_locals
+        ):
+            text = f"The last batch: {describe(frame.f_locals['data'])}"
+            getattr(error, "add_note", logger.error)(
+                text
+            )  # there are notes since Python 3.11
+
+
+class _Describer(reprlib.Repr):
+    """Short texts of nested values; of a tensor its shape and more, never the elements."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, Mapping):
+            return f"{type(x).__name__}({self.repr_dict(dict(x), level)})"
+        if isinstance(x, Tensor):
+            return f"{type(x).__name__}({tuple(x.shape)}, {x.dtype}, {x.device})"
+        return repr(x) if x is None or isinstance(x, float) else f"<{type(x).__name__}>"
+
+
+describe = _Describer().repr
+
 
 RESERVED = frozenset({"data_time", "rank_data_time"})
 
@@ -35,8 +113,12 @@ class LossRecorder:
         self.check_at_once = check_at_once
         self._alone = True
         self._waiting = EventStorage()
-        self._names: dict[str, int] = {}  # those that all ranks know, with their columns
-        self._together = 0  # the ranks have brought together the iterations before this one
+        self._names: dict[
+            str, int
+        ] = {}  # those that all ranks know, with their columns
+        self._together = (
+            0  # the ranks have brought together the iterations before this one
+        )
         self._checked = 0  # the iterations before this one are checked
         self._checked_names: set[str] = set()
         self._tolerated: set[int] = set()
@@ -49,7 +131,9 @@ class LossRecorder:
 
     def begin(self, iteration: int) -> None:
         """Begin a run, perhaps by doing again an ``iteration`` that broke off."""
-        self._alone = comm.get_world_size() == 1  # once a run, since it takes a microsecond
+        self._alone = (
+            comm.get_world_size() == 1
+        )  # once a run, since it takes a microsecond
         self._names.clear()
         self._checked = min(self._checked, iteration)
         self._tolerated = {i for i in self._tolerated if i < iteration}
@@ -83,19 +167,25 @@ class LossRecorder:
             ValueError: for a name that is used here.
         """
         if not RESERVED.isdisjoint(losses):
-            raise ValueError(f"no loss may be named {' or '.join(RESERVED)}: those are measured")
+            raise ValueError(
+                f"no loss may be named {' or '.join(RESERVED)}: those are measured"
+            )
         check_now = self._alone and self.check_at_once
         values = {}
         for name, value in losses.items():
             if isinstance(value, Tensor):
                 if value.numel() != 1:
-                    raise TypeError(f"{name!r} must be one number: it has shape {[*value.shape]}")
+                    raise TypeError(
+                        f"{name!r} must be one number: it has shape {[*value.shape]}"
+                    )
                 if value.is_cpu:
                     value = value.item()  # no synchronisation on the CPU
                 else:
                     value, check_now = value.detach(), False
             values[name] = value
-        names: Sequence[str] = (total,) if total else [name for name in values if "loss" in name]
+        names: Sequence[str] = (
+            (total,) if total else [name for name in values if "loss" in name]
+        )
         if total and total not in values:
             # The sum comes first where metrics are shown.
             values = {total: reduce(add, values.values()), **values}
@@ -139,19 +229,25 @@ class LossRecorder:
         while True:
             new = [name for name in histories if name not in self._names]
             largest[0] = rank if new else -1
-            speaker, asking, *slowest = comm.all_reduce(largest, dist.ReduceOp.MAX).tolist()
+            speaker, asking, *slowest = comm.all_reduce(
+                largest, dist.ReduceOp.MAX
+            ).tolist()
             if speaker < 0:
                 break
             for name in comm.broadcast(new, int(speaker)):
                 self._names[name] = len(self._names)
-        sums = np.zeros((2, count, len(self._names)))  # of the values, and how many there are
+        sums = np.zeros(
+            (2, count, len(self._names))
+        )  # of the values, and how many there are
         for name, entries in histories.items():
             column = self._names[name]
             for value, i in entries:
                 sums[:, i - first, column] += (value, 1)
         if sums.size:
             comm.all_reduce(torch.from_numpy(sums))
-        for i, values, counts, seconds in zip(range(count), *sums.tolist(), slowest, strict=True):
+        for i, values, counts, seconds in zip(
+            range(count), *sums.tolist(), slowest, strict=True
+        ):
             for name, value, ranks in zip(self._names, values, counts, strict=True):
                 if ranks:
                     storage.put_scalar(name, value / ranks, cur_iter=first + i)
@@ -181,8 +277,12 @@ class LossRecorder:
             ]
             if bad:
                 first = min(bad)
-                losses = [(n, h.since(first)) for n, h in histories.items() if "loss" in n]
-                raise _non_finite(first, {n: v for n, h in losses for v, i in h if i == first})
+                losses = [
+                    (n, h.since(first)) for n, h in histories.items() if "loss" in n
+                ]
+                raise _non_finite(
+                    first, {n: v for n, h in losses for v, i in h if i == first}
+                )
         self._checked = finished if self._alone else self._together
         self._tolerated = {i for i in self._tolerated if i >= self._checked}
 

@@ -6,10 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.engine.hooks import EMA, BestCheckpointer, EvalHook, LRScheduler, PreciseBN
+from hooktrain.engine.hooks import (
+    EMA,
+    BestCheckpointer,
+    EvalHook,
+    LRScheduler,
+    PreciseBN,
+)
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.optim_wrapper import wrappers_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +35,18 @@ def check_parts(trainer: Any) -> None:
             there twice.
     """
     for module in trainer.model.modules():
-        if hasattr(type(module), "reshard"):  # it may have whole tensors since an evaluation
+        if hasattr(
+            type(module), "reshard"
+        ):  # it may have whole tensors since an evaluation
             module.reshard()
     names = parameter_names(trainer.model)
     optimizers = [w.optimizer for w in wrappers_by_name(trainer.optim_wrapper).values()]
-    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
-    averages = [next(h.average.parameters(), None) for h in trainer._hooks if isinstance(h, EMA)]
+    stepped = {
+        p for each in optimizers for group in each.param_groups for p in group["params"]
+    }
+    averages = [
+        next(h.average.parameters(), None) for h in trainer._hooks if isinstance(h, EMA)
+    ]
     known = {*names, *averages}
     strangers = [hook for hook in trainer._hooks if _has_another_model(hook, known)]
     if names and stepped.isdisjoint(names):
@@ -47,16 +59,22 @@ def check_parts(trainer: Any) -> None:
     for path, module in trainer.model.named_modules(prefix="model"):
         for key, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else ()
-            found = {p for m in items if isinstance(m, nn.Module) for p in m.parameters()}
+            found = {
+                p for m in items if isinstance(m, nn.Module) for p in m.parameters()
+            }
             if any(p.requires_grad and p not in names for p in found):
                 text = "%s.%s has layers that are not trained: use nn.ModuleList"
                 logger.warning(text, path, key)
     left = [name for p, name in names.items() if p.requires_grad and p not in stepped]
     if left:
         text = "%d trainable parameters are in no optimizer, and stay as they are: %s, ... If that "
-        logger.warning(text + "is meant, set requires_grad_(False)", len(left), left[:5])
+        logger.warning(
+            text + "is meant, set requires_grad_(False)", len(left), left[:5]
+        )
     if more := len(stepped - names.keys()):
-        logger.warning("%d parameters of the optimizer are not the model's, nor saved", more)
+        logger.warning(
+            "%d parameters of the optimizer are not the model's, nor saved", more
+        )
     _check_schedules(trainer._hooks, optimizers)
     _place_behind_evaluations(trainer._hooks)
 
@@ -64,7 +82,11 @@ def check_parts(trainer: Any) -> None:
 def _has_another_model(hook: Any, known: Collection[Any]) -> bool:
     """Whether the model of a hook, or of its checkpointer, has parameters and none is known."""
     saver = getattr(hook, "checkpointer", getattr(hook, "_checkpointer", None))
-    model: Any = hook._model if isinstance(hook, EMA | PreciseBN) else getattr(saver, "model", None)
+    model: Any = (
+        hook._model
+        if isinstance(hook, EMA | PreciseBN)
+        else getattr(saver, "model", None)
+    )
     if not hasattr(model, "parameters") or next(model.parameters(), None) is None:
         return False
     return not any(p in known for p in model.parameters())
@@ -73,23 +95,39 @@ def _has_another_model(hook: Any, known: Collection[Any]) -> bool:
 def _check_schedules(hooks: list[Any], optimizers: list[Any]) -> None:
     seen = set()
     # One that was put into the list without register_hooks does not know its trainer yet.
-    for hook in [h for h in hooks if isinstance(h, LRScheduler) and h.trainer is not None]:
+    for hook in [
+        h for h in hooks if isinstance(h, LRScheduler) and h.trainer is not None
+    ]:
         hook._find_schedulers()
-        for name, schedule in [(n, s) for n, each in hook._schedulers.items() for s in each]:
+        for name, schedule in [
+            (n, s) for n, each in hook._schedulers.items() for s in each
+        ]:
             driven = getattr(schedule, "optimizer", hook._optimizer_of(name))
             optimizer = getattr(driven, "optimizer", driven)
             if optimizer not in optimizers:
-                logger.warning("%r is for an optimizer that the trainer does not have", schedule)
+                logger.warning(
+                    "%r is for an optimizer that the trainer does not have", schedule
+                )
             # Of two that multiply one rate the last one would win.
-            one = optimizer if isinstance(schedule, ParamScheduler | LRMultiplier) else schedule
+            one = (
+                optimizer
+                if isinstance(schedule, ParamScheduler | LRMultiplier)
+                else schedule
+            )
             if id(one) in seen:
-                raise ValueError(f"a rate has two schedules, or one twice: {schedule!r}. Give one")
+                raise ValueError(
+                    f"a rate has two schedules, or one twice: {schedule!r}. Give one"
+                )
             seen.add(id(one))
 
 
 def _place_behind_evaluations(hooks: list[Any]) -> None:
-    last = max((i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook)), default=0)
+    last = max(
+        (i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook)), default=0
+    )
     for best in [hook for hook in hooks[:last] if isinstance(hook, BestCheckpointer)]:
         hooks.remove(best)
         hooks.insert(last, best)
-        logger.warning("BestCheckpointer goes behind EvalHook, to save what that measures")
+        logger.warning(
+            "BestCheckpointer goes behind EvalHook, to save what that measures"
+        )

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import map_leaves
-from hooktrain.utils.registry import unwrap_model
+from hooktrain.utils.tensors import map_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +22,25 @@ def warn_of_differences(trainer: Any) -> None:
     Args:
         trainer: a trainer, perhaps with a model.
     """
-    states: dict[str, Any] = {n: hook.state_dict() for n, hook in trainer._named_hooks().items()}
+    states: dict[str, Any] = {
+        n: hook.state_dict() for n, hook in trainer._named_hooks().items()
+    }
     if hasattr(trainer, "_batches"):
         states["data"] = trainer._batches.state_dict()
     plain = map_leaves(lambda _, x: None if isinstance(x, Tensor) else x, states)
-    if hasattr(trainer, "model") and not getattr(trainer.model, "broadcast_buffers", False):
+    if hasattr(trainer, "model") and not getattr(
+        trainer.model, "broadcast_buffers", False
+    ):
         buffers = unwrap_model(trainer.model).named_buffers()
         statistics = ("running_mean", "running_var")
         plain |= {name: b for name, b in buffers if not name.endswith(statistics)}
     prints = {name: repr(value) for name, value in plain.items()}
     everywhere = comm.all_gather(prints)
-    names = [n for n, own in prints.items() if any(o.get(n, own) != own for o in everywhere)]
+    names = [
+        n for n, own in prints.items() if any(o.get(n, own) != own for o in everywhere)
+    ]
     if names:
-        text = "Ranks differ in %s. Of these a checkpoint holds what the main process has"
+        text = (
+            "Ranks differ in %s. Of these a checkpoint holds what the main process has"
+        )
         logger.warning(text, names)

@@ -11,14 +11,13 @@ import torch
 from tabulate import tabulate
 
 from hooktrain import __version__
-from hooktrain.checkpoint.agreement import on_all_ranks
-from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.outputs import note_batch
+from hooktrain.engine.losses import LossRecorder, note_batch
+from hooktrain.events import EventStorage
 from hooktrain.utils import comm
+from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.events import EventStorage
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.names import did_you_mean
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
@@ -95,7 +94,9 @@ class HookBase:
         if isinstance(period, str):
             period = in_iterations(period, self.trainer.epoch_length)
         if period % 1:
-            raise ValueError(f"{type(self).__name__} needs a whole number as period: {period!r}")
+            raise ValueError(
+                f"{type(self).__name__} needs a whole number as period: {period!r}"
+            )
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class TrainerBase:
             rounded up where an iteration takes several batches; None if that is not known.
         seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process when
             the training begins.
-        storage: the :class:`~hooktrain.utils.events.EventStorage` that takes the metrics.
+        storage: the :class:`~hooktrain.events.EventStorage` that takes the metrics.
         stop_reason: why the run is ending early, once all ranks agree; None in a run that goes on.
         sync_period: several ranks exchange metrics and requests to stop every so many iterations.
         meta: plain values to keep in every checkpoint, such as the text of the configuration.
@@ -158,7 +159,11 @@ class TrainerBase:
         self._late_error: BaseException | None = None
 
     def register_hooks(
-        self, hooks: Iterable[HookBase | None], *, before: Place = None, after: Place = None
+        self,
+        hooks: Iterable[HookBase | None],
+        *,
+        before: Place = None,
+        after: Place = None,
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
@@ -176,7 +181,9 @@ class TrainerBase:
             RuntimeError: if a subclass has not called ``super().__init__()``.
         """
         if not hasattr(self, "_hooks"):
-            raise RuntimeError(f"{type(self).__name__}.__init__ must call super().__init__() first")
+            raise RuntimeError(
+                f"{type(self).__name__}.__init__ must call super().__init__() first"
+            )
         new = [hook for hook in hooks if hook is not None]
         # A proxy, since a cycle of strong references would keep the model's memory alive.
         me = weakref.proxy(self)
@@ -184,8 +191,12 @@ class TrainerBase:
         for hook in new:
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
-            if id(hook) in known or (hook.trainer is not None and hook.trainer is not me):
-                raise ValueError(f"{hook!r} is registered already: make one for each trainer")
+            if id(hook) in known or (
+                hook.trainer is not None and hook.trainer is not me
+            ):
+                raise ValueError(
+                    f"{hook!r} is registered already: make one for each trainer"
+                )
             known.add(id(hook))
             _warn_of_misspelt_events(type(hook))
         place = len(self._hooks)
@@ -206,10 +217,13 @@ class TrainerBase:
         found = [
             place
             for place, (key, hook) in enumerate(named.items())
-            if target in (key, hook) or (isinstance(target, type) and isinstance(hook, target))
+            if target in (key, hook)
+            or (isinstance(target, type) and isinstance(hook, target))
         ]
         if not found:
-            raise ValueError(f"no hook {target!r} is registered; there are {list(named)}")
+            raise ValueError(
+                f"no hook {target!r} is registered; there are {list(named)}"
+            )
         return found
 
     def _named_hooks(self) -> dict[str, HookBase]:
@@ -262,13 +276,17 @@ class TrainerBase:
         start = self._finished if start_iter is None else start_iter
         if max_iter is None and max_epochs is not None:
             max_iter = in_iterations(f"{max_epochs} epochs", self.epoch_length)
-        if max_iter is None or not (hasattr(max_iter, "__index__") and 0 <= start <= max_iter):
+        if max_iter is None or not (
+            hasattr(max_iter, "__index__") and 0 <= start <= max_iter
+        ):
             raise ValueError(
                 "train() needs an integer max_iter, and start_iter between 0 and that, but got "
                 f"start_iter={start!r} and max_iter={max_iter!r}"
             )
         if start == max_iter:
-            logger.info("Nothing is left to train: all %d iterations are done", max_iter)
+            logger.info(
+                "Nothing is left to train: all %d iterations are done", max_iter
+            )
         else:
             logger.info("Starting training from iteration %d", start)
         if start != self._finished:
@@ -298,7 +316,9 @@ class TrainerBase:
 
     def _agree(self) -> None:
         """Take the main process's seed and lengths; find the hooks that not all ranks have."""
-        for hook in self._hooks:  # also what was put into the list without register_hooks
+        for (
+            hook
+        ) in self._hooks:  # also what was put into the list without register_hooks
             if hook.trainer is None:
                 hook.trainer = weakref.proxy(self)
         named = self._named_hooks()
@@ -310,7 +330,9 @@ class TrainerBase:
         everywhere = set.intersection(*(set(names) for names, _, _ in of_ranks))
         for name, hook in named.items():
             hook.on_every_rank = name in everywhere
-        needed = {name for names, _, _ in of_ranks for name, needs in names.items() if needs}
+        needed = {
+            name for names, _, _ in of_ranks for name, needs in names.items() if needs
+        }
         if missed := sorted(needed - everywhere):
             raise RuntimeError(f"register on every rank, not only on some: {missed}")
 
@@ -462,10 +484,16 @@ class TrainerBase:
         """
         self._check_finite()
         if self._broke_off and self._begun is None:
-            logger.warning("The run broke off inside iteration %d: its state is inexact", self.iter)
+            logger.warning(
+                "The run broke off inside iteration %d: its state is inexact", self.iter
+            )
         return {
             "iteration": self._finished - 1,
-            "hooks": {k: s for k, hook in self._named_hooks().items() if (s := hook.state_dict())},
+            "hooks": {
+                k: s
+                for k, hook in self._named_hooks().items()
+                if (s := hook.state_dict())
+            },
             "storage": self.storage.state_dict(),
             "seed": self.seed,
             "meta": {
@@ -524,12 +552,15 @@ class TrainerBase:
                 hook.load_state_dict(states[key])
             elif hook.state_dict():
                 logger.warning(
-                    "The checkpoint has no state for the hook %r: it starts with its defaults", key
+                    "The checkpoint has no state for the hook %r: it starts with its defaults",
+                    key,
                 )
 
 
 def _acts_at(hook: HookBase, event: str) -> bool:
-    return getattr(getattr(hook, event), "__func__", None) is not getattr(HookBase, event)
+    return getattr(getattr(hook, event), "__func__", None) is not getattr(
+        HookBase, event
+    )
 
 
 def _warn_of_misspelt_events(kind: type[HookBase]) -> None:
@@ -537,4 +568,6 @@ def _warn_of_misspelt_events(kind: type[HookBase]) -> None:
     for name in (n for n in own if n[0] != "_" and callable(getattr(kind, n))):
         hint = did_you_mean(name, EVENTS)
         if name.startswith("on_") or "did you mean" in hint:
-            logger.warning("%s.%s is no event of a trainer%s", kind.__qualname__, name, hint)
+            logger.warning(
+                "%s.%s is no event of a trainer%s", kind.__qualname__, name, hint
+            )

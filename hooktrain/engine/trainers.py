@@ -1,7 +1,9 @@
 """Trainers with a step, for models that return losses."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -9,17 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.engine.batches import Batches
-from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.outputs import parse_losses
+from hooktrain.engine.losses import LossRecorder, parse_losses
 from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
-from hooktrain.solver import AmpOptimWrapper, OptimWrapperDict, build_optim_wrapper
-from hooktrain.solver.optim_state import without_schedules
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_optim_wrapper,
+)
+from hooktrain.solver.optim_state import parameter_names, without_schedules
+from hooktrain.solver.optim_wrapper import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.finite import non_finite
-from hooktrain.utils.registry import unwrap_model
-from hooktrain.utils.to_device import mover_to
+from hooktrain.utils.tensors import mover_to, non_finite, shard_like
+
+logger = logging.getLogger(__name__)
 
 
 class ModelTrainer(TrainerBase):
@@ -49,7 +57,9 @@ class ModelTrainer(TrainerBase):
     """
 
     state_parts = (*TrainerBase.state_parts, "optimizer", "data")
-    optim_wrapper: Any  # OptimWrapper; where a model owns its step also OptimWrapperDict
+    optim_wrapper: (
+        Any  # OptimWrapper; where a model owns its step also OptimWrapperDict
+    )
 
     def __init__(
         self,
@@ -63,11 +73,17 @@ class ModelTrainer(TrainerBase):
         super().__init__()
         unwrap_model(model)  # refuses what is no model
         optimizer = build_optim_wrapper(None, optimizer)
-        is_simple = getattr(self, "_kind", type(self)).run_step is SimpleTrainer.run_step
+        is_simple = (
+            getattr(self, "_kind", type(self)).run_step is SimpleTrainer.run_step
+        )
         if is_simple and isinstance(optimizer, OptimWrapperDict):
-            raise TypeError("SimpleTrainer has one optimizer: for several take StepTrainer")
+            raise TypeError(
+                "SimpleTrainer has one optimizer: for several take StepTrainer"
+            )
         if self.epoch_length is None and (length := length_hint(data_loader, 0)):
-            self.epoch_length = -(-length // (optimizer.accumulative_counts if is_simple else 1))
+            self.epoch_length = -(
+                -length // (optimizer.accumulative_counts if is_simple else 1)
+            )
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         if self.sync_period < 1:
             text = f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
@@ -80,7 +96,9 @@ class ModelTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         self._losses = LossRecorder(check_at_once=not async_write_metrics)
         self._move: Callable[[Any], Any] | None = None
-        self._meant_so: set[str] | None = None  # such as masks: not finite when the run began
+        self._meant_so: set[str] | None = (
+            None  # such as masks: not finite when the run began
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -90,7 +108,9 @@ class ModelTrainer(TrainerBase):
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._begun is not None:
-            raise RuntimeError("replace the optimizer between two runs: schedules hold this one")
+            raise RuntimeError(
+                "replace the optimizer between two runs: schedules hold this one"
+            )
         self.optim_wrapper.optimizer = optimizer
 
     @property
@@ -104,9 +124,13 @@ class ModelTrainer(TrainerBase):
 
     @property
     def _data_loader_iter(self) -> Batches:
-        return self._batches  # detectron2's name, for steps of your own: next(...) of it
+        return (
+            self._batches
+        )  # detectron2's name, for steps of your own: next(...) of it
 
-    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
+    def reset_data_loader(
+        self, data_loader_builder: Callable[[], Iterable[Any]]
+    ) -> None:
         """Replace the loader during training. The old one is freed before the new one is built.
 
         Args:
@@ -131,7 +155,7 @@ class ModelTrainer(TrainerBase):
             self._batches.start()
 
     def prepare_batch(self, data: Any) -> Any:
-        """Bring a batch to the model's device; see :func:`~hooktrain.utils.to_device.mover_to`.
+        """Bring a batch to the model's device; see :func:`~hooktrain.utils.tensors.mover_to`.
 
         Override it to do more. A ``run_step`` of your own decides by itself whether to call it.
         """
@@ -193,15 +217,21 @@ class ModelTrainer(TrainerBase):
         state = {**state_dict.get("_trainer", {}), **state_dict}
         chosen = set(self.state_parts if only is None else only)
         if "optimizer" in chosen and "optimizer" not in state:
-            raise ValueError(f"there is no optimizer in the state, only {sorted(state)}")
-        if "data" in chosen:  # first, since other data is refused: then nothing has changed
+            raise ValueError(
+                f"there is no optimizer in the state, only {sorted(state)}"
+            )
+        if (
+            "data" in chosen
+        ):  # first, since other data is refused: then nothing has changed
             begun = state.get("iteration", -1) >= 0
             self._batches.load_state_dict(state.get("data", {}), begun=begun)
         super().load_state_dict(state, only=only)
         self.optim_wrapper.resumed = None
         if "optimizer" in chosen:
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
-            scaler = {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
+            scaler = (
+                {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
+            )
             optimizer = {**scaler, **state["optimizer"]}
             if "hooks" not in chosen:  # schedules that begin anew
                 optimizer = without_schedules(optimizer)
@@ -214,7 +244,7 @@ class SimpleTrainer(ModelTrainer):
     An iteration is one update: it takes a batch from the loader (``accumulative_counts`` batches
     where the wrapper accumulates), computes the losses, goes backward and updates. The model, in
     training mode, takes what the loader yields and returns a loss, or a dict of losses to add up,
-    perhaps with metrics beside them: :func:`~hooktrain.engine.outputs.parse_losses` has the rule.
+    perhaps with metrics beside them: :func:`~hooktrain.engine.losses.parse_losses` has the rule.
 
     For anything else write a subclass with your own :meth:`run_step`. The arguments are those of
     :class:`ModelTrainer`.
@@ -278,7 +308,9 @@ class SimpleTrainer(ModelTrainer):
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}
         iteration = self.iter if iter is None else iter
-        self._losses.record(self.storage, iteration, loss_dict, data_time, prefix + "total_loss")
+        self._losses.record(
+            self.storage, iteration, loss_dict, data_time, prefix + "total_loss"
+        )
 
 
 class AMPTrainer(SimpleTrainer):
@@ -308,7 +340,9 @@ class AMPTrainer(SimpleTrainer):
         log_grad_scaler: bool = False,
         async_write_metrics: bool = False,
     ) -> None:
-        wrapper = AmpOptimWrapper(optimizer, precision, loss_scale=grad_scaler or "dynamic")
+        wrapper = AmpOptimWrapper(
+            optimizer, precision, loss_scale=grad_scaler or "dynamic"
+        )
         options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
         super().__init__(model, data_loader, wrapper, *options)
         self.grad_scaler, self.precision = wrapper.grad_scaler, precision
@@ -321,3 +355,146 @@ class AMPTrainer(SimpleTrainer):
             scale = self.grad_scaler.get_scale()
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()
+
+
+class StepTrainer(ModelTrainer):
+    """The training of a model with ``train_step(data, optim_wrapper)``.
+
+    An iteration is one call of it with one batch. The model decides what is updated, how often and
+    by which optimizer; it returns a dict of values to log, or None. ``accumulative_counts`` counts
+    calls of ``update_params``, and the hooks' ``after_backward`` runs in each update.
+
+    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has left the
+    update to the trainer.
+
+    The arguments are those of :class:`ModelTrainer`. The check for losses that are not finite comes
+    after the update, and always before a checkpoint.
+
+    Attributes:
+        last_batch: the batch of the last step, for hooks.
+        last_outputs: the values to log that it returned.
+    """
+
+    last_batch: Any = None
+    last_outputs: Mapping[str, Any] | None = None
+    _gradients: Mapping[str, Tensor] | None = (
+        None  # of a checkpoint, for the first step
+    )
+
+    def _wrappers(self) -> Mapping[str, OptimWrapper]:
+        return wrappers_by_name(self.optim_wrapper)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether no window of accumulation is open: its gradients are not saved."""
+        return all(wrapper.should_update() for wrapper in self._wrappers().values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of :class:`ModelTrainer`, and the gradients that live on after ``train_step``.
+
+        The next backward passes add to them, unless it begins with ``optim_wrapper.zero_grad()``.
+        To keep them out of checkpoints, end ``train_step`` with that.
+        """
+        state = super().state_dict()
+        # Their after_backward is set while this trainer makes the steps.
+        if self.can_save and any(
+            wrapper.after_backward for wrapper in self._wrappers().values()
+        ):
+            names = parameter_names(self.model)
+            state["gradients"] = {
+                n: p.grad for p, n in names.items() if p.grad is not None
+            }
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+    ) -> None:
+        """Load what :meth:`state_dict` returned; see :class:`ModelTrainer`."""
+        super().load_state_dict(state_dict, only=only)
+        if only is None or "optimizer" in only:
+            self._gradients = state_dict.get("gradients")
+
+    def run_step(self) -> None:
+        """One batch for the model's own step."""
+        self._check_mode()
+        is_first = self.iter == self.start_iter
+        if is_first:
+            self._begin_run()
+            counts = {name: w.inner_count for name, w in self._wrappers().items()}
+            # How often the model calls update_params in an iteration: as it did so far, else once.
+            each = {
+                name: max(1, count // max(1, self.iter))
+                for name, count in counts.items()
+            }
+            self._expect_updates(each, self.max_iter - self.iter)
+        start = time.perf_counter()
+        self.last_batch = data = next(self._batches)
+        data_time = time.perf_counter() - start
+        self.last_outputs = outputs = self._call_step(data)
+        if is_first:  # it has shown how often the model calls update_params
+            made = {
+                name: w.inner_count - counts[name]
+                for name, w in self._wrappers().items()
+            }
+            if made != each:
+                self._expect_updates(made, self.max_iter - self.iter - 1)
+            if not any(made.values()):
+                logger.warning(
+                    "train_step has not called update_params: nothing may be trained"
+                )
+        self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
+
+    def _begin_run(self) -> None:
+        """Set the wrappers up. What a step that broke off has left is forgotten."""
+        self.optim_wrapper.start_window()
+        self.optim_wrapper.zero_grad()
+        loaded, self._gradients = self._gradients or {}, None
+        for parameter, name in parameter_names(self.model).items():
+            if name in loaded:
+                parameter.grad = shard_like(
+                    loaded[name].to(parameter.device), parameter
+                )
+        for wrapper in self._wrappers().values():
+            wrapper.after_backward = partial(self._before_update, wrapper)
+
+    def _call_step(self, data: Any) -> Mapping[str, Any]:
+        outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
+        if outputs is None:
+            return {}
+        if not isinstance(outputs, Mapping):
+            raise TypeError(
+                f"train_step must return a dict of values to log: {type(outputs)}"
+            )
+        if "log_vars" not in outputs:
+            return outputs
+        # What MMCV's runner and its optimizer hook do after a model's train_step.
+        log_vars = dict(outputs["log_vars"])
+        if "loss" in outputs:
+            self.optim_wrapper.update_params(outputs["loss"])
+            log_vars.setdefault("loss", outputs["loss"])
+        return log_vars
+
+    def _before_update(self, wrapper: OptimWrapper) -> None:
+        self.updating = wrapper
+        self.after_backward()
+
+    def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
+        """Tell the wrappers how many backward passes are still to come."""
+        for name, wrapper in self._wrappers().items():
+            done = wrapper.inner_count
+            wrapper.initialize_count_status(
+                self.model, done, done + each[name] * iterations
+            )
+
+    def after_train(self) -> None:
+        """Call the hooks; say so if the last window of accumulation made no update."""
+        try:
+            super().after_train()
+        finally:
+            for wrapper in self._wrappers().values():
+                wrapper.after_backward = None
+        if self.succeeded and not self.can_save:
+            logger.warning(
+                "The run ended inside of a window of accumulation: its last backward passes "
+                "made no update, and are lost"
+            )

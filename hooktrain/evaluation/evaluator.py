@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.utils import comm, timer
-from hooktrain.utils.dtensor import is_sharded
 from hooktrain.utils.logger import pretty_seconds, show_progress
-from hooktrain.utils.registry import did_you_mean
-from hooktrain.utils.to_device import mover_to
+from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.tensors import is_sharded, mover_to
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,9 @@ _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
 _SECONDS_BETWEEN_LINES = 5.0
 _WARMUP_BATCHES = 5
 _END = object()
-_limit: ContextVar[tuple[int | None, list[float]]] = ContextVar("_limit", default=(None, []))
+_limit: ContextVar[tuple[int | None, list[float]]] = ContextVar(
+    "_limit", default=(None, [])
+)
 
 
 class DatasetEvaluator:
@@ -76,7 +77,9 @@ class MetricEvaluator(DatasetEvaluator):
 
     def __init__(self, metric: Any, target_key: str = "label") -> None:
         if not callable(metric):
-            raise TypeError(f"an evaluator needs process(), or is a metric to call: {metric!r}")
+            raise TypeError(
+                f"an evaluator needs process(), or is a metric to call: {metric!r}"
+            )
         self._metric, self._target_key = metric, target_key
         self._adds_up = hasattr(metric, "compute")
         self.reset()
@@ -105,7 +108,9 @@ class MetricEvaluator(DatasetEvaluator):
             result = self._metric.compute()
         else:
             # The transfer waits for the device: a host-device synchronisation, once an evaluation.
-            sums, counts = zip(*comm.all_gather((float(self._sum), self._count)), strict=True)
+            sums, counts = zip(
+                *comm.all_gather((float(self._sum), self._count)), strict=True
+            )
             result = math.fsum(sums) / sum(counts)
         name = getattr(self._metric, "__name__", type(self._metric).__name__)
         return dict(result) if isinstance(result, Mapping) else {name: result}
@@ -121,7 +126,9 @@ def targets_of(batch: Any, key: str) -> Any:
         return batch[-1]
     if key not in (keys := batch if isinstance(batch, Mapping) else ()):
         text = f"a batch must be a tuple, or a dict with targets under {key!r}, and this is a "
-        raise ValueError(f"{text}{type(batch).__name__} without{did_you_mean(key, keys)}")
+        raise ValueError(
+            f"{text}{type(batch).__name__} without{did_you_mean(key, keys)}"
+        )
     return batch[key]
 
 
@@ -138,9 +145,12 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
         if kinds := [each for each in evaluators if isinstance(each, type)]:
-            raise TypeError(f"evaluators must be objects, but got the class {kinds[0]!r}")
+            raise TypeError(
+                f"evaluators must be objects, but got the class {kinds[0]!r}"
+            )
         self._evaluators = [
-            each if hasattr(each, "process") else MetricEvaluator(each) for each in evaluators
+            each if hasattr(each, "process") else MetricEvaluator(each)
+            for each in evaluators
         ]
 
     def reset(self) -> None:
@@ -165,9 +175,13 @@ class DatasetEvaluators(DatasetEvaluator):
             results: Any = evaluator.evaluate() or {}
             if not isinstance(results, Mapping):
                 kind = type(evaluator).__name__
-                raise TypeError(f"{kind}.evaluate must return a dict of results, not {results!r}")
+                raise TypeError(
+                    f"{kind}.evaluate must return a dict of results, not {results!r}"
+                )
             if twice := sorted(merged.keys() & results.keys()):
-                raise ValueError(f"several evaluators give results under the names {twice!r}")
+                raise ValueError(
+                    f"several evaluators give results under the names {twice!r}"
+                )
             merged.update(results)
         return merged
 
@@ -216,17 +230,25 @@ def inference_on_dataset(
     """
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if isinstance(part, cycle) or getattr(part, "endless", False):
-            raise ValueError(f"data_loader never ends, so build_test_loader() it: {data_loader!r}")
+            raise ValueError(
+                f"data_loader never ends, so build_test_loader() it: {data_loader!r}"
+            )
     for name in callbacks or {}:
         if name not in _CALLBACKS:
-            raise ValueError(f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}")
+            raise ValueError(
+                f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}"
+            )
     callbacks = {**dict.fromkeys(_CALLBACKS, lambda: None), **(callbacks or {})}
     if not isinstance(evaluator, Sequence):
         evaluator = () if evaluator is None else [evaluator]
     evaluator = DatasetEvaluators(evaluator)
     evaluator.reset()
-    module = model if isinstance(model, nn.Module) else nn.Module()  # a function has no parameters
-    accelerator = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
+    module = (
+        model if isinstance(model, nn.Module) else nn.Module()
+    )  # a function has no parameters
+    accelerator = next(
+        (p.device for p in module.parameters() if p.device.type != "cpu"), None
+    )
     total, (limit, estimates) = length_hint(data_loader, -1), _limit.get()
     progress = _Progress(total if limit is None else min(total, limit), accelerator)
     # DDP's own forward may exchange buffers, and would wait for ranks that have fewer batches.
@@ -340,7 +362,9 @@ class _Progress:
         self.lap("Eval")
         timer.beat()
         self.batches += 1
-        left = (self._lap_end - self._start) / self.batches * (self._total - self.batches)
+        left = (
+            (self._lap_end - self._start) / self.batches * (self._total - self.batches)
+        )
         watched = show_progress("Evaluating", self.batches, self._total, max(0.0, left))
         if not watched and self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._log_line()
@@ -365,7 +389,9 @@ class _Progress:
     def _synchronize(self) -> None:
         """Wait for the accelerator."""
         if self._accelerator is not None:
-            torch.accelerator.synchronize(self._accelerator)  # a host-device synchronisation
+            torch.accelerator.synchronize(
+                self._accelerator
+            )  # a host-device synchronisation
         self.lap("Inference")
 
     def _log_line(self) -> None:
@@ -373,7 +399,9 @@ class _Progress:
         self._last_line = self._lap_end
         mean = {n: s / (self.batches - self._warmup) for n, s in self._seconds.items()}
         mean["Total"] = sum(mean.values())
-        times = " ".join(f"{name}: {seconds:.4f} s/iter." for name, seconds in mean.items())
+        times = " ".join(
+            f"{name}: {seconds:.4f} s/iter." for name, seconds in mean.items()
+        )
         done = str(self.batches)
         if self._total >= 0:
             left = mean["Total"] * max(0, self._total - self.batches)

@@ -30,7 +30,10 @@ class ClassificationEvaluator(DatasetEvaluator):
     """
 
     def __init__(
-        self, class_names: Sequence[str], label_key: str = "label", topk: Sequence[int] = ()
+        self,
+        class_names: Sequence[str],
+        label_key: str = "label",
+        topk: Sequence[int] = (),
     ) -> None:
         self._class_names = tuple(class_names)
         self._label_key = label_key
@@ -94,21 +97,31 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample, or a label out of range.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        sums = torch.cat([self._counts.cpu().double(), self._loss_sum.cpu().double()[None]])
-        cells, out_of_range, hits, loss = torch.split(comm.all_reduce(sums), [*self._sizes, 1])
+        sums = torch.cat(
+            [self._counts.cpu().double(), self._loss_sum.cpu().double()[None]]
+        )
+        cells, out_of_range, hits, loss = torch.split(
+            comm.all_reduce(sums), [*self._sizes, 1]
+        )
         classes = len(self._class_names)
         if out_of_range > 0:
-            raise ValueError(f"{int(out_of_range)} labels are out of range: not in [0, {classes})")
+            raise ValueError(
+                f"{int(out_of_range)} labels are out of range: not in [0, {classes})"
+            )
         confusion = cells.long().view(classes, classes)
         images, correct = confusion.sum(1), confusion.diagonal()
         total = int(images.sum())
         if total == 0:
             raise ValueError("there is no sample to evaluate, on any rank")
 
-        accuracies = (100 * correct.double() / images).tolist()  # nan for a class without samples
+        accuracies = (
+            100 * correct.double() / images
+        ).tolist()  # nan for a class without samples
         if comm.is_main_process() and classes <= 100:
             shown = ["n/a" if math.isnan(a) else f"{a:.2f}" for a in accuracies]
-            rows = zip(self._class_names, images.tolist(), correct.tolist(), shown, strict=True)
+            rows = zip(
+                self._class_names, images.tolist(), correct.tolist(), shown, strict=True
+            )
             headers = ["class", "images", "correct", "accuracy"]
             align = ("left", "right", "right", "right")
             # Without parsing of numbers names stay as they are: "007" is not 7.
@@ -120,6 +133,9 @@ class ClassificationEvaluator(DatasetEvaluator):
                 "accuracy": 100 * int(correct.sum()) / total,
                 "val_loss": loss.item() / total,
                 "mean_class_accuracy": math.fsum(present) / len(present),
-                **{f"accuracy@{k}": 100 * hits[:k].sum().item() / total for k in self._topk},
+                **{
+                    f"accuracy@{k}": 100 * hits[:k].sum().item() / total
+                    for k in self._topk
+                },
             }
         }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from hooktrain.utils.registry import did_you_mean
+from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,9 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
             flat = flatten_results_dict(metrics)
             logger.info("copypaste: Task: %s", task)
             logger.info("copypaste: %s", ",".join(flat))
-            logger.info("copypaste: %s", ",".join(_text(value) for value in flat.values()))
+            logger.info(
+                "copypaste: %s", ",".join(_text(value) for value in flat.values())
+            )
         else:
             logger.info("copypaste: %s=%s", task, _text(metrics))
 
@@ -62,7 +64,9 @@ def verify_results(
         # Written so that anything not finite, on either side, fails.
         elif not abs(float(flat[name]) - value) <= tolerance < math.inf:
             found = f"{name} is {flat[name]!r}"
-            failures.append(f"{found}, expected {value!r} with a tolerance of {tolerance!r}")
+            failures.append(
+                f"{found}, expected {value!r} with a tolerance of {tolerance!r}"
+            )
     if failures:
         lines = "".join(f"- {failure}\n" for failure in failures)
         raise ValueError(f"results are not as expected:\n{lines}The results are {flat}")
@@ -80,7 +84,9 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in results.items():
         if isinstance(value, Mapping):
-            flat |= {f"{key}/{name}": v for name, v in flatten_results_dict(value).items()}
+            flat |= {
+                f"{key}/{name}": v for name, v in flatten_results_dict(value).items()
+            }
         else:
             flat[str(key)] = value
     return flat

@@ -7,7 +7,9 @@ from hooktrain.model.averaged import (
     StochasticWeightAverage as StochasticWeightAverage,
 )
 from hooktrain.model.base_model import (
+    BaseDataPreprocessor as BaseDataPreprocessor,
     BaseModel as BaseModel,
+    ImgDataPreprocessor as ImgDataPreprocessor,
     detect_anomalous_params as detect_anomalous_params,
     init_weights_once as init_weights_once,
 )
@@ -18,13 +20,9 @@ from hooktrain.model.batch_norm import (
     revert_sync_batchnorm as revert_sync_batchnorm,
     update_bn_stats as update_bn_stats,
 )
-from hooktrain.model.preprocessor import (
-    BaseDataPreprocessor as BaseDataPreprocessor,
-    ImgDataPreprocessor as ImgDataPreprocessor,
-)
 from hooktrain.model.wrappers import (
     NamingDistributedDataParallel as NamingDistributedDataParallel,
     SeparateDistributedDataParallel as SeparateDistributedDataParallel,
     StepDistributedDataParallel as StepDistributedDataParallel,
+    is_model_wrapper as is_model_wrapper,
 )
-from hooktrain.utils.registry import is_model_wrapper as is_model_wrapper

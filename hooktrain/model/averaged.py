@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.dtensor import local_tensor
-from hooktrain.utils.registry import unwrap_model
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.utils.tensors import local_tensor
 
 
 class BaseAveragedModel(nn.Module):
@@ -58,7 +58,9 @@ class BaseAveragedModel(nn.Module):
             raise ValueError(f"interval must be an integer of at least 1: {interval!r}")
         self.interval = interval
         self.update_buffers = update_buffers
-        self.module = _copied(unwrap_model(model)).eval().requires_grad_(False).to(device)
+        self.module = (
+            _copied(unwrap_model(model)).eval().requires_grad_(False).to(device)
+        )
         self.register_buffer("steps", torch.tensor(0, device=device))
         # The same number: to read it from a tensor would wait for the device in each update.
         self._steps = 0
@@ -74,9 +76,13 @@ class BaseAveragedModel(nn.Module):
         Args:
             steps: the number of updates before this one, a multiple of ``interval``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no blending_weight or avg_func")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no blending_weight or avg_func"
+        )
 
-    def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: int) -> None:
+    def avg_func(
+        self, averaged_param: Tensor, source_param: Tensor, steps: int
+    ) -> None:
         """Average one tensor in place; by default all are averaged by :meth:`blending_weight`.
 
         Args:
@@ -124,7 +130,9 @@ class BaseAveragedModel(nn.Module):
         """
         groups = self._groups(model)
         with torch.no_grad():
-            raw = {kind: [weight.clone() for weight in groups[kind][1]] for kind in groups}
+            raw = {
+                kind: [weight.clone() for weight in groups[kind][1]] for kind in groups
+            }
             for averages, weights in groups.values():
                 torch._foreach_copy_(weights, averages)
         try:
@@ -151,11 +159,17 @@ class BaseAveragedModel(nn.Module):
         One kernel takes many tensors if they have one data type and are on one device.
         """
         averages, weights = _tensors(self.module), _tensors(unwrap_model(model))
-        ours, theirs = ({k: t.shape for k, t in each.items()} for each in (averages, weights))
+        ours, theirs = (
+            {k: t.shape for k, t in each.items()} for each in (averages, weights)
+        )
         if ours != theirs:
             names = sorted({name for (_, name), _ in ours.items() ^ theirs.items()})[:5]
-            raise ValueError(f"the model and its average differ in name or shape: {names}")
-        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            raise ValueError(
+                f"the model and its average differ in name or shape: {names}"
+            )
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(
+            lambda: ([], [])
+        )
         for key, average in averages.items():
             averaged = key[0] == "parameter" or self.update_buffers
             averaged &= average.is_floating_point() or average.is_complex()
@@ -199,7 +213,9 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
     def blending_weight(self, steps: int) -> float:
         """``momentum``, or more during the warm-up."""
-        return max(self.momentum, 1 - (1 + steps) / (10 + steps) if self.warmup else 0.0)
+        return max(
+            self.momentum, 1 - (1 + steps) / (10 + steps) if self.warmup else 0.0
+        )
 
 
 class MomentumAnnealingEMA(ExponentialMovingAverage):
@@ -216,7 +232,11 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
     """
 
     def __init__(
-        self, model: nn.Module, momentum: float = 0.0002, gamma: float = 100, **kwargs: Any
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        gamma: float = 100,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model, momentum, **kwargs)
         if not gamma > 0:
@@ -250,13 +270,17 @@ def _copied(model: nn.Module) -> nn.Module:
     if not any(hasattr(type(module), "reshard") for module in model.modules()):
         return copy.deepcopy(model)  # copying a parameter does not copy its gradient
     _tensors(model)
-    copies: dict[nn.Module, nn.Module] = {module: nn.Module() for module in model.modules()}
+    copies: dict[nn.Module, nn.Module] = {
+        module: nn.Module() for module in model.modules()
+    }
     memo: dict[int, Any] = {}  # so that a shared tensor stays one
     for module, shell in copies.items():
         shell._parameters = copy.deepcopy(module._parameters, memo)
         shell._buffers = copy.deepcopy(module._buffers, memo)
         shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        shell._modules = {name: child and copies[child] for name, child in module._modules.items()}
+        shell._modules = {
+            name: child and copies[child] for name, child in module._modules.items()
+        }
     return copies[model]
 
 
@@ -269,8 +293,13 @@ def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     for prefix, module in model.named_modules():
         if hasattr(type(module), "reshard"):
             module.reshard()
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for kind, tensors in (
+            ("parameter", module._parameters),
+            ("buffer", module._buffers),
+        ):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    found.setdefault(tensor, (kind, f"{prefix}.{name}" if prefix else name))
+                    found.setdefault(
+                        tensor, (kind, f"{prefix}.{name}" if prefix else name)
+                    )
     return {key: local_tensor(tensor) for tensor, key in found.items()}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hooktrain.model.base_model import BaseModel, compute_losses
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm, timer
-from hooktrain.utils.registry import unwrap_model
-from hooktrain.utils.to_device import mover_to
+from hooktrain.utils.tensors import mover_to
 from hooktrain.utils.workers import start_workers
 
 
@@ -25,10 +25,14 @@ class BatchNormXd(nn.BatchNorm2d):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"the input must be of shape (N, C, ...), but got {input.shape}")
+            raise ValueError(
+                f"the input must be of shape (N, C, ...), but got {input.shape}"
+            )
 
 
-def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> nn.Module:
+def convert_sync_batchnorm(
+    module: nn.Module, implementation: str = "torch"
+) -> nn.Module:
     """Replace each batch norm by a :class:`torch.nn.SyncBatchNorm`, in place.
 
     Parameters, buffers and mode stay, and a layer at several places is still one.
@@ -62,8 +66,12 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     return _replace(module, nn.SyncBatchNorm, BatchNormXd)
 
 
-def _replace(module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]) -> nn.Module:
-    found = [m for m in module.modules() if isinstance(m, kind) and not isinstance(m, new)]
+def _replace(
+    module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]
+) -> nn.Module:
+    found = [
+        m for m in module.modules() if isinstance(m, kind) and not isinstance(m, new)
+    ]
     made: dict[nn.Module | None, nn.Module] = {norm: _like(norm, new) for norm in found}
     for parent in module.modules():
         # named_children() leaves out the second name of a module.
@@ -74,7 +82,13 @@ def _replace(module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]) -
 
 def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
     """A batch norm of another type with the same tensors; its own would be thrown away."""
-    arguments = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    arguments = (
+        norm.num_features,
+        norm.eps,
+        norm.momentum,
+        norm.affine,
+        norm.track_running_stats,
+    )
     new = new_type(*arguments, device="meta")
     new._parameters.update(norm._parameters)
     new._buffers.update(norm._buffers)
@@ -88,7 +102,9 @@ def get_bn_modules(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200) -> None:
+def update_bn_stats(
+    model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200
+) -> None:
     """Replace the running statistics of BatchNorm layers by those of a sample of the data.
 
     Moving averages lag behind weights that change fast, and weigh the last batches most. Here mean
@@ -114,11 +130,17 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
     if not layers:
         return
     bare = unwrap_model(model)
-    forward = partial(compute_losses, bare, forward=bare) if isinstance(bare, BaseModel) else model
+    forward = (
+        partial(compute_losses, bare, forward=bare)
+        if isinstance(bare, BaseModel)
+        else model
+    )
     batches = map(mover_to(model), islice(start_workers(data_loader), num_iters))
     sums, seen = _sums(model, layers, forward, batches)
     if comm.any_rank(seen < num_iters):
-        raise ValueError(f"a data_loader is too short: this gave {seen} of num_iters={num_iters}")
+        raise ValueError(
+            f"a data_loader is too short: this gave {seen} of num_iters={num_iters}"
+        )
     merged = torch.cat(sums, 1)
     if comm.get_world_size() > 1:
         dist.all_reduce(merged)
@@ -131,7 +153,10 @@ def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int
 
 
 def _sums(
-    model: nn.Module, layers: list[Any], forward: Callable[[Any], Any], batches: Iterable[Any]
+    model: nn.Module,
+    layers: list[Any],
+    forward: Callable[[Any], Any],
+    batches: Iterable[Any],
 ) -> tuple[list[Tensor], int]:
     """What the layers see in the batches, and how many there were; no buffer is changed.
 
@@ -142,23 +167,40 @@ def _sums(
     saved = [buffer.clone() for buffer in buffers]
     reached: set[nn.Module] = set()  # in the current forward pass
     # In float64, so that little cancels where the mean is large; Apple's devices have none.
-    dtype = torch.float32 if layers[0].running_mean.device.type == "mps" else torch.float64
-    sums = {m: m.running_mean.new_zeros((3, len(m.running_mean)), dtype=dtype) for m in layers}
+    dtype = (
+        torch.float32 if layers[0].running_mean.device.type == "mps" else torch.float64
+    )
+    sums = {
+        m: m.running_mean.new_zeros((3, len(m.running_mean)), dtype=dtype)
+        for m in layers
+    }
 
-    def observe(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if layer in reached:
-            name = next(name for name, module in model.named_modules() if module is layer)
-            raise RuntimeError(f"{name!r} is used twice in one forward pass: it has no one mean")
+            name = next(
+                name for name, module in model.named_modules() if module is layer
+            )
+            raise RuntimeError(
+                f"{name!r} is used twice in one forward pass: it has no one mean"
+            )
         reached.add(layer)
         values: Tensor = args[0] if args else kwargs["input"]
         if values.numel() > 0:
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             dims = [d for d in range(values.dim()) if d != 1]
-            var, mean = (v.to(sums[layer]) for v in torch.var_mean(values, dims, correction=0))
+            var, mean = (
+                v.to(sums[layer]) for v in torch.var_mean(values, dims, correction=0)
+            )
             count = values.numel() // values.shape[1]
-            sums[layer] += count * torch.stack([torch.ones_like(mean), mean, var + mean**2])
+            sums[layer] += count * torch.stack(
+                [torch.ones_like(mean), mean, var + mean**2]
+            )
 
-    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in layers]
+    hooks = [
+        layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in layers
+    ]
     try:
         for batch in batches:
             reached.clear()

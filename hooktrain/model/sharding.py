@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import full_tensor, full_tensors, is_sharded, local_tensor, shard_like
+from hooktrain.utils.tensors import (
+    full_tensor,
+    full_tensors,
+    is_sharded,
+    local_tensor,
+    shard_like,
+)
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -23,7 +29,9 @@ if TYPE_CHECKING:  # it is heavy, and few runs need it
 Precision: TypeAlias = "MixedPrecisionPolicy | Mapping[str, Any] | None"
 # Which modules of a model: those of some classes, given as classes or by their bare names, or those
 # for which ``rule(name, module)``.
-WrapRule: TypeAlias = Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+WrapRule: TypeAlias = (
+    Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+)
 
 
 def shard_model(
@@ -80,16 +88,24 @@ def shard_model(
         rule = wrap if activation_checkpointing is True else activation_checkpointing
         # Around each `forward`, so that modules and names stay as they are.
         for module in select_modules(model, rule, "activation_checkpointing"):
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+            module.forward = functools.partial(
+                checkpoint, module.forward, use_reentrant=False
+            )
     tied = _tied(model)
     for unit in reversed(units):  # the inner ones first
         fully_shard(unit, **options)
     fully_shard(model, **options)
-    _check_tied(model, tied, "leave the modules of wrap that share them to the rest of the model")
+    _check_tied(
+        model,
+        tied,
+        "leave the modules of wrap that share them to the rest of the model",
+    )
     return model
 
 
-def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> list[nn.Module]:
+def select_modules(
+    model: nn.Module, rule: WrapRule, argument: str = "rule"
+) -> list[nn.Module]:
     """The modules inside a model that a rule selects, outer ones before inner ones.
 
     Args:
@@ -102,16 +118,22 @@ def select_modules(model: nn.Module, rule: WrapRule, argument: str = "rule") -> 
         ValueError: if it selects no module; an empty collection may.
     """
     if isinstance(rule, str | type):
-        raise TypeError(f"{argument} must be a collection of classes or a function, not {rule!r}")
+        raise TypeError(
+            f"{argument} must be a collection of classes or a function, not {rule!r}"
+        )
     inner = list(model.named_modules())[1:]
     if callable(rule):
         chosen = [module for name, module in inner if rule(name, module)]
     else:
         classes = tuple(kind for kind in rule if isinstance(kind, type))
-        chosen = [m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule]
+        chosen = [
+            m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule
+        ]
     if not chosen and (callable(rule) or rule):
         there = sorted({type(module).__name__ for _, module in inner})
-        raise ValueError(f"{argument}={rule!r} selects none of the model's modules: {there}")
+        raise ValueError(
+            f"{argument}={rule!r} selects none of the model's modules: {there}"
+        )
     return chosen
 
 
@@ -130,7 +152,10 @@ def build_mp_policy(policy: Precision) -> "MixedPrecisionPolicy":
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     options = (policy or {}).items()
-    typed = {k: getattr(torch, value) if isinstance(value, str) else value for k, value in options}
+    typed = {
+        k: getattr(torch, value) if isinstance(value, str) else value
+        for k, value in options
+    }
     return MixedPrecisionPolicy(**typed)
 
 
@@ -174,7 +199,9 @@ def init_deferred(model: nn.Module, device: torch.device | str) -> None:
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if real := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
-        raise ValueError(f"the model must be built on the meta device, but these are not: {real}")
+        raise ValueError(
+            f"the model must be built on the meta device, but these are not: {real}"
+        )
     tied = _tied(model)
     model.to_empty(device=device)
     _check_tied(model, tied, "shard the model first, or build it on its device")
@@ -184,14 +211,21 @@ def init_deferred(model: nn.Module, device: torch.device | str) -> None:
     model.apply(_reset)
     _init_outermost(model)
     # A host-device synchronisation for each tensor, once in a run.
-    has_nan = [name for name, tensor in tensors.items() if local_tensor(tensor).isnan().any()]
+    has_nan = [
+        name for name, tensor in tensors.items() if local_tensor(tensor).isnan().any()
+    ]
     unset = set().union(*comm.all_gather(has_nan))
     if unset:
-        raise ValueError(f"no reset_parameters() or init_weights() initialises {sorted(unset)}")
+        raise ValueError(
+            f"no reset_parameters() or init_weights() initialises {sorted(unset)}"
+        )
 
 
 def _reset(module: nn.Module) -> None:
-    for name in ("reset_parameters", "_reset_parameters"):  # the latter in torch's attention
+    for name in (
+        "reset_parameters",
+        "_reset_parameters",
+    ):  # the latter in torch's attention
         if hasattr(module, name):
             _call_whole(module, name)
             return
@@ -222,7 +256,9 @@ def _call_whole(module: nn.Module, method: str) -> None:
         parameters[name] = wholes[parameter]
     getattr(module, method)()
     for parameters, name, parameter in places:
-        local_tensor(parameter).copy_(local_tensor(shard_like(parameters[name], parameter)))
+        local_tensor(parameter).copy_(
+            local_tensor(shard_like(parameters[name], parameter))
+        )
         parameters[name] = parameter
 
 
@@ -236,4 +272,6 @@ def _tied(model: nn.Module) -> set[frozenset[str]]:
 
 def _check_tied(model: nn.Module, tied: set[frozenset[str]], advice: str) -> None:
     if torn := tied - _tied(model):
-        raise ValueError(f"{sorted(map(sorted, torn))} are shared and would come apart: {advice}")
+        raise ValueError(
+            f"{sorted(map(sorted, torn))} are shared and would come apart: {advice}"
+        )

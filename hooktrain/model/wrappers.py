@@ -24,10 +24,14 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             module stays where it is, also on the CPU.
     """
 
-    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any
+    ) -> None:
         c10d: Any = dist  # mypy does not know of these names
         level = c10d.get_debug_level()
-        if level == c10d.DebugLevel.OFF:  # torch would only give indices of the parameters
+        if (
+            level == c10d.DebugLevel.OFF
+        ):  # torch would only give indices of the parameters
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
@@ -35,7 +39,9 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         self.broadcast_buffers = broadcast_buffers
 
 
-@MODEL_WRAPPERS.register_module(["StepDistributedDataParallel", "MMDistributedDataParallel"])
+@MODEL_WRAPPERS.register_module(
+    ["StepDistributedDataParallel", "MMDistributedDataParallel"]
+)
 class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`~hooktrain.model.BaseModel`, with its steps.
 
@@ -68,9 +74,13 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         """
         own = getattr(type(self.module), "train_step", BaseModel.train_step)
         if own is not BaseModel.train_step:
-            problem = f"{type(self.module).__name__} has its own train_step, not called here"
+            problem = (
+                f"{type(self.module).__name__} has its own train_step, not called here"
+            )
             raise TypeError(f"{problem}: use SeparateDistributedDataParallel")
-        return train_step(self.module, data, optim_wrapper, self, self.detect_anomalous_params)
+        return train_step(
+            self.module, data, optim_wrapper, self, self.detect_anomalous_params
+        )
 
     _run_forward = BaseModel._run_forward
 
@@ -110,24 +120,38 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             them.
     """
 
-    def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any
+    ) -> None:
         # A DDP by type, so that all who look for one to get at its `module` find this one too. The
         # work is done by the DDPs around the children: this has none of a DDP's attributes.
         nn.Module.__init__(self)
-        if own := [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]:
-            raise ValueError(f"move {own} of {type(module).__name__} itself into a child")
-        trained = [c for c in module.children() if any(p.requires_grad for p in c.parameters())]
-        inside = {t for child in trained for t in (*child.parameters(), *child.buffers())}
+        if own := [
+            n for n, p in module.named_parameters(recurse=False) if p.requires_grad
+        ]:
+            raise ValueError(
+                f"move {own} of {type(module).__name__} itself into a child"
+            )
+        trained = [
+            c for c in module.children() if any(p.requires_grad for p in c.parameters())
+        ]
+        inside = {
+            t for child in trained for t in (*child.parameters(), *child.buffers())
+        }
         rest = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]
         kwargs["broadcast_buffers"] = broadcast_buffers
-        parts: dict[Any, nn.Module] = {child: _Part(child, **kwargs) for child in trained}
+        parts: dict[Any, nn.Module] = {
+            child: _Part(child, **kwargs) for child in trained
+        }
         # named_children() leaves out the second name of a child.
         for name, child in module._modules.items():
             module._modules[name] = parts.get(child, child)
         self.module = module
         # As DDP does for what is in it.
         for tensor in rest:
-            dist.broadcast(tensor.detach(), group=kwargs.get("process_group"), group_src=0)
+            dist.broadcast(
+                tensor.detach(), group=kwargs.get("process_group"), group_src=0
+            )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -166,7 +190,36 @@ class _Part(StepDistributedDataParallel):
         """That of the child."""
         return self.module.state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         for name in [name for name in state if name.startswith(prefix)]:
             state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
         super()._load_from_state_dict(state, prefix, *args)
+
+
+def is_model_wrapper(model: nn.Module) -> bool:
+    """Whether a model is wrapped in something of ``MODEL_WRAPPERS``, which has it as ``module``."""
+    wrappers = tuple(
+        wrapper for _, wrapper in MODEL_WRAPPERS if isinstance(wrapper, type)
+    )
+    return isinstance(model, wrappers)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model inside all wrappers, in any order.
+
+    Wrappers are those in ``MODEL_WRAPPERS``, torch's data parallel ones among them, which have the
+    model as ``module``, and ``torch.compile``.
+
+    Raises:
+        TypeError: If it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model must be an nn.Module object, but got {model!r:.80}")
+    # torch.compile's class is known by its attribute, since importing it takes seconds.
+    while (
+        inner := "module" if is_model_wrapper(model) else "_orig_mod"
+    ) in model._modules:
+        model = model.get_submodule(inner)
+    return model

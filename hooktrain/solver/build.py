@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hooktrain.config import instantiate
-from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
-from hooktrain.solver.group_scheduler import INF, GroupParamScheduler
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper import OptimWrapper
-from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.solver.optim_wrapper import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+)
 from hooktrain.solver.param_groups import (
     RULES,
     ParamGroup,
@@ -22,22 +24,27 @@ from hooktrain.solver.param_groups import (
     paramwise_param_groups,
     reduce_param_groups as reduce_param_groups,
 )
+from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
 from hooktrain.solver.schedule import ParamScheduler
+from hooktrain.utils.names import did_you_mean, refuse_overrides
 from hooktrain.utils.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     PARAM_SCHEDULERS,
-    did_you_mean,
-    refuse_overrides,
-    unwrap_model,
 )
 
 Built = GroupParamScheduler | LRScheduler | ParamScheduler
-Schedulers = list[Any] | dict[str, list[Any]]  # of one optimizer, or by the names of several
+Schedulers = (
+    list[Any] | dict[str, list[Any]]
+)  # of one optimizer, or by the names of several
 
 for _name, _found in vars(torch.optim).items():
-    if isinstance(_found, type) and issubclass(_found, Optimizer) and _found is not Optimizer:
+    if (
+        isinstance(_found, type)
+        and issubclass(_found, Optimizer)
+        and _found is not Optimizer
+    ):
         OPTIMIZERS.register(_found, name=_name)
 OPTIMIZERS.register(torch.optim.Adafactor, name="TorchAdafactor")  # MMEngine's name
 for _wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
@@ -75,16 +82,25 @@ class DefaultOptimWrapperConstructor:
     """
 
     def __init_subclass__(cls) -> None:
-        refuse_overrides(cls, dict.fromkeys(("_validate_cfg", "_is_in"), "override add_params()"))
+        refuse_overrides(
+            cls, dict.fromkeys(("_validate_cfg", "_is_in"), "override add_params()")
+        )
 
     def __init__(
-        self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
+        self,
+        optim_wrapper_cfg: Mapping[str, Any],
+        paramwise_cfg: Mapping[str, Any] | None = None,
     ) -> None:
         # Plain containers, references resolved: what an optimizer gets, a checkpoint must hold.
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
-        if not isinstance(self.optimizer_cfg, Mapping) or "type" not in self.optimizer_cfg:
-            raise ValueError(f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}")
+        if (
+            not isinstance(self.optimizer_cfg, Mapping)
+            or "type" not in self.optimizer_cfg
+        ):
+            raise ValueError(
+                f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}"
+            )
         self.paramwise_cfg = instantiate(paramwise_cfg or {})
         self.base_lr = self.optimizer_cfg.get("lr")
         self.base_wd = self.optimizer_cfg.get("weight_decay")
@@ -99,8 +115,12 @@ class DefaultOptimWrapperConstructor:
                 :func:`~hooktrain.solver.param_groups.paramwise_param_groups`.
         """
         kind = OPTIMIZERS.find(self.optimizer_cfg["type"])
-        first = next(iter(inspect.signature(kind).parameters))  # not all call it "params"
-        optimizer = OPTIMIZERS.build(self.optimizer_cfg, **{first: self.param_groups(model)})
+        first = next(
+            iter(inspect.signature(kind).parameters)
+        )  # not all call it "params"
+        optimizer = OPTIMIZERS.build(
+            self.optimizer_cfg, **{first: self.param_groups(model)}
+        )
         wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
             self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
         )
@@ -115,7 +135,9 @@ class DefaultOptimWrapperConstructor:
         names = parameter_names(model)
         return [{"params": [*names], "param_names": [*names.values()]}]
 
-    def add_params(self, params: Any, module: nn.Module, prefix: str = "", **_: Any) -> None:
+    def add_params(
+        self, params: Any, module: nn.Module, prefix: str = "", **_: Any
+    ) -> None:
         """Add the parameter groups of a module to a list, by the rules in ``paramwise_cfg``.
 
         Args:
@@ -127,13 +149,23 @@ class DefaultOptimWrapperConstructor:
             ValueError: for a part of a model.
         """
         if prefix:
-            raise ValueError(f"rules are for the whole model, not for its part {prefix!r}")
-        own = type(self) is not DefaultOptimWrapperConstructor  # its rules are none of ours
-        rules = {key: rule for key, rule in self.paramwise_cfg.items() if key in RULES or not own}
+            raise ValueError(
+                f"rules are for the whole model, not for its part {prefix!r}"
+            )
+        own = (
+            type(self) is not DefaultOptimWrapperConstructor
+        )  # its rules are none of ours
+        rules = {
+            key: rule
+            for key, rule in self.paramwise_cfg.items()
+            if key in RULES or not own
+        }
         params += paramwise_param_groups(module, rules, self.base_lr, self.base_wd)
 
 
-def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | OptimWrapperDict:
+def build_optim_wrapper(
+    model: nn.Module | None, cfg: Any
+) -> OptimWrapper | OptimWrapperDict:
     """Build the optimizer wrapper of a model.
 
     ``cfg`` is one of
@@ -169,7 +201,9 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | Opt
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
-        raise TypeError(f"expected an OptimWrapper, a torch optimizer or a dict, but got {cfg!r}")
+        raise TypeError(
+            f"expected an OptimWrapper, a torch optimizer or a dict, but got {cfg!r}"
+        )
     rest = dict(cfg)
     optimizer, constructor = rest.get("optimizer"), rest.pop("constructor", None)
     wrapper: OptimWrapper | OptimWrapperDict
@@ -178,10 +212,14 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> OptimWrapper | Opt
     elif optimizer is None and constructor is None:
         wrapper = _build_each(model, rest)
     elif model is None:
-        raise ValueError(f"a model is needed to build an optimizer for, from {dict(cfg)!r}")
+        raise ValueError(
+            f"a model is needed to build an optimizer for, from {dict(cfg)!r}"
+        )
     else:
         rules = rest.pop("paramwise_cfg", None)
-        construct = OPTIM_WRAPPER_CONSTRUCTORS.find(constructor or DefaultOptimWrapperConstructor)
+        construct = OPTIM_WRAPPER_CONSTRUCTORS.find(
+            constructor or DefaultOptimWrapperConstructor
+        )
         wrapper = construct(optim_wrapper_cfg=rest, paramwise_cfg=rules)(model)
     return wrapper
 
@@ -190,11 +228,19 @@ def _build_each(model: nn.Module | None, items: dict[str, Any]) -> OptimWrapperD
     """Several wrappers by name."""
     kind = items.pop("type", OptimWrapperDict)
     if OPTIM_WRAPPERS.find(kind) is not OptimWrapperDict:
-        raise ValueError(f"{kind!r} needs 'optimizer'{did_you_mean('optimizer', items)}")
+        raise ValueError(
+            f"{kind!r} needs 'optimizer'{did_you_mean('optimizer', items)}"
+        )
     wrappers: dict[str, Any] = {}
     for name, item in items.items():
-        is_built = not isinstance(item, Mapping) or isinstance(item.get("optimizer"), Optimizer)
-        part = None if model is None or is_built else unwrap_model(model).get_submodule(name)
+        is_built = not isinstance(item, Mapping) or isinstance(
+            item.get("optimizer"), Optimizer
+        )
+        part = (
+            None
+            if model is None or is_built
+            else unwrap_model(model).get_submodule(name)
+        )
         wrappers[name] = build_optim_wrapper(part, item)
     return OptimWrapperDict(**wrappers)
 
@@ -228,15 +274,21 @@ def build_param_scheduler(
     """
     each = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
     if not isinstance(optim_wrapper, OptimWrapperDict):
-        return [_build_scheduler(one, optim_wrapper, default_args or {}) for one in each]
+        return [
+            _build_scheduler(one, optim_wrapper, default_args or {}) for one in each
+        ]
     if isinstance(scheduler, Mapping) and "type" not in scheduler:
         by_name = scheduler
     else:
         by_name = dict.fromkeys(optim_wrapper, scheduler)
         if len(optim_wrapper) > 1 and any(isinstance(one, Built) for one in each):
-            raise ValueError(f"give built schedulers by name of the optimizer: {[*optim_wrapper]}")
+            raise ValueError(
+                f"give built schedulers by name of the optimizer: {[*optim_wrapper]}"
+            )
     if set(by_name) != set(optim_wrapper):
-        raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {[*optim_wrapper]}")
+        raise KeyError(
+            f"schedulers are for {[*by_name]}, and optimizers are {[*optim_wrapper]}"
+        )
     return {
         name: list(build_param_scheduler(by_name[name], wrapper, default_args))
         for name, wrapper in optim_wrapper.items()
@@ -260,9 +312,13 @@ def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
         ValueError: if it is of more or fewer schedulers, or of others by name.
     """
     ours, saved = (s if isinstance(s, dict) else {"": s} for s in (schedulers, states))
-    counts, were = ({name: len(each) for name, each in some.items()} for some in (ours, saved))
+    counts, were = (
+        {name: len(each) for name, each in some.items()} for some in (ours, saved)
+    )
     if counts != were:
-        raise ValueError(f"the state has so many schedulers: {were}, and this run: {counts}")
+        raise ValueError(
+            f"the state has so many schedulers: {were}, and this run: {counts}"
+        )
     for name, each in ours.items():
         for scheduler, state in zip(each, saved[name], strict=True):
             if state:
@@ -275,15 +331,24 @@ def _build_scheduler(
     if isinstance(config, Built):
         return config
     if not isinstance(config, Mapping) or "type" not in config:
-        raise TypeError(f"expected a scheduler or a dict with 'type', but got {config!r}")
+        raise TypeError(
+            f"expected a scheduler or a dict with 'type', but got {config!r}"
+        )
     arguments = {"optimizer": optimizer, **defaults, **config}
-    run = {key: arguments.pop(key, None) for key in ("max_epochs", "max_iters", "epoch_length")}
+    run = {
+        key: arguments.pop(key, None)
+        for key in ("max_epochs", "max_iters", "epoch_length")
+    }
     target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
-    needs = getattr(target, "NEEDS", None)  # of our family, whose range ends with the run
+    needs = getattr(
+        target, "NEEDS", None
+    )  # of our family, whose range ends with the run
     if needs is not None and arguments.get("end") is None:
         length = "max_epochs" if arguments.get("by_epoch", True) else "max_iters"
         if run[length] is None and needs and not any(map(arguments.get, needs)):
-            raise ValueError(f"{target.__name__} needs {' or '.join(needs)}, or the run's {length}")
+            raise ValueError(
+                f"{target.__name__} needs {' or '.join(needs)}, or the run's {length}"
+            )
         arguments["end"] = run[length] or INF
     if arguments.pop("convert_to_iter_based", False):
         target = target.build_iter_from_epoch

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hooktrain.solver.param_groups import WRAPPER_PARTS, settings_of, walk_parameters
-from hooktrain.utils.dtensor import shard_like
+from hooktrain.utils.tensors import shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ def parameter_names(model: nn.Module) -> Names:
     return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
 
 
-def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> dict[str, Any]:
+def optimizer_state_dict(
+    optimizer: Optimizer, names: Names | None = None
+) -> dict[str, Any]:
     """The state that torch gives, with names where torch has the positions of parameters.
 
     ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. torch's own
@@ -57,7 +59,9 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names | None = None) -> di
         for group in state["param_groups"]
     ]
     for group in groups:
-        group.pop("param_names", None)  # the same, or as they are called in a part of the model
+        group.pop(
+            "param_names", None
+        )  # the same, or as they are called in a part of the model
     named = {name_of.get(k, k): item for k, item in state["state"].items()}
     return {**state, "state": named, "param_groups": groups}
 
@@ -87,7 +91,9 @@ def load_optimizer_state(
     """
     kind, saved_kind = _kind(optimizer), state_dict.get("kind")
     if saved_kind not in (kind, None):
-        raise ValueError(f"the state is that of {saved_kind}, and this is {kind}: {_WAY_OUT}")
+        raise ValueError(
+            f"the state is that of {saved_kind}, and this is {kind}: {_WAY_OUT}"
+        )
     states, saved_groups = state_dict["state"], state_dict["param_groups"]
     here, saved = _places(optimizer.param_groups, saved_groups, names)
     # The saved group that most parameters of a group were in, and the other way round. Of the
@@ -123,7 +129,9 @@ def _is_scheduled(key: str, group: Mapping[str, Any]) -> bool:
 
 def _kind(optimizer: Optimizer) -> str:
     """The name in torch of its algorithm, also of a subclass; else that of its class."""
-    kinds = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
+    kinds = [
+        c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")
+    ]
     return (type(optimizer) if kinds[0] is Optimizer else kinds[0]).__name__
 
 
@@ -132,27 +140,39 @@ def _names(groups: ParamGroups, known: Names | None = None) -> list[str] | None:
     known, names = known or {}, []
     for group in groups:
         own = group.get("param_names", group["params"])
-        names += [known.get(p, name) for p, name in zip(group["params"], own, strict=True)]
+        names += [
+            known.get(p, name) for p, name in zip(group["params"], own, strict=True)
+        ]
     if not all(isinstance(name, str) for name in names):
         return None
-    bare = [".".join(p for p in name.split(".") if p not in WRAPPER_PARTS) for name in names]
+    bare = [
+        ".".join(p for p in name.split(".") if p not in WRAPPER_PARTS) for name in names
+    ]
     return bare if len(set(bare)) == len(bare) else None
 
 
-def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tuple[Places, Places]:
+def _places(
+    groups: ParamGroups, saved: ParamGroups, known: Names | None
+) -> tuple[Places, Places]:
     """The parameters here and the saved ones, by names that both sides share."""
     names, saved_names = _names(groups, known), _names(saved)
     if names is None or saved_names is None:
-        sizes, saved_sizes = ([len(g["params"]) for g in some] for some in (groups, saved))
+        sizes, saved_sizes = (
+            [len(g["params"]) for g in some] for some in (groups, saved)
+        )
         in_order = [name for name in (known or {}).values() if name in (names or ())]
         if names and sizes != saved_sizes == [1] * len(in_order):
-            saved_names = in_order  # MMEngine's rules make a group for each, in the model's order
+            saved_names = (
+                in_order  # MMEngine's rules make a group for each, in the model's order
+            )
         elif sizes != saved_sizes:
             side = "this optimizer has" if names is None else "the saved state has"
             counts = f"groups of the sizes {saved_sizes}, not {sizes}"
             raise ValueError(f"{side} no names, and the saved one {counts}: {_WAY_OUT}")
         else:
-            names = saved_names = names or saved_names or [f"#{i}" for i in range(sum(sizes))]
+            names = saved_names = (
+                names or saved_names or [f"#{i}" for i in range(sum(sizes))]
+            )
     if names and not set(names) & set(saved_names):
         problem = f"the state of {saved_names[:3]}, ... has none of {names[:3]}, ..."
         raise ValueError(f"{problem}: {_WAY_OUT}")
@@ -160,11 +180,17 @@ def _places(groups: ParamGroups, saved: ParamGroups, known: Names | None) -> tup
         [(g, item) for g, group in enumerate(some) for item in group["params"]]
         for some in (groups, saved)
     )
-    return dict(zip(names, here, strict=True)), dict(zip(saved_names, there, strict=True))
+    return dict(zip(names, here, strict=True)), dict(
+        zip(saved_names, there, strict=True)
+    )
 
 
 def _match(
-    optimizer: Optimizer, states: dict[Any, Any], here: Places, saved: Places, kept: dict[int, int]
+    optimizer: Optimizer,
+    states: dict[Any, Any],
+    here: Places,
+    saved: Places,
+    kept: dict[int, int],
 ) -> dict[Any, Any]:
     """The state by present positions. A table tells which parameters are not as before."""
     ids = {k for _, k in saved.values()}
@@ -177,12 +203,16 @@ def _match(
         before, k = saved[name]
         item = states.get(k, {})
         if shape := _other_shape(optimizer, item, parameter):
-            rows.append((name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}"))
+            rows.append(
+                (name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}")
+            )
             continue
         if kept.get(group) != before:
             rows.append((name, "moved", f"group {before}", f"group {group}"))
         if item:
-            state[position] = {key: _placed(value, parameter) for key, value in item.items()}
+            state[position] = {
+                key: _placed(value, parameter) for key, value in item.items()
+            }
     headers = ["parameter", "change", "in the checkpoint", "here"]
     _warn("The optimizer's parameters are not as in the checkpoint", headers, rows)
     return state
@@ -195,7 +225,9 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     value = shard_like(value, parameter)
     if value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
+        value
+    )
 
 
 def _other_shape(
@@ -212,7 +244,9 @@ def _other_shape(
     return shape if shapes and shape != tuple(parameter.shape) else None
 
 
-def _fit_groups(groups: ParamGroups, sources: Mapping[int, Mapping[str, Any]]) -> list[Any]:
+def _fit_groups(
+    groups: ParamGroups, sources: Mapping[int, Mapping[str, Any]]
+) -> list[Any]:
     """The groups with the settings of saved ones, as torch loads them."""
     fitted, rows, count = [], [], 0
     for g, group in enumerate(groups):
@@ -224,10 +258,14 @@ def _fit_groups(groups: ParamGroups, sources: Mapping[int, Mapping[str, Any]]) -
         # A schedule moves lr all the time; initial_lr is what the configuration said.
         if "initial_lr" in theirs and "lr" in ours:
             ours = {"initial_lr": ours.pop("lr"), **ours}
-        changed = [k for k in ours if k not in kernels and theirs.get(k, ours[k]) != ours[k]]
+        changed = [
+            k for k in ours if k not in kernels and theirs.get(k, ours[k]) != ours[k]
+        ]
         rows += [(g, key, ours[key], theirs[key]) for key in changed]
         if g not in sources and ids:
-            logger.warning("Parameter group %d is new: its settings are as configured", g)
+            logger.warning(
+                "Parameter group %d is new: its settings are as configured", g
+            )
     headers = ["group", "setting", "configured", "checkpoint (used)"]
     _warn("The checkpoint overrules settings of the optimizer", headers, rows)
     return fitted

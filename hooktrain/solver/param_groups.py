@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooktrain.utils.registry import did_you_mean, unwrap_model
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,16 @@ _DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 # The rules of the weight decay. The first that applies to a parameter counts.
 _DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
 _MULTIPLIERS = ("bias_lr_mult", *_DECAYS)
-RULES = ("custom_keys", "bypass_duplicate", *_MULTIPLIERS)  # the keys of a paramwise_cfg
+RULES = (
+    "custom_keys",
+    "bypass_duplicate",
+    *_MULTIPLIERS,
+)  # the keys of a paramwise_cfg
 
 
-def walk_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Parameter]]:
+def walk_parameters(
+    model: nn.Module,
+) -> list[tuple[list[str], nn.Module, nn.Parameter]]:
     """Each parameter of a model once: its full names, its module under the first, and itself.
 
     Args:
@@ -47,7 +54,9 @@ def walk_parameters(model: nn.Module) -> list[tuple[list[str], nn.Module, nn.Par
     return list(found.values())
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def _walk(
+    module: nn.Module, prefix: str
+) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield prefix + name, module, parameter
@@ -58,11 +67,16 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.P
 
 
 def _group_trainable(
-    model: nn.Module, settings: Callable[[list[str], nn.Module, nn.Parameter], ParamGroup]
+    model: nn.Module,
+    settings: Callable[[list[str], nn.Module, nn.Parameter], ParamGroup],
 ) -> list[ParamGroup]:
     """The trainable parameters in few groups, with what the function makes of each."""
     return reduce_param_groups(
-        {**settings(names, module, parameter), "params": [parameter], "param_names": names[:1]}
+        {
+            **settings(names, module, parameter),
+            "params": [parameter],
+            "param_names": names[:1],
+        }
         for names, module, parameter in walk_parameters(model)
         if parameter.requires_grad
     )
@@ -113,10 +127,14 @@ def get_default_optimizer_params(
     """
     bias_lr_factor = 1.0 if bias_lr_factor is None else bias_lr_factor
     if base_lr is None and (lr_factor_func is not None or bias_lr_factor != 1.0):
-        raise ValueError("lr_factor_func and bias_lr_factor need base_lr, the rate to multiply")
+        raise ValueError(
+            "lr_factor_func and bias_lr_factor need base_lr, the rate to multiply"
+        )
     overrides = {} if overrides is None else overrides
     if "bias" in overrides and (bias_lr_factor != 1.0 or weight_decay_bias is not None):
-        raise ValueError("biases are set twice: by overrides['bias'] and by another argument")
+        raise ValueError(
+            "biases are set twice: by overrides['bias'] and by another argument"
+        )
 
     every_name = [name for names, _, _ in walk_parameters(model) for name in names]
     known = [*every_name, *map(_last_part, every_name)]
@@ -149,7 +167,10 @@ def _last_part(name: str) -> str:
 
 
 def paramwise_param_groups(
-    model: nn.Module, paramwise_cfg: Mapping[str, Any], base_lr: Any = None, base_wd: Any = None
+    model: nn.Module,
+    paramwise_cfg: Mapping[str, Any],
+    base_lr: Any = None,
+    base_wd: Any = None,
 ) -> list[ParamGroup]:
     """Parameter groups by the rules of MMEngine's ``paramwise_cfg``, each parameter once.
 
@@ -183,31 +204,51 @@ def paramwise_param_groups(
     base = {"lr": base_lr, "weight_decay": base_wd}
     _check_rules(rules, base)
     walked = walk_parameters(model)
-    if frozen := [names[0] for names, _, parameter in walked if not parameter.requires_grad]:
+    if frozen := [
+        names[0] for names, _, parameter in walked if not parameter.requires_grad
+    ]:
         shown = reprlib.repr(frozen)
-        logger.warning("%d parameters are frozen and not optimized: %s", len(frozen), shown)
+        logger.warning(
+            "%d parameters are frozen and not optimized: %s", len(frozen), shown
+        )
     every_name = [f".{name}" for names, _, _ in walked for name in names]
     for key in rules.get("custom_keys", {}):
-        if not any(key in name for name in every_name):  # one configuration may serve many models
-            hint = did_you_mean(key, [part for name in every_name for part in name.split(".")])
+        if not any(
+            key in name for name in every_name
+        ):  # one configuration may serve many models
+            hint = did_you_mean(
+                key, [part for name in every_name for part in name.split(".")]
+            )
             logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
 
-    def settings(names: list[str], module: nn.Module, parameter: nn.Parameter) -> ParamGroup:
-        first, *others = [_paramwise(name, module, parameter, rules, base) for name in names]
-        if any(other != first for other in others) and not rules.get("bypass_duplicate"):
-            raise ValueError(f"rules differ for {names}: {first}, {others}; see bypass_duplicate")
+    def settings(
+        names: list[str], module: nn.Module, parameter: nn.Parameter
+    ) -> ParamGroup:
+        first, *others = [
+            _paramwise(name, module, parameter, rules, base) for name in names
+        ]
+        if any(other != first for other in others) and not rules.get(
+            "bypass_duplicate"
+        ):
+            raise ValueError(
+                f"rules differ for {names}: {first}, {others}; see bypass_duplicate"
+            )
         return first
 
     groups = _group_trainable(model, settings)
     for group in groups:
-        logger.info("%s: parameters %s", settings_of(group), reprlib.repr(group["param_names"]))
+        logger.info(
+            "%s: parameters %s", settings_of(group), reprlib.repr(group["param_names"])
+        )
     return groups
 
 
 def _check_rules(rules: Rules, base: Rules) -> None:
     for rule in rules:
         if rule not in RULES:
-            raise ValueError(f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}")
+            raise ValueError(
+                f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
+            )
     multipliers = {rule: rules[rule] for rule in _MULTIPLIERS if rule in rules}
     for key, custom in rules.get("custom_keys", {}).items():
         for name in custom:
@@ -215,13 +256,19 @@ def _check_rules(rules: Rules, base: Rules) -> None:
                 multipliers[f"custom_keys[{key!r}].{name}"] = custom[name]
             # Other names are options of the optimizer, or of whoever looks at its groups.
             elif near := get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8):
-                raise ValueError(f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}")
+                raise ValueError(
+                    f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}"
+                )
     for rule, value in multipliers.items():
         if not 0 <= value < math.inf:
-            raise ValueError(f"{rule} must be finite and not negative, but got {value!r}")
+            raise ValueError(
+                f"{rule} must be finite and not negative, but got {value!r}"
+            )
         name = "lr" if rule.endswith("lr_mult") else "weight_decay"
         if base[name] is None:
-            raise ValueError(f"{rule} multiplies {name}: the optimizer's must be configured")
+            raise ValueError(
+                f"{rule} multiplies {name}: the optimizer's must be configured"
+            )
 
 
 def _paramwise(
@@ -237,13 +284,17 @@ def _paramwise(
         lr_mult, decay_mult = custom.pop("lr_mult", 1), custom.pop("decay_mult", 1)
     else:
         lr_mult = rules.get("bias_lr_mult", 1) if is_bias and not is_norm else 1
-        is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+        is_depthwise = (
+            isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+        )
         applies = (is_norm, is_bias, is_depthwise, parameter.ndim == 1)
         decays = [rule for rule in compress(_DECAYS, applies) if rule in rules]
         decay_mult = rules[decays[0]] if decays else 1
     # Settings that are the base's are written down too, so that equal groups look equal.
     settings = (("lr", lr_mult), ("weight_decay", decay_mult))
-    multiplied = {key: base[key] * mult for key, mult in settings if base[key] is not None}
+    multiplied = {
+        key: base[key] * mult for key, mult in settings if base[key] is not None
+    }
     return {**multiplied, **custom}
 
 
@@ -276,7 +327,9 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
     reduced: list[ParamGroup] = []
     for single in expand_param_groups(groups):
         for group in reduced:
-            if group.keys() == single.keys() and settings_of(group) == settings_of(single):
+            if group.keys() == single.keys() and settings_of(group) == settings_of(
+                single
+            ):
                 for key in {"params", "param_names"} & single.keys():
                     group[key] += single[key]
                 break
@@ -287,4 +340,8 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
 
 def settings_of(group: Mapping[str, Any]) -> ParamGroup:
     """A parameter group without its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }

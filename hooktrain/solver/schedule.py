@@ -45,13 +45,17 @@ class ParamScheduler:
         """
         if not 0.0 <= where <= 1.0:
             if not -self.WHERE_EPSILON <= where <= 1.0 + self.WHERE_EPSILON:
-                raise ValueError(f"where must be in [0, 1], the progress of the run: {where!r}")
+                raise ValueError(
+                    f"where must be in [0, 1], the progress of the run: {where!r}"
+                )
             where = min(max(where, 0.0), 1.0)
         return self._value_at(where)
 
     def _value_at(self, where: float) -> float:
         """The value at progress ``where``, which lies in [0, 1]."""
-        raise NotImplementedError(f"{type(self).__name__} must define _value_at or __call__")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define _value_at or __call__"
+        )
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,13 @@ class MultiStepParamScheduler(ParamScheduler):
             *milestones, end = milestones
         if len(milestones) != len(values) - 1:
             needed = len(values) - (self.num_updates is not None)
-            raise ValueError(f"{len(values)} values need {needed} milestones: {self.milestones!r}")
+            raise ValueError(
+                f"{len(values)} values need {needed} milestones: {self.milestones!r}"
+            )
         if any(left >= right for left, right in pairwise([0, *milestones, end])):
-            raise ValueError(f"milestones must increase and lie in (0, {end!r}): {milestones!r}")
+            raise ValueError(
+                f"milestones must increase and lie in (0, {end!r}): {milestones!r}"
+            )
         # The constructor of a frozen dataclass cannot assign either.
         vars(self).update(values=values, num_updates=end, milestones=tuple(milestones))
 
@@ -249,7 +257,9 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
 
 def _check_is_schedule(name: str, value: object) -> None:
     if not isinstance(value, ParamScheduler):
-        raise TypeError(f"{name} must be a ParamScheduler, a function of progress: {value!r}")
+        raise TypeError(
+            f"{name} must be a ParamScheduler, a function of progress: {value!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -277,15 +287,23 @@ class CompositeParamScheduler(ParamScheduler):
         schedulers, lengths = tuple(self.schedulers), tuple(self.lengths)
         scalings = tuple(self.interval_scaling)
         if not len(schedulers) == len(lengths) == len(scalings):
-            raise ValueError(f"each scheduler needs one length and one interval_scaling: {self!r}")
+            raise ValueError(
+                f"each scheduler needs one length and one interval_scaling: {self!r}"
+            )
         for scheduler in schedulers:
             _check_is_schedule("schedulers", scheduler)
         if not abs(sum(lengths) - 1) < 1e-3 or min(lengths) < 0:
-            raise ValueError(f"lengths must not be negative, and sum to 1: {self.lengths!r}")
+            raise ValueError(
+                f"lengths must not be negative, and sum to 1: {self.lengths!r}"
+            )
         if set(scalings) - {"rescaled", "fixed"}:
-            raise ValueError(f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}")
+            raise ValueError(
+                f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}"
+            )
         lengths = (*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1])))
-        vars(self).update(schedulers=schedulers, lengths=lengths, interval_scaling=scalings)
+        vars(self).update(
+            schedulers=schedulers, lengths=lengths, interval_scaling=scalings
+        )
 
     def _value_at(self, where: float) -> float:
         ends = [end if end < 1 - ROUNDING else 1.0 for end in accumulate(self.lengths)]
@@ -328,9 +346,13 @@ class WarmupParamScheduler(ParamScheduler):
     def __post_init__(self) -> None:
         _check_is_schedule("scheduler", self.scheduler)
         if not self.warmup_factor >= 0:
-            raise ValueError(f"warmup_factor must not be negative: {self.warmup_factor!r}")
+            raise ValueError(
+                f"warmup_factor must not be negative: {self.warmup_factor!r}"
+            )
         if not 0 <= self.warmup_length <= 1:
-            raise ValueError(f"warmup_length is a share of the run, in [0, 1]: {self!r}")
+            raise ValueError(
+                f"warmup_length is a share of the run, in [0, 1]: {self!r}"
+            )
         if self.warmup_method not in ("linear", "constant"):
             raise ValueError(f"warmup_method must be 'linear' or 'constant': {self!r}")
 
@@ -369,7 +391,11 @@ class LRMultiplier(LRScheduler):
     """
 
     def __init__(
-        self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
+        self,
+        optimizer: Optimizer,
+        multiplier: ParamScheduler,
+        max_iter: int,
+        last_iter: int = -1,
     ) -> None:
         # The constructor of torch is not called: it would replace optimizer.step by a slower one.
         _check_is_schedule("multiplier", multiplier)
@@ -385,7 +411,10 @@ class LRMultiplier(LRScheduler):
     def _initial_lrs(self) -> list[float | Tensor]:
         # Synchronises with the device once, if the rates are tensors there.
         groups = self.optimizer.param_groups
-        return [float(group.setdefault("initial_lr", float(group["lr"]))) for group in groups]
+        return [
+            float(group.setdefault("initial_lr", float(group["lr"])))
+            for group in groups
+        ]
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
@@ -404,10 +433,14 @@ class LRMultiplier(LRScheduler):
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
-            raise ValueError(f"there are {len(groups)} parameter groups now: make a new scheduler")
+            raise ValueError(
+                f"there are {len(groups)} parameter groups now: make a new scheduler"
+            )
         for group, rate in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # In place, for captured graphs; no synchronisation.
+                group["lr"].fill_(
+                    rate
+                )  # In place, for captured graphs; no synchronisation.
             else:
                 group["lr"] = rate
 
@@ -425,7 +458,9 @@ class LRMultiplier(LRScheduler):
         """
         base_lrs, step = list(state_dict["base_lrs"]), state_dict["last_epoch"]
         if len(base_lrs) != len(self.optimizer.param_groups):
-            logger.warning("The state has %d groups: initial_lr is used instead", len(base_lrs))
+            logger.warning(
+                "The state has %d groups: initial_lr is used instead", len(base_lrs)
+            )
             base_lrs = self._initial_lrs()
         self.base_lrs = base_lrs
         self.step(step)

@@ -7,6 +7,7 @@ from hooktrain.strategy.base import (
 from hooktrain.strategy.build import build_strategy as build_strategy
 from hooktrain.strategy.ddp import (
     DDPStrategy as DDPStrategy,
+    SingleDeviceStrategy as SingleDeviceStrategy,
     wrap_in_ddp as wrap_in_ddp,
     wrapper_for as wrapper_for,
 )
@@ -15,4 +16,3 @@ from hooktrain.strategy.environment import (
     choose_device as choose_device,
 )
 from hooktrain.strategy.fsdp import FSDPStrategy as FSDPStrategy
-from hooktrain.strategy.single_device import SingleDeviceStrategy as SingleDeviceStrategy

@@ -13,22 +13,24 @@ from torch import Tensor, nn
 
 from hooktrain import __version__, solver
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
-from hooktrain.checkpoint.formats import parts_of_trainer, split_average
+from hooktrain.checkpoint.loading import parts_of_trainer, split_average
 from hooktrain.config import instantiate
 from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_states
 from hooktrain.solver.optim_state import without_schedules
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.optim_wrapper import wrappers_by_name
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env
-from hooktrain.utils.dtensor import map_leaves
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath, on_disk
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registry import MODELS, refuse_overrides, unwrap_model
+from hooktrain.utils.names import refuse_overrides
+from hooktrain.utils.registry import MODELS
+from hooktrain.utils.tensors import map_leaves
 
 State = dict[str, Any]
 Callback: TypeAlias = Callable[[State], Any] | None
@@ -137,7 +139,10 @@ class BaseStrategy(ABC):
         sync_bn: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        if sync_bn not in (None, "torch"):  # on one process nothing else would look at it
+        if sync_bn not in (
+            None,
+            "torch",
+        ):  # on one process nothing else would look at it
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.environment = Environment.of(env_kwargs)
@@ -164,7 +169,9 @@ class BaseStrategy(ABC):
         self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
         settings.apply()
-        self.seed = set_random_seed(settings.seed, diff_rank_seed=settings.diff_rank_seed)
+        self.seed = set_random_seed(
+            settings.seed, diff_rank_seed=settings.diff_rank_seed
+        )
         if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
 
@@ -174,7 +181,9 @@ class BaseStrategy(ABC):
             return
         settings, on_cpu = self.environment, str(self._wanted_device) == "cpu"
         backend = settings.backend or ("gloo" if on_cpu else None)
-        environment.join_processes(self.launcher, backend, settings.timeout, settings.port)
+        environment.join_processes(
+            self.launcher, backend, settings.timeout, settings.port
+        )
         self._made_group = True
 
     def teardown(self) -> None:
@@ -223,8 +232,12 @@ class BaseStrategy(ABC):
             if self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
                 self.init_model_weights(built)
             self.model = self.wrap_model(built)
-        elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(self.model):
-            raise ValueError("this strategy has prepared another model: make one strategy for each")
+        elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(
+            self.model
+        ):
+            raise ValueError(
+                "this strategy has prepared another model: make one strategy for each"
+            )
         if not self._compiled:
             self.model = self.compile_model(self.model, compile)
             self._compiled = compile is not False
@@ -234,7 +247,9 @@ class BaseStrategy(ABC):
             self._scale_lr()
             self._count_passes()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
-            self.param_schedulers = self.build_param_scheduler(param_scheduler, self.optim_wrapper)
+            self.param_schedulers = self.build_param_scheduler(
+                param_scheduler, self.optim_wrapper
+            )
         names = ("model", "optim_wrapper", "param_schedulers")
         parts = [getattr(self, name) for name in names if hasattr(self, name)]
         return parts if len(parts) > 1 else self.model
@@ -255,7 +270,9 @@ class BaseStrategy(ABC):
         elif callable(built) and not isinstance(built, nn.Module):
             built = built()
         if not isinstance(built, nn.Module):
-            raise TypeError(f"model should be a nn.Module object, dict or function, got {model!r}")
+            raise TypeError(
+                f"model should be a nn.Module object, dict or function, got {model!r}"
+            )
         return built
 
     def init_model_weights(self, model: nn.Module) -> None:
@@ -317,7 +334,9 @@ class BaseStrategy(ABC):
         self.logger.info("%s() is compiled: the first iterations take long", target)
         return model
 
-    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Wrappers:
+    def build_optim_wrapper(
+        self, optim_wrapper: Any, model: nn.Module | None = None
+    ) -> Wrappers:
         """The optimizer, from a configuration; see :func:`hooktrain.solver.build_optim_wrapper`.
 
         Args:
@@ -334,14 +353,18 @@ class BaseStrategy(ABC):
         own = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
         if not base or not own:
             of_run = f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
-            raise ValueError(f"auto_scale_lr has base_batch_size={base!r}, and there is {of_run}")
+            raise ValueError(
+                f"auto_scale_lr has base_batch_size={base!r}, and there is {of_run}"
+            )
         ratio = self.world_size * own / base
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
             for group in wrapper.param_groups:  # with base_param_settings
                 if "initial_lr" in group:
                     problem = "a scheduler has noted the learning rates before they were scaled"
-                    raise RuntimeError(f"{problem}: give its configuration, or no auto_scale_lr")
+                    raise RuntimeError(
+                        f"{problem}: give its configuration, or no auto_scale_lr"
+                    )
                 group["lr"] = group["lr"] * ratio
 
     def _count_passes(self, done: int = 0) -> None:
@@ -350,10 +373,15 @@ class BaseStrategy(ABC):
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
             if wrapper.accumulative_counts > 1 and max_iters is not None:
                 count = wrapper.inner_count or done
-                wrapper.initialize_count_status(self.model, count, max(count, max_iters))
+                wrapper.initialize_count_status(
+                    self.model, count, max(count, max_iters)
+                )
 
     def build_param_scheduler(
-        self, scheduler: Any, optim_wrapper: Wrappers, default_args: Mapping[str, Any] | None = None
+        self,
+        scheduler: Any,
+        optim_wrapper: Wrappers,
+        default_args: Mapping[str, Any] | None = None,
     ) -> Schedulers:
         """The schedulers, from configurations; see :func:`hooktrain.solver.build_param_scheduler`.
 
@@ -372,7 +400,9 @@ class BaseStrategy(ABC):
         """The tensors of the model on the CPU, by the names of the model without its wrapper."""
         own = unwrap_model(self.model).state_dict()
         # Host-device synchronisation, unless the model is on the CPU.
-        state: State = map_leaves(lambda _, x: x.cpu() if isinstance(x, Tensor) else x, own)
+        state: State = map_leaves(
+            lambda _, x: x.cpu() if isinstance(x, Tensor) else x, own
+        )
         return state
 
     def optim_state_dict(self) -> State:
@@ -387,7 +417,11 @@ class BaseStrategy(ABC):
         return scheduler_states(self.param_schedulers)
 
     def load_model_state_dict(
-        self, state_dict: Mapping[str, Any], *, strict: bool = False, revise_keys: Renames = ()
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = False,
+        revise_keys: Renames = (),
     ) -> None:
         """Load what fits, and report what does not.
 
@@ -442,7 +476,9 @@ class BaseStrategy(ABC):
         """
         extra = dict(extra_ckpt or {})
         if taken := extra.keys() & {"model", "optimizer", "param_schedulers"}:
-            raise ValueError(f"extra_ckpt must not replace the parts of the same name: {taken}")
+            raise ValueError(
+                f"extra_ckpt must not replace the parts of the same name: {taken}"
+            )
         about = {"seed": self.seed, "time": time.strftime("%Y%m%d_%H%M%S")}
         meta = {**extra.pop("meta", {}), **about, "hooktrain": __version__}
         state: State = {"model": self.model_state_dict()}
@@ -485,7 +521,9 @@ class BaseStrategy(ABC):
         if callback is not None:
             callback(state)
         self.logger.info("Loading the model from %s", filename)
-        self.load_model_state_dict(state.pop("model"), strict=strict, revise_keys=revise_keys)
+        self.load_model_state_dict(
+            state.pop("model"), strict=strict, revise_keys=revise_keys
+        )
         return state
 
     def resume(
@@ -520,9 +558,15 @@ class BaseStrategy(ABC):
             FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
         """
         reader = self._checkpointer(self.work_dir)
-        found = reader.read_newest() if filename is None else (filename, reader.read(filename))
+        found = (
+            reader.read_newest()
+            if filename is None
+            else (filename, reader.read(filename))
+        )
         if found is None:
-            self.logger.info("No checkpoint in %s to resume from: a new run begins", self.work_dir)
+            self.logger.info(
+                "No checkpoint in %s to resume from: a new run begins", self.work_dir
+            )
             return None
         filename, state = found
         state = parts_of_trainer(state)
@@ -531,9 +575,13 @@ class BaseStrategy(ABC):
         with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
         with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
         parts = {"optimizer": with_optimizer, "param_schedulers": with_schedulers}
-        if lacking := [part for part, wanted in parts.items() if wanted and part not in state]:
+        if lacking := [
+            part for part, wanted in parts.items() if wanted and part not in state
+        ]:
             advice = "give resume_optimizer=False or resume_param_scheduler=False"
-            raise ValueError(f"{filename} has no {lacking}, only {sorted(state)}: {advice}")
+            raise ValueError(
+                f"{filename} has no {lacking}, only {sorted(state)}: {advice}"
+            )
         self.logger.info("Resuming from %s", filename)
         state, hooks = split_average(state)
         self.load_model_state_dict(state.pop("model"))
@@ -542,7 +590,9 @@ class BaseStrategy(ABC):
         self.seed = self.seed if seed is None else seed
         if self.environment.seed not in (None, self.seed):
             self.logger.warning("The seed is %d, that of the checkpoint", self.seed)
-        trainer = state.pop("trainer", {"iteration": done - 1, "seed": self.seed, "hooks": hooks})
+        trainer = state.pop(
+            "trainer", {"iteration": done - 1, "seed": self.seed, "hooks": hooks}
+        )
         if not resume_param_scheduler:
             trainer.get("hooks", {}).pop("LRScheduler", None)
         if with_optimizer:
@@ -632,7 +682,10 @@ class BaseStrategy(ABC):
     def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
         """What is worth knowing about the machine and the software, and about this run."""
         run = {**vars(self.environment), "seed": self.seed, "Device": str(self.device)}
-        run |= {"Distributed launcher": self.launcher, "Distributed training": self.distributed}
+        run |= {
+            "Distributed launcher": self.launcher,
+            "Distributed training": self.distributed,
+        }
         return collect_env(), run | {"GPU number": self.world_size}
 
 

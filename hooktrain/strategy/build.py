@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hooktrain.strategy.base import BaseStrategy
-from hooktrain.strategy.ddp import DDPStrategy
+from hooktrain.strategy.ddp import DDPStrategy, SingleDeviceStrategy
 from hooktrain.strategy.environment import count_processes
-from hooktrain.strategy.single_device import SingleDeviceStrategy
 from hooktrain.utils.registry import STRATEGIES
 
 
@@ -37,11 +36,15 @@ def build_strategy(
     """
     if isinstance(strategy, BaseStrategy):
         return strategy
-    config: dict[str, Any] = {"type": strategy} if isinstance(strategy, str) else dict(strategy)
+    config: dict[str, Any] = (
+        {"type": strategy} if isinstance(strategy, str) else dict(strategy)
+    )
     config = {"type": "auto", **defaults, **config}
     if config["type"] == "auto":
         config["type"] = DDPStrategy
-        if count_processes() == 1:  # so that one configuration serves any number of processes
+        if (
+            count_processes() == 1
+        ):  # so that one configuration serves any number of processes
             config["type"] = SingleDeviceStrategy
             for name in ("model_wrapper", "fp16_compression"):
                 config.pop(name, None)

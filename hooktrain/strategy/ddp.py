@@ -8,7 +8,38 @@ from torch import nn
 
 from hooktrain.model import BaseModel, init_weights_once, is_model_wrapper
 from hooktrain.strategy.base import BaseStrategy
+from hooktrain.strategy.environment import count_processes
 from hooktrain.utils.registry import MODEL_WRAPPERS, STRATEGIES
+
+
+@STRATEGIES.register_module()
+class SingleDeviceStrategy(BaseStrategy):
+    """One process that trains on an accelerator, or on the CPU where there is none.
+
+    Its model stays unwrapped.
+
+    Args:
+        kwargs: see :class:`BaseStrategy`.
+
+    Raises:
+        RuntimeError: in :meth:`setup`, if there are other processes.
+    """
+
+    def _join_processes(self) -> None:
+        if (size := count_processes(self.environment.launcher)) > 1:
+            use = "use DDPStrategy or FSDPStrategy, or 'auto'"
+            raise RuntimeError(
+                f"SingleDeviceStrategy in one of {size} processes: {use}"
+            )
+        self.launcher = "none"
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Bring the model to its device; one that is wrapped already stays as it is."""
+        return (
+            model
+            if is_model_wrapper(model)
+            else self.place_model(self.convert_model(model))
+        )
 
 
 def wrapper_for(model: nn.Module) -> str:
@@ -51,7 +82,9 @@ def wrap_in_ddp(
         {**options, "type": type or wrapper_for(model), "module": model}
     )
     if fp16_compression:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+            fp16_compress_hook,
+        )
 
         ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
     return ddp
@@ -95,4 +128,6 @@ class DDPStrategy(BaseStrategy):
         given = self.model_wrapper
         options = dict(given) if isinstance(given, Mapping) else {"type": given}
         options = {"broadcast_buffers": False, **options}
-        return wrap_in_ddp(model, self.device, fp16_compression=self.fp16_compression, **options)
+        return wrap_in_ddp(
+            model, self.device, fp16_compression=self.fp16_compression, **options
+        )

@@ -30,8 +30,14 @@ _OPEN_MPI = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
 _VARIABLES: list[tuple[Launcher, tuple[str, ...]]] = [
     ("pytorch", ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")),
     ("mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI)),
-    ("slurm", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")),
-    ("mpi", ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")),  # MPICH, Intel's
+    (
+        "slurm",
+        ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"),
+    ),
+    (
+        "mpi",
+        ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ),  # MPICH, Intel's
 ]
 
 
@@ -87,16 +93,27 @@ def find_place(launcher: Launcher, port: int | None = None) -> Place:
         return Place()
     env: Mapping[str, str] = os.environ
     if launcher == "pytorch" and {"LOCAL_RANK", "WORLD_SIZE"} <= env.keys():
-        size = int(env["WORLD_SIZE"])  # who does not set the other uses all of a machine's devices
-        env = {"LOCAL_WORLD_SIZE": f"{min(size, torch.accelerator.device_count() or size)}", **env}
+        size = int(
+            env["WORLD_SIZE"]
+        )  # who does not set the other uses all of a machine's devices
+        env = {
+            "LOCAL_WORLD_SIZE": f"{min(size, torch.accelerator.device_count() or size)}",
+            **env,
+        }
     known = [names for name, names in _VARIABLES if name == launcher]
     if not known:
-        raise ValueError(f"launcher must be one of {get_args(Launcher)}, got {launcher!r}")
+        raise ValueError(
+            f"launcher must be one of {get_args(Launcher)}, got {launcher!r}"
+        )
     names = next((names for names in known if names[2] in env), known[0])
     if missing := ", ".join(name for name in names if name not in env):
-        raise ValueError(f"{launcher!r} has not set {missing}: set them, or unset {names[2]}")
+        raise ValueError(
+            f"{launcher!r} has not set {missing}: set them, or unset {names[2]}"
+        )
     # SLURM writes 2(x3) for two tasks on each of three machines.
-    rank, local_rank, size, local_size = (int(env[name].partition("(")[0]) for name in names)
+    rank, local_rank, size, local_size = (
+        int(env[name].partition("(")[0]) for name in names
+    )
     if launcher == "pytorch":
         return Place(rank, local_rank, size, local_size)
     address = env.get("MASTER_ADDR") or _first_machine(launcher, size == local_size)
@@ -112,7 +129,9 @@ def _first_machine(launcher: Launcher, is_the_only_one: bool) -> str:
     if launcher == "slurm" and shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
         return subprocess.check_output(command, text=True, timeout=60).split()[0]
-    raise ValueError("set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1")
+    raise ValueError(
+        "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
+    )
 
 
 def count_processes(launcher: Launcher | None = None) -> int:
@@ -121,7 +140,9 @@ def count_processes(launcher: Launcher | None = None) -> int:
     Args:
         launcher: who started them; None finds out.
     """
-    return max(comm.get_world_size(), find_place(launcher or infer_launcher()).world_size)
+    return max(
+        comm.get_world_size(), find_place(launcher or infer_launcher()).world_size
+    )
 
 
 def restart_count() -> int:
@@ -161,8 +182,12 @@ def join_processes(
     place = find_place(launcher, port)
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     chosen = _choose_backend(backend, place.local_world_size)
-    if torch.accelerator.is_available():  # with gloo there may be more processes than devices
-        torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
+    if (
+        torch.accelerator.is_available()
+    ):  # with gloo there may be more processes than devices
+        torch.accelerator.set_device_index(
+            place.local_rank % torch.accelerator.device_count()
+        )
     # torch exports these names only where distributed is built in, which hides them from mypy.
     meeting = dist.rendezvous(place.url, place.rank, place.world_size, timeout=timeout)  # type: ignore[attr-defined]
     store, *_ = next(meeting)
@@ -174,9 +199,15 @@ def join_processes(
         store = dist.PrefixStore(f"attempt{restart_count()}", store)  # type: ignore[attr-defined]
     elif is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         advice = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
-        logger.warning("Restarted processes will find the addresses of the dead ones: %s", advice)
+        logger.warning(
+            "Restarted processes will find the addresses of the dead ones: %s", advice
+        )
     dist.init_process_group(
-        chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        chosen,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
     )
     comm.create_local_process_group(place.local_world_size)
 
@@ -186,7 +217,9 @@ def _choose_backend(backend: str | None, local_world_size: int) -> str:
     if device is None:
         return backend or "gloo"
     chosen = backend or dist.get_default_backend_for_device(device)
-    if chosen != "gloo" and local_world_size > (count := torch.accelerator.device_count()):
+    if chosen != "gloo" and local_world_size > (
+        count := torch.accelerator.device_count()
+    ):
         needs = f"{local_world_size} processes need a GPU each, and this machine has {count}"
         raise ValueError(f"{needs}: ask for fewer, or give backend='gloo'")
     return chosen
@@ -217,7 +250,9 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if there is None or device.type != there.type:
-        raise ValueError(f"device={str(wanted)!r} is not there, but {there or 'the CPU only'}")
+        raise ValueError(
+            f"device={str(wanted)!r} is not there, but {there or 'the CPU only'}"
+        )
     index: int | None = device.index  # torch says that it is an int
     if index is None:
         index = torch.accelerator.current_device_index()

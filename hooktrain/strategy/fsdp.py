@@ -8,10 +8,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hooktrain.model import sharding
 from hooktrain.model.sharding import Precision, WrapRule
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.optim_wrapper import wrappers_by_name
 from hooktrain.strategy.base import BaseStrategy, ModelSource, State, Wrappers
-from hooktrain.utils.dtensor import full_tensors
-from hooktrain.utils.registry import STRATEGIES, unwrap_model
+from hooktrain.utils.registry import STRATEGIES
+from hooktrain.utils.tensors import full_tensors
 
 
 @STRATEGIES.register_module()
@@ -66,7 +67,9 @@ class FSDPStrategy(BaseStrategy):
     ) -> None:
         super().__init__(**kwargs)
         if state_dict_cfg not in ("full", "sharded", "local"):
-            raise ValueError(f"state_dict_cfg must be 'full' or 'sharded', got {state_dict_cfg!r}")
+            raise ValueError(
+                f"state_dict_cfg must be 'full' or 'sharded', got {state_dict_cfg!r}"
+            )
         self.sharding: dict[str, Any] = {
             "wrap": wrap,
             "mp_policy": sharding.build_mp_policy(mp_policy),
@@ -75,8 +78,12 @@ class FSDPStrategy(BaseStrategy):
             "reshard_after_forward": reshard_after_forward,
         }
         self.deferred_init = deferred_init
-        self.saves_shards = state_dict_cfg != "full"  # MMEngine says "local" for "sharded"
-        self._shards: Any = WeakIdKeyDictionary()  # by the parameters as they were before
+        self.saves_shards = (
+            state_dict_cfg != "full"
+        )  # MMEngine says "local" for "sharded"
+        self._shards: Any = (
+            WeakIdKeyDictionary()
+        )  # by the parameters as they were before
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -98,7 +105,9 @@ class FSDPStrategy(BaseStrategy):
         if isinstance(model, FSDPModule):
             return model
         if not self.distributed:
-            raise RuntimeError("FSDPStrategy needs processes: start them by torchrun or launch()")
+            raise RuntimeError(
+                "FSDPStrategy needs processes: start them by torchrun or launch()"
+            )
         model = self.convert_model(model)
         deferred = _on_meta(model)
         if not deferred:
@@ -107,14 +116,22 @@ class FSDPStrategy(BaseStrategy):
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         sharding.shard_model(model, mesh=mesh, **self.sharding)
         if deferred:
-            sharding.init_deferred(model, "cpu" if self.sharding["offload"] else self.device)
+            sharding.init_deferred(
+                model, "cpu" if self.sharding["offload"] else self.device
+            )
             for module in model.modules():  # they are not offloaded
                 for name, buffer in module._buffers.items():
-                    module._buffers[name] = None if buffer is None else buffer.to(self.device)
-        self._shards.update((whole[name], shard) for name, shard in model.named_parameters())
+                    module._buffers[name] = (
+                        None if buffer is None else buffer.to(self.device)
+                    )
+        self._shards.update(
+            (whole[name], shard) for name, shard in model.named_parameters()
+        )
         return model
 
-    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Wrappers:
+    def build_optim_wrapper(
+        self, optim_wrapper: Any, model: nn.Module | None = None
+    ) -> Wrappers:
         """The optimizer; one that was built before the model was sharded is taken over.
 
         Raises:
@@ -124,7 +141,9 @@ class FSDPStrategy(BaseStrategy):
         for optimizer in (w.optimizer for w in wrappers_by_name(built).values()):
             for group in optimizer.param_groups:
                 if optimizer.state and any(p in self._shards for p in group["params"]):
-                    problem = "the optimizer has made steps before the model was sharded"
+                    problem = (
+                        "the optimizer has made steps before the model was sharded"
+                    )
                     raise RuntimeError(f"{problem}: prepare the model first")
                 group["params"] = [self._shards.get(p, p) for p in group["params"]]
         return built

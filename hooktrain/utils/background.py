@@ -39,7 +39,9 @@ class BackgroundWorker:
             BaseException: what the job before raised. This one is not started then.
         """
         self.wait()
-        self._thread = Thread(target=self._run, args=(job,), name=self.name, daemon=daemon)
+        self._thread = Thread(
+            target=self._run, args=(job,), name=self.name, daemon=daemon
+        )
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -16,7 +16,14 @@ from hooktrain.utils.env import device_module
 
 # How the variables begin that torchrun and users set to change what is imported here.
 _PREFIXES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
     *("CUBLAS_", "CUDA_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHONHASHSEED"),
     *("PYTORCH_", "TORCH"),
 )

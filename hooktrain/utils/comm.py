@@ -6,6 +6,8 @@ that does not call makes the others wait until the process group's timeout.
 """
 
 import os
+import pickle
+from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from hooktrain.utils.background import BackgroundWorker
 
 T = TypeVar("T")
 
@@ -61,7 +65,9 @@ def get_local_process_group() -> ProcessGroup:
             called since the process group was initialised.
     """
     if (group := _local_group()) is None:
-        raise RuntimeError("no local process group: call launch() or create_local_process_group()")
+        raise RuntimeError(
+            "no local process group: call launch() or create_local_process_group()"
+        )
     return group
 
 
@@ -86,7 +92,11 @@ def get_local_size() -> int:
         RuntimeError: there is neither, and this is not the only process.
     """
     group = _local_group()
-    return _from_torchrun("LOCAL_WORLD_SIZE", 1) if group is None else dist.get_world_size(group)
+    return (
+        _from_torchrun("LOCAL_WORLD_SIZE", 1)
+        if group is None
+        else dist.get_world_size(group)
+    )
 
 
 def synchronize() -> None:
@@ -133,7 +143,9 @@ def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     if get_world_size() == 1:
         return [data]
     group = object_group() if group is None else group
-    gathered: list[Any] = [None] * _size_with_this_rank(group) if get_rank() == dst else []
+    gathered: list[Any] = (
+        [None] * _size_with_this_rank(group) if get_rank() == dst else []
+    )
     dist.gather_object(data, gathered or None, dst=dst, group=group)
     return gathered
 
@@ -183,7 +195,9 @@ def shared_random_seed() -> int:
     return broadcast(int(np.random.randint(2**31)))
 
 
-def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
+def reduce_dict(
+    input_dict: dict[str, Tensor], average: bool = True
+) -> dict[str, Tensor]:
     """Sum or average the values of a dictionary over all ranks, in one collective. Collective.
 
     Args:
@@ -235,3 +249,68 @@ def _size_with_this_rank(group: ProcessGroup) -> int:
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {get_rank()} is not in the group that was given")
     return dist.get_world_size(group)
+
+
+def on_all_ranks(
+    function: Callable[[], T], group: ProcessGroup | None = None
+) -> list[T]:
+    """Call a function on every rank. If it fails on one, its error is raised on all. Collective.
+
+    Args:
+        function: makes no collective calls, since it may fail on another rank. What it returns is
+            sent to all ranks, so it must be picklable.
+        group: of all ranks; by default :func:`object_group`. A thread needs a group
+            that nobody else uses.
+
+    Returns:
+        What it returned on each rank, in their order.
+
+    Raises:
+        Exception: the error of the first rank that failed.
+    """
+    if get_world_size() == 1:
+        return [function()]
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as problem:  # raised below, when all ranks know
+        error = problem
+    outcomes = all_gather((result, _portable(error)), group)
+    for _, first in outcomes:
+        if first is not None:
+            raise first from error
+    return [own for own, _ in outcomes]  # type: ignore[misc]  # none has failed
+
+
+def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """Call a function on the main process; return or raise the same on every rank. Collective.
+
+    Args:
+        function: as for :func:`on_all_ranks`.
+        group: as for :func:`on_all_ranks`.
+    """
+    is_main = is_main_process()
+    return on_all_ranks(lambda: function() if is_main else None, group)[0]  # type: ignore[return-value]
+
+
+def all_come(seconds: float | None = None) -> bool:
+    """Whether all ranks come here. A rank that is in another collective has not come. Collective.
+
+    Args:
+        seconds: how long this rank waits at most; None waits as long as the process group does.
+    """
+    if get_world_size() == 1:
+        return True
+    worker, group = BackgroundWorker("meeting"), object_group()
+    worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
+    return worker.wait(seconds)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or its text if it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

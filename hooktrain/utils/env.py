@@ -56,7 +56,11 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
         iteration: the iteration.
         rank: the rank of this process.
     """
-    mixed = seed * 0x9E3779B97F4A7C15 + iteration * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
+    mixed = (
+        seed * 0x9E3779B97F4A7C15
+        + iteration * 0xBF58476D1CE4E5B9
+        + rank * 0x94D049BB133111EB
+    )
     mixed &= 0x7FFFFFFFFFFFFFFF
     mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
     seed_on_host(mixed)

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,9 +19,85 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from hooktrain.utils.locks import is_locked, locked_file
+from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
+
+_folders: dict[Path, FileLock] = {}
+
+
+def _file_lock(path: Path) -> FileLock:
+    """A lock to take at once or not at all.
+
+    Where the file system has no locks, filelock would make a file instead, which outlives a kill.
+    """
+    return FileLock(path, timeout=0, fallback_to_soft=False)
+
+
+@contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Make a file, hold a lock on it, and remove it at the end; without locks, only the file."""
+    path.touch()
+    lock = _file_lock(path)
+    try:
+        with suppress(OSError):  # without locks nobody sweeps
+            lock.acquire()
+        yield
+    finally:
+        lock.release()
+        with suppress(OSError):  # what is left can be swept
+            path.unlink()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether there is such a file and somebody, in whichever process, holds a lock on it.
+
+    Raises:
+        OSError: if that cannot be known.
+    """
+    if not path.exists():
+        return False
+    try:
+        with _file_lock(path):
+            return False
+    except Timeout:
+        return True
+
+
+def lock_folder(folder: str | os.PathLike[str]) -> None:
+    """Claim a folder for this process until it ends, however it ends.
+
+    The lock is one of the operating system's on the file ``.lock`` in the folder. It belongs to
+    the process alone: its children do not inherit it, and a kill leaves nothing stale. Where the
+    file system has no locks, a warning says so.
+
+    Args:
+        folder: an existing folder. Locking it again in the same process does nothing.
+
+    Raises:
+        RuntimeError: if another process holds the lock.
+        OSError: if the folder is not there or cannot be written to.
+    """
+    path = Path(folder).resolve(strict=True) / ".lock"
+    if path in _folders and _folders[path].is_locked:  # a child's copy is not
+        return
+    path.touch()
+    lock = _file_lock(path)
+    try:
+        lock.acquire()
+    except Timeout:
+        owner = path.read_text(errors="replace")[:300] or "unknown"
+        raise RuntimeError(
+            f"the folder {str(folder)!r} is in use by another run (process {owner}); wait for its "
+            "end, or choose another output folder"
+        ) from None
+    except OSError as error:
+        message = "%s cannot be locked (%s): see to it that no other run writes there"
+        logger.warning(message, folder, error)
+        return
+    path.write_text(f"{os.getpid()} on {socket.gethostname()}")
+    _folders[path] = lock
+
 
 AnyPath = str | os.PathLike[str]
 
@@ -29,7 +106,13 @@ _TEMPORARY = re.compile(
 )
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 # What file systems say that cannot flush folders.
-_CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_CANNOT_SYNC = {
+    errno.EINVAL,
+    errno.EBADF,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+}
 
 # Numbers of processes are not enough: other machines and containers have the same ones.
 _TOKEN = secrets.token_hex(4)
@@ -122,7 +205,9 @@ def set_aside(path: Path) -> None:
     """Rename what another run has left to the first free ``<name>.1``, ``<name>.2``, ..."""
     free = next(p for n in count(1) if not (p := Path(f"{path}.{n}")).exists())
     path.rename(free)
-    logger.info("A new run begins: moved what another has left from %s to %s", path, free)
+    logger.info(
+        "A new run begins: moved what another has left from %s to %s", path, free
+    )
 
 
 def sweep(folder: AnyPath) -> None:
@@ -144,7 +229,9 @@ def sweep(folder: AnyPath) -> None:
             else:
                 _remove(entry)
         except OSError as error:
-            logger.warning("Cannot sweep %s, which a killed run has left: %s", entry, error)
+            logger.warning(
+                "Cannot sweep %s, which a killed run has left: %s", entry, error
+            )
 
 
 def sync_folder(folder: Path) -> None:
@@ -173,7 +260,9 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def raise_disk_full(error: BaseException, path: Path) -> None:
     """Raise an OSError with the path and the free space, if an exception came of a full disk."""
-    if isinstance(error, OSError) and str(error.strerror).startswith("no space to write"):
+    if isinstance(error, OSError) and str(error.strerror).startswith(
+        "no space to write"
+    ):
         return  # it says so already, perhaps of another rank's disk
     cause: BaseException | None = error if isinstance(error, Exception) else None
     while cause is not None and not is_disk_full(cause):

@@ -11,4 +11,6 @@ from functools import partial
 from hooktrain.utils.workers import ENDING
 
 signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-os.register_at_fork(after_in_child=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING))
+os.register_at_fork(
+    after_in_child=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
+)

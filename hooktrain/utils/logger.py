@@ -32,7 +32,9 @@ class _Handler(logging.Handler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # such as a message that does not fit its arguments
+        if not isinstance(
+            error, OSError
+        ):  # such as a message that does not fit its arguments
             super().handleError(record)
         elif not self._failed:
             self._failed = True
@@ -84,7 +86,9 @@ class _TerminalFormatter(logging.Formatter):
     """The time in green, the level in red from WARNING on; colours where the terminal has them."""
 
     def __init__(self, rename: tuple[str, str] | None, color: bool) -> None:
-        super().__init__("%(asctime)s", datefmt="%H:%M:%S")  # what makes the base set asctime
+        super().__init__(
+            "%(asctime)s", datefmt="%H:%M:%S"
+        )  # what makes the base set asctime
         self._rename = rename  # None shows no names
         self._plain = not color
 
@@ -94,12 +98,16 @@ class _TerminalFormatter(logging.Formatter):
         if self._rename is not None:
             name, abbreviated = self._rename
             inside = f"{record.name}.".startswith(f"{name}.")
-            header += " " + (abbreviated + record.name[len(name) :] if inside else record.name)
+            header += " " + (
+                abbreviated + record.name[len(name) :] if inside else record.name
+            )
         header = colored(header, "green", no_color=self._plain or None)
         if record.levelno < logging.WARNING:
             return f"{header} {message}"
         attrs = ["bold"] if record.levelno < logging.ERROR else ["bold", "underline"]
-        level = colored(record.levelname, "red", attrs=attrs, no_color=self._plain or None)
+        level = colored(
+            record.levelname, "red", attrs=attrs, no_color=self._plain or None
+        )
         return f"{header} {level} {message}"
 
 
@@ -193,7 +201,9 @@ def close_logger(name: str = "hooktrain") -> None:
     logger.propagate = True
 
 
-def show_progress(what: str, done: int, total: int, seconds_left: float | None = None) -> bool:
+def show_progress(
+    what: str, done: int, total: int, seconds_left: float | None = None
+) -> bool:
     """Draw a progress bar below the lines on the terminal, if a person watches one.
 
     The next line takes its place. It is drawn ten times a second at most, by the main thread.
@@ -208,17 +218,27 @@ def show_progress(what: str, done: int, total: int, seconds_left: float | None =
         Whether somebody watches, so that lines about the same are not needed.
     """
     handlers = logging.getLogger("hooktrain").handlers
-    ours = [h for h in handlers if isinstance(h, _StdoutHandler) and h.level <= logging.INFO]
+    ours = [
+        h for h in handlers if isinstance(h, _StdoutHandler) and h.level <= logging.INFO
+    ]
     in_background = threading.current_thread() is not threading.main_thread()
     if not ours or sys.stdout is None or in_background:
         return False
     # A notebook's stream is no terminal, and does what we need of one.
-    if not sys.stdout.isatty() and not type(sys.stdout).__module__.startswith("ipykernel"):
+    if not sys.stdout.isatty() and not type(sys.stdout).__module__.startswith(
+        "ipykernel"
+    ):
         return False
     if 0 < total <= done:
         ours[0].draw("")
-    elif not ours[0].bar or time.monotonic() - ours[0].drawn_at >= _SECONDS_BETWEEN_BARS:
-        share = f"{done / total:4.0%} [{'#' * (30 * done // total):-<30}] " if total > 0 else ""
+    elif (
+        not ours[0].bar or time.monotonic() - ours[0].drawn_at >= _SECONDS_BETWEEN_BARS
+    ):
+        share = (
+            f"{done / total:4.0%} [{'#' * (30 * done // total):-<30}] "
+            if total > 0
+            else ""
+        )
         bar = f"{what} {share}{done}{f'/{total}' if total > 0 else ''}"
         bar += "" if seconds_left is None else f"  eta: {pretty_seconds(seconds_left)}"
         ours[0].draw(bar[: shutil.get_terminal_size().columns - 1])
@@ -273,7 +293,9 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
         logger.log(lvl, msg, stacklevel=2)
 
 
-def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = None) -> None:
+def log_every_n_seconds(
+    lvl: int, msg: str, n: float = 1, *, name: str | None = None
+) -> None:
     """Log from one line of code unless that was done less than n seconds ago.
 
     Args:
@@ -291,7 +313,9 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """Format a dictionary as a Markdown table of one row, keys on top; for a few short entries."""
-    return tabulate([small_dict], "keys", "pipe", ".3f", numalign="center", stralign="center")
+    return tabulate(
+        [small_dict], "keys", "pipe", ".3f", numalign="center", stralign="center"
+    )
 
 
 def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:

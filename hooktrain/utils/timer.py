@@ -53,13 +53,17 @@ class Timer:
             ValueError: the timer is running.
         """
         if self._resumed_at is not None:
-            raise ValueError("cannot resume a Timer that is running; call pause() first")
+            raise ValueError(
+                "cannot resume a Timer that is running; call pause() first"
+            )
         self._resumed_at = time.perf_counter()
         self._starts += 1
 
     def seconds(self) -> float:
         """The seconds since the last reset, without the pauses."""
-        running = 0.0 if self._resumed_at is None else time.perf_counter() - self._resumed_at
+        running = (
+            0.0 if self._resumed_at is None else time.perf_counter() - self._resumed_at
+        )
         return self._seconds_before + running
 
     def avg_seconds(self) -> float:

@@ -35,9 +35,15 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     """
     is_dataset = isinstance(loader, Dataset) and not hasattr(loader, "__iter__")
     if is_dataset or isinstance(loader, str | torch.Tensor):
-        raise TypeError(f"give a loader of batches, such as a DataLoader, not a {type(loader)}")
+        raise TypeError(
+            f"give a loader of batches, such as a DataLoader, not a {type(loader)}"
+        )
     tells_sender = hasattr(signal, "sigtimedwait")
-    if not isinstance(loader, DataLoader) or loader.num_workers == 0 or not tells_sender:
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.num_workers == 0
+        or not tells_sender
+    ):
         return iter(loader)
     given = loader.worker_init_fn
     is_main = threading.current_thread() is threading.main_thread()
@@ -68,7 +74,9 @@ def _init_worker(
     given: Callable[[int], None] | None, is_of_main_thread: bool, worker_id: int
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    if is_of_main_thread:  # the kernel takes the end of the thread for that of the parent
+    if (
+        is_of_main_thread
+    ):  # the kernel takes the end of the thread for that of the parent
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if given is not None:
@@ -80,6 +88,8 @@ def _end_with_parent() -> None:
     assert parent is not None
     while parent.is_alive():
         got = signal.sigtimedwait(ENDING, 1.0)
-        if got is not None and got.si_pid == parent.pid:  # terminate(), also as the parent exits
+        if (
+            got is not None and got.si_pid == parent.pid
+        ):  # terminate(), also as the parent exits
             break
     os._exit(0)

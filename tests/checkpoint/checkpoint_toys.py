@@ -19,7 +19,9 @@ class Counter:
     def state_dict(self) -> dict[str, int]:
         return {"value": self.value, "optimizer": 7}
 
-    def load_state_dict(self, state: dict[str, int], only: set[str] | None = None) -> None:
+    def load_state_dict(
+        self, state: dict[str, int], only: set[str] | None = None
+    ) -> None:
         self.value, self.only = state["value"], only
 
 

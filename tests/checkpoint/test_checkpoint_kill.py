@@ -35,10 +35,14 @@ def save_without_end(
         committed.send(iteration - background)
 
 
-def kill_while_saving(folder: Path, start: int, saves: int, seconds: float, *mode: bool) -> int:
+def kill_while_saving(
+    folder: Path, start: int, saves: int, seconds: float, *mode: bool
+) -> int:
     """Kill a saving process ``seconds`` after its n-th save; return the last one it committed."""
     receiver, sender = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=save_without_end, args=(folder, start, sender, *mode))
+    process = CONTEXT.Process(
+        target=save_without_end, args=(folder, start, sender, *mode)
+    )
     process.start()
     sender.close()
     committed = [receiver.recv() for _ in range(saves)]
@@ -65,11 +69,15 @@ def test_the_newest_committed_checkpoint_loads_after_each_kill(
 ) -> None:
     draw = random.Random(0)
     start = kills = leftovers = 0
-    while kills < 5 or leftovers == 0:  # before some kill has hit a save the test proves nothing
+    while (
+        kills < 5 or leftovers == 0
+    ):  # before some kill has hit a save the test proves nothing
         assert kills < 100, "no kill hits a save"
         kills += 1
         saves, seconds = draw.randint(2, 4), draw.uniform(0, 0.01)
-        committed = kill_while_saving(tmp_path, start, saves, seconds, background, sharded)
+        committed = kill_while_saving(
+            tmp_path, start, saves, seconds, background, sharded
+        )
         leftovers += any(".tmp-" in p.name for p in tmp_path.iterdir())
         model = make_model(-1)
         iteration = Checkpointer(model, tmp_path).resume_or_load("")["iteration"]

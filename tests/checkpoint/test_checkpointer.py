@@ -24,7 +24,9 @@ def test_a_save_comes_back_from_files_as_in_detectron2_and_the_rest_is_returned(
     tmp_path: Path,
 ) -> None:
     saved = model_of(3)
-    Checkpointer(saved, tmp_path, trainer=Counter(5)).save("a", iteration=9, note=[1, "x"])
+    Checkpointer(saved, tmp_path, trainer=Counter(5)).save(
+        "a", iteration=9, note=[1, "x"]
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"]
     assert (tmp_path / "last_checkpoint").read_text() == "a.pth"
     state = torch.load(tmp_path / "a.pth", weights_only=True)
@@ -37,7 +39,9 @@ def test_a_save_comes_back_from_files_as_in_detectron2_and_the_rest_is_returned(
     assert rest == {"iteration": 9, "note": [1, "x"]}
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"iteration": 3}, {"model": 3}, {}, torch.ones(1)])
+@pytest.mark.parametrize(
+    "content", [[1, 2], {"iteration": 3}, {"model": 3}, {}, torch.ones(1)]
+)
 def test_a_file_without_a_model_is_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pth")
     with pytest.raises(CorruptCheckpointError, match=r"a\.pth is no checkpoint"):
@@ -84,16 +88,24 @@ def test_the_folder_is_made_at_the_first_save(tmp_path: Path) -> None:
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "out" / "run" / "a.pth")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".a", "sub/model", "/tmp/model", "../model"])
-def test_a_name_with_a_folder_or_a_hidden_one_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".a", "sub/model", "/tmp/model", "../model"]
+)
+def test_a_name_with_a_folder_or_a_hidden_one_is_refused(
+    name: str, tmp_path: Path
+) -> None:
     checkpointer = Checkpointer(model_of(3), tmp_path)
     for use in (
         checkpointer.save,
         lambda prefix: PeriodicCheckpointer(checkpointer, 1, file_prefix=prefix),
-        lambda prefix: BestCheckpointer(1, checkpointer, "accuracy", file_prefix=prefix),
+        lambda prefix: BestCheckpointer(
+            1, checkpointer, "accuracy", file_prefix=prefix
+        ),
         lambda prefix: Preemption(checkpointer, file_prefix=prefix),
     ):
-        with pytest.raises(ValueError, match=f"visible file name without a folder, got '{name}'"):
+        with pytest.raises(
+            ValueError, match=f"visible file name without a folder, got '{name}'"
+        ):
             use(name)
     assert list(tmp_path.iterdir()) == []
 
@@ -127,7 +139,9 @@ def test_a_save_without_tag_leaves_the_resume_point_and_only_a_file_of_the_folde
     checkpointer = Checkpointer(model_of(3), tmp_path / "out")
     checkpointer.save("model_0000009", iteration=9)
     checkpointer.save("model_best", tag=False, iteration=4)
-    assert checkpointer.get_checkpoint_file() == str(tmp_path / "out" / "model_0000009.pth")
+    assert checkpointer.get_checkpoint_file() == str(
+        tmp_path / "out" / "model_0000009.pth"
+    )
     (tmp_path / "b.pth").touch()
     for name in ("b.pth", "../b.pth"):
         with pytest.raises(FileNotFoundError, match=r"b\.pth"):
@@ -146,7 +160,9 @@ def test_a_process_that_does_not_write_still_gathers_the_states(tmp_path: Path) 
             return super().state_dict()
 
     asked = Asked()
-    checkpointer = Checkpointer(model_of(3), tmp_path, save_to_disk=False, trainer=asked)
+    checkpointer = Checkpointer(
+        model_of(3), tmp_path, save_to_disk=False, trainer=asked
+    )
     checkpointer.save("a")
     assert asked.asked == 1
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +175,9 @@ def test_checkpointables_are_checked_when_added() -> None:
     for taken in ("trainer", "model"):
         with pytest.raises(KeyError, match=taken):
             checkpointer.add_checkpointable(taken, Counter())
-    with pytest.raises(TypeError, match="'x' has no state_dict or no load_state_dict: <object"):
+    with pytest.raises(
+        TypeError, match="'x' has no state_dict or no load_state_dict: <object"
+    ):
         checkpointer.add_checkpointable("x", object())
     with pytest.raises(ValueError, match=r"'a\.b'"):
         checkpointer.add_checkpointable("a.b", Counter())
@@ -177,12 +195,17 @@ def test_leftover_temporary_files_are_swept_as_a_run_begins_or_saves(
     stale.write_bytes(b"half a checkpoint")
     checkpointer = Checkpointer(model_of(3), tmp_path)
     checkpointer.resume_or_load("")
-    assert stale.exists()  # looking at a folder, perhaps of a living run, changes nothing in it
+    assert (
+        stale.exists()
+    )  # looking at a folder, perhaps of a living run, changes nothing in it
     if saves:
         checkpointer.save("a")
     else:
         checkpointer.begin_run()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"][: 2 * saves]
+    assert (
+        sorted(p.name for p in tmp_path.iterdir())
+        == ["a.pth", "last_checkpoint"][: 2 * saves]
+    )
 
 
 class Plain(Counter):
@@ -193,7 +216,9 @@ class Plain(Counter):
 def test_a_load_tells_what_is_missing_and_what_was_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9, note=1)
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save(
+        "a", iteration=9, note=1
+    )
     ema = Counter(1)
     with caplog.at_level(logging.INFO):
         rest = Checkpointer(model_of(0), ema=ema).load(tmp_path / "a.pth")
@@ -204,7 +229,9 @@ def test_a_load_tells_what_is_missing_and_what_was_not_used(
     assert ema.value == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        Checkpointer(model_of(0), trainer=Counter(1)).load(tmp_path / "a.pth", checkpointables=[])
+        Checkpointer(model_of(0), trainer=Counter(1)).load(
+            tmp_path / "a.pth", checkpointables=[]
+        )
     assert messages(caplog, logging.INFO).endswith("not loaded: note")
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -222,7 +249,9 @@ def test_a_resume_refuses_a_file_that_lacks_a_state_unless_told_what_to_load(
         checkpointer.resume_or_load("")
     assert trainer.value == 0
     assert torch.equal(model.weight, torch.zeros(1, 2))
-    assert checkpointer.resume_or_load("", checkpointables=["trainer"]) == {"iteration": 9}
+    assert checkpointer.resume_or_load("", checkpointables=["trainer"]) == {
+        "iteration": 9
+    }
     assert trainer.value == 5
     assert torch.equal(model.weight, torch.full((1, 2), 3.0))
 
@@ -253,7 +282,10 @@ def test_components_are_selected_by_name(
     ("names", "message"),
     [
         (["trainr"], "'trainr' is not among .*did you mean 'trainer'"),
-        (["trainer.optimiser"], "'trainer.optimiser' is not in .*did you mean 'optimizer'"),
+        (
+            ["trainer.optimiser"],
+            "'trainer.optimiser' is not in .*did you mean 'optimizer'",
+        ),
         (["ema"], r"'ema' is not in .*a\.pth; there is"),
         (["zzz"], r"'zzz' is not among .*there is 'ema', 'trainer'"),
         (["model.weight"], "'model.weight' is not among"),
@@ -270,7 +302,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(
     assert torch.equal(model.weight, torch.zeros(1, 2))
 
 
-def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(tmp_path: Path) -> None:
+def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(
+    tmp_path: Path,
+) -> None:
     Checkpointer(model_of(3), tmp_path, plain=Plain(5)).save("a")
     model = model_of(0)
     with pytest.raises(TypeError, match=r"'plain\.optimizer' alone"):
@@ -278,13 +312,20 @@ def test_a_component_of_what_loads_only_as_a_whole_is_refused_beforehand(tmp_pat
     assert torch.equal(model.weight, torch.zeros(1, 2))
 
 
-def test_a_file_of_which_nothing_fits_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_file_of_which_nothing_fits_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
     wrapped = nn.ModuleDict({"backbone": model_of(3)})
     Checkpointer(wrapped, tmp_path, trainer=Counter(5)).save("a")
     trainer = Counter()
     checkpointer = Checkpointer(model_of(0), tmp_path, trainer=trainer)
-    expected = r"nothing .* fits the model: it has {'backbone.weight': \(1, 2\), .*prefix="
-    for load in (checkpointer.resume_or_load, lambda _: checkpointer.load(tmp_path / "a.pth")):
+    expected = (
+        r"nothing .* fits the model: it has {'backbone.weight': \(1, 2\), .*prefix="
+    )
+    for load in (
+        checkpointer.resume_or_load,
+        lambda _: checkpointer.load(tmp_path / "a.pth"),
+    ):
         with pytest.raises(ValueError, match=expected):
             load("")
     assert trainer.value == 0
@@ -316,8 +357,12 @@ def test_a_broken_file_changes_nothing_and_the_next_load_works(tmp_path: Path) -
     assert (trainer.value, model.weight.tolist()) == (5, [[3.0, 3.0]])
 
 
-def test_without_resume_only_the_model_of_the_given_file_is_loaded(tmp_path: Path) -> None:
-    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("model_0000009", iteration=9)
+def test_without_resume_only_the_model_of_the_given_file_is_loaded(
+    tmp_path: Path,
+) -> None:
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save(
+        "model_0000009", iteration=9
+    )
     Checkpointer(model_of(8), tmp_path / "pre", trainer=Counter(6)).save("a")
     for folder, resume in ((tmp_path, False), (tmp_path / "fresh", True)):
         model, trainer = model_of(0), Counter()
@@ -337,7 +382,9 @@ def test_all_files_are_listed(tmp_path: Path) -> None:
     assert checkpointer.get_all_checkpoint_files() == expected
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["a new file", "the same file"])
+@pytest.mark.parametrize(
+    "overwrite", [False, True], ids=["a new file", "the same file"]
+)
 def test_a_failure_at_any_step_of_a_save_leaves_the_old_or_the_new_state(
     overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +407,9 @@ def test_a_failure_at_any_step_of_a_save_leaves_the_old_or_the_new_state(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fails_once(os.fsync))
             patch.setattr(os, "replace", fails_once(os.replace))
-            with pytest.raises(OSError, match=f"the disk failed: '{folder}/{new_name}.pth'"):
+            with pytest.raises(
+                OSError, match=f"the disk failed: '{folder}/{new_name}.pth'"
+            ):
                 Checkpointer(model_of(2), folder).save(new_name, iteration=19)
         model = model_of(0)
         iteration = Checkpointer(model, folder).resume_or_load("")["iteration"]

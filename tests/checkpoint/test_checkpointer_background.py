@@ -20,7 +20,7 @@ from hooktrain.checkpoint import (
     folders,
 )
 from hooktrain.checkpoint.files import write_file
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import is_disk_full
 
 LIMIT = 20.0
@@ -71,7 +71,9 @@ def failing(error: Exception, saves: int = 1) -> Callable[..., None]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name.removesuffix(".pth") for p in folder.iterdir() if ".tmp-" not in p.name)
+    return sorted(
+        p.name.removesuffix(".pth") for p in folder.iterdir() if ".tmp-" not in p.name
+    )
 
 
 def pointer(folder: Path) -> str:
@@ -88,7 +90,11 @@ def test_what_is_saved_is_the_state_of_the_call_as_in_the_foreground(
     model, trainer = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), Counter(5)
     checkpointers = [
         Checkpointer(
-            model, tmp_path / name, background=name == "b", sharded=shards, trainer=trainer
+            model,
+            tmp_path / name,
+            background=name == "b",
+            sharded=shards,
+            trainer=trainer,
         )
         for name in ("a", "b")
     ]
@@ -156,7 +162,9 @@ def test_callbacks_tell_when_it_is_there_and_what_failed(
     background: bool, shards: bool, tmp_path: Path
 ) -> None:
     seen: list[Any] = []
-    checkpointer = Checkpointer(model_of(1), tmp_path, background=background, sharded=shards)
+    checkpointer = Checkpointer(
+        model_of(1), tmp_path, background=background, sharded=shards
+    )
 
     def saved(path: str) -> None:
         assert pointer(tmp_path) == "a"
@@ -174,7 +182,9 @@ def test_callbacks_tell_when_it_is_there_and_what_failed(
     assert checkpoint(tmp_path, "a", shards).keys() == {"model"}
 
 
-def test_a_failure_is_told_before_the_next_state_is_taken(shards: bool, tmp_path: Path) -> None:
+def test_a_failure_is_told_before_the_next_state_is_taken(
+    shards: bool, tmp_path: Path
+) -> None:
     trainer = Counter(1)
     checkpointer = Checkpointer(
         model_of(1), tmp_path, background=True, sharded=shards, trainer=trainer
@@ -202,7 +212,12 @@ def test_old_ones_are_deleted_and_the_pointer_moves_only_when_the_new_one_is_the
     go.set()
     periodic.step(39)
     periodic.step(49)
-    assert names(tmp_path) == ["last_checkpoint", "model_0000029", "model_0000039", "model_final"]
+    assert names(tmp_path) == [
+        "last_checkpoint",
+        "model_0000029",
+        "model_0000039",
+        "model_final",
+    ]
     assert pointer(tmp_path) == "model_final"
 
 

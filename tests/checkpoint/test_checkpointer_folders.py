@@ -20,7 +20,9 @@ from hooktrain.checkpoint.files import save_file
 from hooktrain.checkpoint.folders import save_folder
 
 
-def save(folder: Path, iteration: int, sharded: bool, name: str = "", **extra: Any) -> Path:
+def save(
+    folder: Path, iteration: int, sharded: bool, name: str = "", **extra: Any
+) -> Path:
     """Save a model whose weights are the iteration."""
     name = name or f"model_{iteration:07d}"
     checkpointer = Checkpointer(model_of(iteration), folder, sharded=sharded)
@@ -33,7 +35,9 @@ def resumed(folder: Path, sharded: bool = False) -> int | None:
     model = model_of(-1)
     checkpointer = Checkpointer(model, folder, sharded=sharded)
     iteration = checkpointer.resume_or_load("").get("iteration")
-    assert torch.equal(model.weight, torch.full((1, 2), -1.0 if iteration is None else iteration))
+    assert torch.equal(
+        model.weight, torch.full((1, 2), -1.0 if iteration is None else iteration)
+    )
     assert checkpointer.has_checkpoint() == (iteration is not None)
     return iteration
 
@@ -42,9 +46,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_is_saved_and_loaded_whatever_is_saved_otherwise(tmp_path: Path) -> None:
+def test_a_folder_is_saved_and_loaded_whatever_is_saved_otherwise(
+    tmp_path: Path,
+) -> None:
     trainer = Counter(5)
-    Checkpointer(model_of(3), tmp_path, sharded=True, trainer=trainer).save("a", iteration=9)
+    Checkpointer(model_of(3), tmp_path, sharded=True, trainer=trainer).save(
+        "a", iteration=9
+    )
     assert names(tmp_path) == ["a", "last_checkpoint"]
     assert (tmp_path / "last_checkpoint").read_text() == "a"
     for sharded in (False, True):
@@ -103,12 +111,16 @@ def test_the_newest_good_one_is_resumed_be_it_a_file_or_a_folder(
     damage(folder / "model_0000009.pth")
     with pytest.raises(CorruptCheckpointError, match="is intact") as caught:
         resumed(folder)
-    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
+    assert [
+        line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]
+    ] == [
         *("model_0000024", "model_0000019.pth", "model_0000014", "model_0000009.pth"),
     ]
 
 
-def test_without_a_pointer_the_newest_folder_is_taken_but_not_the_best(folder: Path) -> None:
+def test_without_a_pointer_the_newest_folder_is_taken_but_not_the_best(
+    folder: Path,
+) -> None:
     (folder / "last_checkpoint").unlink()
     assert resumed(folder) == 24
     save(folder, 199, sharded=True, name="model_final")
@@ -116,13 +128,19 @@ def test_without_a_pointer_the_newest_folder_is_taken_but_not_the_best(folder: P
     assert resumed(folder) == 199
 
 
-def test_a_folder_that_is_being_written_or_deleted_is_no_checkpoint(tmp_path: Path) -> None:
-    shutil.move(save(tmp_path, 9, sharded=True), tmp_path / ".model_0000009.tmp-1-0123abcd")
+def test_a_folder_that_is_being_written_or_deleted_is_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    shutil.move(
+        save(tmp_path, 9, sharded=True), tmp_path / ".model_0000009.tmp-1-0123abcd"
+    )
     assert resumed(tmp_path) is None
     assert Checkpointer(model_of(0), tmp_path).get_all_checkpoint_files() == []
 
 
-def test_a_folder_that_was_moved_aside_counts_until_it_is_put_back(tmp_path: Path) -> None:
+def test_a_folder_that_was_moved_aside_counts_until_it_is_put_back(
+    tmp_path: Path,
+) -> None:
     path = save(tmp_path, 9, sharded=True, name="model_final")
     aside = str(tmp_path / f"model_final.old-{2**22 + 1}-0123abcd")
     shutil.move(path, aside)  # and killed right then
@@ -139,7 +157,9 @@ def test_a_folder_without_its_manifest_is_a_broken_checkpoint(tmp_path: Path) ->
     assert resumed(save(tmp_path, 9, sharded=True).parent) == 9  # which may be replaced
 
 
-def test_what_is_no_checkpoint_is_neither_resumed_from_nor_deleted(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_neither_resumed_from_nor_deleted(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "model_0000001").mkdir()
     (tmp_path / "model_0000001" / "thesis.txt").touch()
     (tmp_path / "model_0000002").touch()
@@ -174,4 +194,8 @@ def test_files_and_folders_are_counted_together(tmp_path: Path) -> None:
     steps(tmp_path, 30, 40, sharded=True, max_to_keep=2)
     assert names(tmp_path) == ["last_checkpoint", "model_0000029.pth", "model_0000039"]
     steps(tmp_path, 40, 60, sharded=False, max_to_keep=2)
-    assert names(tmp_path) == ["last_checkpoint", "model_0000049.pth", "model_0000059.pth"]
+    assert names(tmp_path) == [
+        "last_checkpoint",
+        "model_0000049.pth",
+        "model_0000059.pth",
+    ]

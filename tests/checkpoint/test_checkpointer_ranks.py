@@ -28,13 +28,13 @@ from hooktrain.checkpoint import (
     checkpointer,
     folders,
 )
-from hooktrain.checkpoint.agreement import on_all_ranks
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.folders import read_folder, split_state
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as PeriodicHook
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import full_tensors
+from hooktrain.utils.comm import on_all_ranks
+from hooktrain.utils.tensors import full_tensors
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part
 
 
@@ -118,7 +118,9 @@ def load_on_own_disks(root: Path) -> list[tuple[str, str]]:
         os.chdir(root / str(number) / str(dist.get_rank()))
         checkpointer = Checkpointer(model_of(0), "out")
         try:
-            checkpointer.load(f"out/{name}") if name else checkpointer.resume_or_load("")
+            checkpointer.load(f"out/{name}") if name else checkpointer.resume_or_load(
+                ""
+            )
             outcome = str(checkpointer.model.weight[0, 0].item())
         except (OSError, CorruptCheckpointError) as error:
             outcome = f"{type(error).__name__}: {error}"
@@ -128,7 +130,9 @@ def load_on_own_disks(root: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_ranks_with_disks_of_their_own_load_the_same_or_fail_alike(tmp_path: Path) -> None:
+def test_ranks_with_disks_of_their_own_load_the_same_or_fail_alike(
+    tmp_path: Path,
+) -> None:
     for number, (harm, struck, _, _) in enumerate(CASES):
         for rank in range(2):
             folder = tmp_path / str(number) / str(rank) / "out"
@@ -157,7 +161,11 @@ def make_trainer(model: nn.Module, folder: Path, **options: Any) -> SimpleTraine
 def states(trainer: SimpleTrainer) -> Any:
     """Model, optimizer and average, whole on the main process."""
     trained = trainer.state_dict()
-    parts = [dict(trainer.model.state_dict()), trained["optimizer"]["state"], trained["hooks"]]
+    parts = [
+        dict(trainer.model.state_dict()),
+        trained["optimizer"]["state"],
+        trained["hooks"],
+    ]
     return copy.deepcopy(full_tensors(parts))
 
 
@@ -183,11 +191,17 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         found[f"{name} names"] = names(folder / name)
     resumed = make_trainer(make_sharded(), folder / "background")
     found["folder resumed"] = states(resumed)
-    found["file resumed"] = states(make_trainer(make_sharded(), folder / "file", sharded=True))
-    found["one resumed"] = states(make_trainer(make_sharded(), folder / "one", sharded=True))
+    found["file resumed"] = states(
+        make_trainer(make_sharded(), folder / "file", sharded=True)
+    )
+    found["one resumed"] = states(
+        make_trainer(make_sharded(), folder / "one", sharded=True)
+    )
     state = Checkpointer(make_sharded()).read(folder / "folder" / "model_final")
     tensors = split_state(state)[1].items()
-    found["shards"] = sorted(name for name, value in tensors if isinstance(value, DTensor))
+    found["shards"] = sorted(
+        name for name, value in tensors if isinstance(value, DTensor)
+    )
     return found
 
 
@@ -213,9 +227,16 @@ def test_files_and_folders_in_the_background_or_not_hold_the_same(
     assert equal(two[0]["folder"], two[0]["file"])
     kept = ["last_checkpoint", "model_0000001", "model_final"]
     assert two[1]["folder names"] == two[1]["background names"] == kept
-    sizes = [(folder / "folder" / "model_final" / f"__{r}_0.distcp").stat().st_size for r in (0, 1)]
+    sizes = [
+        (folder / "folder" / "model_final" / f"__{r}_0.distcp").stat().st_size
+        for r in (0, 1)
+    ]
     assert sizes[1] > sizes[0] / 2  # each rank has written its half
-    assert two[1]["file names"] == ["last_checkpoint", "model_0000001.pth", "model_final.pth"]
+    assert two[1]["file names"] == [
+        "last_checkpoint",
+        "model_0000001.pth",
+        "model_final.pth",
+    ]
 
 
 def test_a_folder_resumes_on_2_ranks(two: list[dict[str, Any]]) -> None:
@@ -231,7 +252,9 @@ def test_a_folder_resumes_in_1_process_with_a_plain_model(
         assert equal(states(trainer), two[0]["folder"])
 
 
-def test_files_resume_sharded_whoever_wrote_them(one: Any, two: list[dict[str, Any]]) -> None:
+def test_files_resume_sharded_whoever_wrote_them(
+    one: Any, two: list[dict[str, Any]]
+) -> None:
     assert equal(two[0]["file resumed"], two[0]["folder"])
     assert equal(two[0]["one resumed"], one)
 
@@ -268,8 +291,13 @@ def load_after_a_failure(folder: Path) -> list[str]:
     return errors
 
 
-def test_a_load_raises_on_every_rank_what_failed_in_the_background_of_one(tmp_path: Path) -> None:
-    assert run_ranks(load_after_a_failure, 2, tmp_path) == [["no disk on the main process"] * 2] * 2
+def test_a_load_raises_on_every_rank_what_failed_in_the_background_of_one(
+    tmp_path: Path,
+) -> None:
+    assert (
+        run_ranks(load_after_a_failure, 2, tmp_path)
+        == [["no disk on the main process"] * 2] * 2
+    )
 
 
 def one_rank_fails(folder: Path) -> float:
@@ -309,12 +337,16 @@ def wait_together(folder: Path) -> list[bool]:
         checkpointer.write_file = folders.write_file = save_late  # of this process only
     found = []
     for i, (sharded, background) in enumerate(MODES):
-        saver = Checkpointer(nn.Linear(2, 1), folder, sharded=sharded, background=background)
+        saver = Checkpointer(
+            nn.Linear(2, 1), folder, sharded=sharded, background=background
+        )
         saver.save(str(i))
         on_all_ranks(saver.wait)
         found.append((folder / (str(i) if sharded else f"{i}.pth")).exists())
     return found
 
 
-def test_waiting_together_no_rank_goes_on_before_all_is_on_the_disk(tmp_path: Path) -> None:
+def test_waiting_together_no_rank_goes_on_before_all_is_on_the_disk(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(wait_together, 2, tmp_path) == [[True] * len(MODES)] * 2

@@ -44,7 +44,12 @@ def test_a_state_comes_back_equal(tmp_path: Path) -> None:
         "scheduler": scheduler.state_dict(),
         "rng": (random.getstate(), torch.get_rng_state(), generator.state),
         "nested": [1, ("a", [2.5, {"x": (None, True, b"\x00\xff", 1j)}]), {3, 4}],
-        "types": [torch.float16, torch.device("cpu"), torch.Size([2, 3]), torch.strided],
+        "types": [
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2, 3]),
+            torch.strided,
+        ],
         3: {(1, 2): "keys that are not strings"},
     }
     save_file(state, tmp_path / "a.pth")
@@ -102,7 +107,11 @@ def test_what_could_not_be_loaded_is_refused_before_the_disk_is_touched(
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_refused_could_indeed_not_be_loaded(value: Any) -> None:
     file = io.BytesIO()
-    if isinstance(value, torch.Tensor) and value.is_meta and not nn.parameter.is_lazy(value):
+    if (
+        isinstance(value, torch.Tensor)
+        and value.is_meta
+        and not nn.parameter.is_lazy(value)
+    ):
         return  # loads, but its numbers are gone
     torch.save(value, file)
     file.seek(0)
@@ -153,7 +162,9 @@ def test_a_flip_of_any_byte_is_detected_or_does_no_harm(tmp_path: Path) -> None:
     places = [*product([0x01], range(len(raw)))]
     places += product([0x10], range(raw.index(b"PK\x01\x02"), len(raw)))
     flipped = (raw[:i] + bytes([raw[i] ^ bit]) + raw[i + 1 :] for bit, i in places)
-    assert damaged(tmp_path / "a.pth", flipped) > len(raw) / 2  # the others lie in padding
+    assert (
+        damaged(tmp_path / "a.pth", flipped) > len(raw) / 2
+    )  # the others lie in padding
 
 
 def test_a_hole_of_zeros_is_detected_or_does_no_harm(tmp_path: Path) -> None:
@@ -187,7 +198,9 @@ def test_who_waits_for_a_large_file_sees_a_bar(
     assert drawn[-1:] == ([("Verifying MiB", 3, 3)] if long else [])
 
 
-def test_a_file_without_checksums_is_not_called_corrupt_and_none_is_written(tmp_path: Path) -> None:
+def test_a_file_without_checksums_is_not_called_corrupt_and_none_is_written(
+    tmp_path: Path,
+) -> None:
     state = small_state()
     torch.serialization.set_crc32_options(False)
     try:
@@ -216,8 +229,12 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> N
 
 def resume_with_little_memory(folder: Path) -> str:
     """Runs in a process of its own, as the limit holds for all of it."""
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (30 << 20), resource.RLIM_INFINITY))
+    in_use = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    )
+    resource.setrlimit(
+        resource.RLIMIT_AS, (in_use + (30 << 20), resource.RLIM_INFINITY)
+    )
     try:
         Checkpointer(nn.Linear(1, 1), folder).resume_or_load("")
     except Exception as error:
@@ -260,7 +277,9 @@ def zipped() -> bytes:
         (zipped(), r"not of torch\.save"),
     ],
 )
-def test_an_empty_or_foreign_file_is_corrupt(content: bytes, problem: str, tmp_path: Path) -> None:
+def test_an_empty_or_foreign_file_is_corrupt(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.pth").write_bytes(content)
     for read in (verify_file, load_file):
         with pytest.raises(CorruptCheckpointError, match=rf"a\.pth .*{problem}"):
@@ -288,8 +307,12 @@ def test_a_malicious_pickle_is_refused_and_not_run(
 ) -> None:
     path, trace = tmp_path / "a.pth", tmp_path / "the code ran"
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # changes nothing
-    torch.save({"model": RunsCode(trace)}, path, _use_new_zipfile_serialization=new_format)
-    with pytest.raises(CorruptCheckpointError, match=r"refused.*mkdir.*Nothing was run"):
+    torch.save(
+        {"model": RunsCode(trace)}, path, _use_new_zipfile_serialization=new_format
+    )
+    with pytest.raises(
+        CorruptCheckpointError, match=r"refused.*mkdir.*Nothing was run"
+    ):
         load_file(path)
     path.write_bytes(pickle.dumps(RunsCode(trace)))
     with pytest.raises(CorruptCheckpointError):

@@ -19,7 +19,7 @@ from checkpoint_toys import equal, overwrite
 from hooktrain.checkpoint import folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import is_disk_full, sweep
 
 FILES = [".metadata", "__0_0.distcp", "manifest.json", "state.pth"]
@@ -28,7 +28,11 @@ FILES = [".metadata", "__0_0.distcp", "manifest.json", "state.pth"]
 def state_of(value: int) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((3, 4), float(value)), "n": torch.tensor(value)},
-        "trainer": {"iteration": value, "hooks": [1, (2.5, "x", torch.arange(3))], 5: None},
+        "trainer": {
+            "iteration": value,
+            "hooks": [1, (2.5, "x", torch.arange(3))],
+            5: None,
+        },
         "iteration": value,
     }
 
@@ -45,8 +49,12 @@ def names(folder: Path) -> list[str]:
 def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     state = state_of(3)
     weights = torch.randn(6, 4)
-    state["model"].update(turned=weights.t(), rows=weights[2:4], empty=torch.empty(0, 3))
-    state["more"] = OrderedDict(half=torch.randn(2).half(), z=torch.randn(2) * 1j, none=None)
+    state["model"].update(
+        turned=weights.t(), rows=weights[2:4], empty=torch.empty(0, 3)
+    )
+    state["more"] = OrderedDict(
+        half=torch.randn(2).half(), z=torch.randn(2) * 1j, none=None
+    )
     state["sparse"] = torch.eye(3).to_sparse()
     state["sets"] = {1, "a"}
     state["norm"] = torch.nn.BatchNorm1d(2).state_dict()
@@ -61,10 +69,14 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 def test_the_layout_of_tensors_comes_back(tmp_path: Path) -> None:
     weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     save_folder({"model": {"weight": weight}}, tmp_path / "a")
-    assert read_checkpoint(tmp_path / "a")["model"]["weight"].stride() == weight.stride()
+    assert (
+        read_checkpoint(tmp_path / "a")["model"]["weight"].stride() == weight.stride()
+    )
 
 
-def test_the_folder_holds_its_files_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_the_folder_holds_its_files_and_nothing_is_left_beside_it(
+    tmp_path: Path,
+) -> None:
     folder = save(tmp_path / "a", 1)
     assert names(folder) == FILES
     assert names(tmp_path) == ["a"]
@@ -77,7 +89,11 @@ def test_the_folder_holds_its_files_and_nothing_is_left_beside_it(tmp_path: Path
 def test_without_data_the_structure_has_the_shapes(tmp_path: Path) -> None:
     structure = read_folder(save(tmp_path / "a", 3), map_location="meta")
     weight = structure["model"].pop("w")
-    assert (weight.device.type, weight.shape, weight.dtype) == ("meta", (3, 4), torch.float32)
+    assert (weight.device.type, weight.shape, weight.dtype) == (
+        "meta",
+        (3, 4),
+        torch.float32,
+    )
     assert structure["trainer"]["iteration"] == 3
 
 
@@ -126,7 +142,9 @@ def test_a_damaged_file_is_named_before_anything_is_read(
     monkeypatch.setattr(torch, "load", must_not_read)
     for read in (read_checkpoint, verify_folder):
         # A name that is wrong in the manifest is that of a missing file.
-        with pytest.raises(CorruptCheckpointError, match=r"missing|altered|" + re.escape(name)):
+        with pytest.raises(
+            CorruptCheckpointError, match=r"missing|altered|" + re.escape(name)
+        ):
             read(tmp_path / "a")
 
 
@@ -135,7 +153,9 @@ def test_every_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     good = path.read_bytes()
     for position, byte in enumerate(good):
         for bit in (1, 4, 32):
-            overwrite(path, good[:position] + bytes([byte ^ bit]) + good[position + 1 :])
+            overwrite(
+                path, good[:position] + bytes([byte ^ bit]) + good[position + 1 :]
+            )
             with pytest.raises(CorruptCheckpointError):
                 verify_folder(tmp_path / "a")
 
@@ -153,7 +173,9 @@ def forge(folder: Path, name: str, content: Any) -> Path:
         torch.save(content, folder / name)
     else:
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-    digests = {n: folders._digest(folder / n) for n in names(folder) if n != "manifest.json"}
+    digests = {
+        n: folders._digest(folder / n) for n in names(folder) if n != "manifest.json"
+    }
     (folder / "manifest.json").write_text(json.dumps(digests))
     return folder
 
@@ -170,10 +192,14 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     code = Malicious(tmp_path / "ran")
     for name, content in [("state.pth", {"code": code}), ("__0_0.distcp", code)]:
         folder = forge(save(tmp_path / "a", 1), name, content)
-        with pytest.raises((CorruptCheckpointError, pickle.UnpicklingError), match="mkdir"):
+        with pytest.raises(
+            (CorruptCheckpointError, pickle.UnpicklingError), match="mkdir"
+        ):
             read_checkpoint(folder)
     # torch's own description of the folder is not read.
-    assert equal(read_checkpoint(forge(save(tmp_path / "a", 1), ".metadata", code)), state_of(1))
+    assert equal(
+        read_checkpoint(forge(save(tmp_path / "a", 1), ".metadata", code)), state_of(1)
+    )
     assert names(tmp_path) == ["a"]
 
 
@@ -181,17 +207,23 @@ def test_a_folder_says_where_all_of_its_tensors_are(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", 1)
     content = torch.load(folder / "state.pth", weights_only=True)
     del content["parts"]["model.w"]
-    with pytest.raises(CorruptCheckpointError, match=r"lacks the tensors \['model\.w'\]"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"lacks the tensors \['model\.w'\]"
+    ):
         read_checkpoint(forge(folder, "state.pth", content))
     for other in (content["state"], {"a": 1}):
-        with pytest.raises(CorruptCheckpointError, match="does not say where the parts"):
+        with pytest.raises(
+            CorruptCheckpointError, match="does not say where the parts"
+        ):
             read_checkpoint(forge(folder, "state.pth", other))
 
 
 def test_a_manifest_cannot_refer_to_files_elsewhere(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", 1)
     files = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({"../a/state.pth": files["state.pth"]}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"../a/state.pth": files["state.pth"]})
+    )
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         verify_folder(folder)
 
@@ -220,7 +252,9 @@ def break_at(patch: pytest.MonkeyPatch, n: int, error: BaseException) -> list[st
 
 
 @pytest.mark.parametrize("replace", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), Killed()], ids=["fails", "killed"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "broken"), Killed()], ids=["fails", "killed"]
+)
 def test_whatever_call_breaks_the_old_or_the_new_one_is_there(
     error: BaseException, replace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +288,9 @@ def test_whatever_call_breaks_the_old_or_the_new_one_is_there(
     assert {(True, 1 if replace else None), (True, 2)} <= outcomes
 
 
-def test_an_error_leaves_nothing_to_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_nothing_to_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "a", 1)
     with monkeypatch.context() as patch:
         break_at(patch, 2, OSError(errno.EIO, "broken"))
@@ -264,7 +300,9 @@ def test_an_error_leaves_nothing_to_sweep(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("limit", [500, 3_000])
-def test_a_full_disk_says_so_and_keeps_the_old_folder(limit: int, tmp_path: Path) -> None:
+def test_a_full_disk_says_so_and_keeps_the_old_folder(
+    limit: int, tmp_path: Path
+) -> None:
     save(tmp_path / "a", 1)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))

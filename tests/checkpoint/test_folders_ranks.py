@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, folders
 from hooktrain.checkpoint.folders import save_folder, split_state
-from hooktrain.checkpoint.formats import read_checkpoint, read_on_all_ranks
+from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
 from hooktrain.utils import comm
 
 
@@ -70,7 +70,10 @@ def whole(state: Any) -> dict[str, torch.Tensor]:
 
 
 def state_of(training: Training) -> dict[str, Any]:
-    return {"model": dict(training.model.state_dict()), "training": training.state_dict()}
+    return {
+        "model": dict(training.model.state_dict()),
+        "training": training.state_dict(),
+    }
 
 
 def train_and_save(folder: Path) -> dict[str, torch.Tensor]:
@@ -79,7 +82,9 @@ def train_and_save(folder: Path) -> dict[str, torch.Tensor]:
     expected = whole(state_of(training))
     now = Checkpointer(training.model, folder, sharded=True, training=training)
     now.save("now")
-    later = Checkpointer(training.model, folder, sharded=True, background=True, training=training)
+    later = Checkpointer(
+        training.model, folder, sharded=True, background=True, training=training
+    )
     for name in ("background", "again"):  # the second one from the memory of the first
         later.save(name)
     train_step(training.model, training.optimizer)  # changes the tensors in place
@@ -89,7 +94,9 @@ def train_and_save(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """The folder of checkpoints that 2 ranks have saved, and what each holds."""
     folder = tmp_path_factory.mktemp("saved")
     expected, same = run_ranks(train_and_save, 2, folder)
@@ -129,10 +136,19 @@ def test_what_2_ranks_saved_is_resumed_by_others_each_its_shards(
         shards = result[0][1]
         rows.append((shards["model.0.weight"], shards["model.2.weight"]))
         assert shards["training.average.0.weight"] == shards["model.0.weight"]
-        assert shards["training.optimizer.state.0.weight.exp_avg"] == shards["model.0.weight"]
+        assert (
+            shards["training.optimizer.state.0.weight.exp_avg"]
+            == shards["model.0.weight"]
+        )
         assert "training.optimizer.state.0.weight.step" not in shards
-        assert len(shards) == 2 * 6 + 2 * 6  # of 2 layers and a norm: weights, averages, moments
-    expected_rows = {1: [(7, 3)], 2: [(4, 2), (3, 1)], 4: [(2, 1), (2, 1), (2, 1), (1, 0)]}
+        assert (
+            len(shards) == 2 * 6 + 2 * 6
+        )  # of 2 layers and a norm: weights, averages, moments
+    expected_rows = {
+        1: [(7, 3)],
+        2: [(4, 2), (3, 1)],
+        4: [(2, 1), (2, 1), (2, 1), (1, 0)],
+    }
     assert rows == expected_rows[ranks]
 
 
@@ -176,7 +192,9 @@ def fail_on_rank_1(folder: Path) -> list[str]:
     save_folder(small_state(1 if is_main else 2), folder / "main")
     save_folder(small_state(1), folder / "good")
     if is_main:
-        path = folder / "good" / "__0_0.distcp"  # the second file: rank 1 compares its digest
+        path = (
+            folder / "good" / "__0_0.distcp"
+        )  # the second file: rank 1 compares its digest
         path.write_bytes(path.read_bytes().replace(b"PK", b"KP"))
     comm.synchronize()
     found.append(outcome(read_on_all_ranks, folder / "good", nn.Linear(1, 1)))
@@ -187,7 +205,9 @@ def disk_full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, "no space to write on rank 1")
 
 
-def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     main, other = run_ranks(fail_on_rank_1, 2, tmp_path)
     assert main == other
     full, full_in_background, lacking, altered = main
@@ -207,7 +227,9 @@ def die_in_a_save(folder: Path) -> None:
     save_folder(small_state(2), folder / "a")
 
 
-def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
     save_folder(small_state(1), tmp_path / "a")
     with pytest.raises(RuntimeError):
         run_ranks(die_in_a_save, 2, tmp_path)
@@ -215,4 +237,8 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
     left = [path.name for path in tmp_path.iterdir() if path.name != "a"]
     assert all(name.startswith(".a.tmp-") for name in left)
     Checkpointer(nn.Linear(1, 1), tmp_path).save("b")
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b.pth", "last_checkpoint"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a",
+        "b.pth",
+        "last_checkpoint",
+    }

@@ -9,7 +9,12 @@ import pytest
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, checkpointer, load_file
+from hooktrain.checkpoint import (
+    Checkpointer,
+    PeriodicCheckpointer,
+    checkpointer,
+    load_file,
+)
 from hooktrain.checkpoint.files import write_file
 
 
@@ -43,12 +48,16 @@ def test_each_period_and_a_known_end_are_saved(
     run(tmp_path, 0, stop, period=10, max_iter=max_iter)
     assert files(tmp_path) == expected
     assert pointer(tmp_path) == expected[-1]
-    iterations = [load_file(tmp_path / name)["iteration"] for name in (expected[0], expected[-1])]
+    iterations = [
+        load_file(tmp_path / name)["iteration"] for name in (expected[0], expected[-1])
+    ]
     assert iterations == [9, stop - 1]
 
 
 def test_more_entries_are_saved_along(tmp_path: Path) -> None:
-    periodic = PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), 1, max_iter=2)
+    periodic = PeriodicCheckpointer(
+        Checkpointer(nn.Linear(1, 1), tmp_path), 1, max_iter=2
+    )
     periodic.step(0, epoch=3)
     periodic.step(1, epoch=4)
     periodic.save("by_hand", note="x")
@@ -62,7 +71,9 @@ def test_more_entries_are_saved_along(tmp_path: Path) -> None:
 )
 def test_a_period_or_count_that_is_none_is_refused(settings: dict[str, Any]) -> None:
     name, value = list(settings.items())[-1]
-    with pytest.raises(ValueError, match=f"{name} must be a whole number.*at least 1.*got {value}"):
+    with pytest.raises(
+        ValueError, match=f"{name} must be a whole number.*at least 1.*got {value}"
+    ):
         PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1)), **settings)
 
 
@@ -71,7 +82,9 @@ def test_whole_numbers_may_be_floats(tmp_path: Path) -> None:
     assert files(tmp_path) == ["model_0000002.pth", "model_0000003.pth"]
 
 
-def test_the_newest_are_kept_also_after_a_resume_and_the_others_left_alone(tmp_path: Path) -> None:
+def test_the_newest_are_kept_also_after_a_resume_and_the_others_left_alone(
+    tmp_path: Path,
+) -> None:
     others = ["ema_0000004", "model_0090009", "model_best"]  # one of a longer run
     for other in others:
         Checkpointer(nn.Linear(1, 1), tmp_path).save(other, tag=False)
@@ -81,7 +94,12 @@ def test_the_newest_are_kept_also_after_a_resume_and_the_others_left_alone(tmp_p
         assert files(tmp_path) == sorted(f"{name}.pth" for name in expected)
         assert pointer(tmp_path) == f"model_{stop - 1:07d}.pth"
     run(tmp_path, 50, 55, period=10, max_iter=55, max_to_keep=1)
-    expected = [*others, "model_0000039", "model_0000049", "model_final"]  # none was numbered
+    expected = [
+        *others,
+        "model_0000039",
+        "model_0000049",
+        "model_final",
+    ]  # none was numbered
     assert files(tmp_path) == sorted(f"{name}.pth" for name in expected)
 
 

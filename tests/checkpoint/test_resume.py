@@ -44,7 +44,9 @@ def folder(tmp_path: Path) -> Path:
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a weight."""
     raw = bytearray(path.read_bytes())
-    position = raw.index(torch.load(path, weights_only=True)["model"]["weight"].numpy().tobytes())
+    position = raw.index(
+        torch.load(path, weights_only=True)["model"]["weight"].numpy().tobytes()
+    )
     raw[position] ^= 1
     path.write_bytes(raw)
 
@@ -69,7 +71,15 @@ def test_the_file_of_the_pointer_is_taken_in_silence(
         b".",
         b"x" * 10_000,
     ],
-    ids=["missing", "empty", "garbage", "dangling", "with a folder", "a folder", "long"],
+    ids=[
+        "missing",
+        "empty",
+        "garbage",
+        "dangling",
+        "with a folder",
+        "a folder",
+        "long",
+    ],
 )
 def test_without_a_good_pointer_the_newest_file_is_taken_but_never_the_best(
     pointer: bytes | None, folder: Path, caplog: pytest.LogCaptureFixture
@@ -80,13 +90,18 @@ def test_without_a_good_pointer_the_newest_file_is_taken_but_never_the_best(
         (folder / "last_checkpoint").write_bytes(pointer)
     os.utime(folder / "model_0000009.pth")  # the clock has no say
     assert resumed(folder) == 29
-    assert f"Resuming from {folder / 'model_0000029.pth'}, which last_checkpoint" in caplog.text
+    assert (
+        f"Resuming from {folder / 'model_0000029.pth'}, which last_checkpoint"
+        in caplog.text
+    )
     assert Checkpointer(nn.Linear(1, 1), folder).get_checkpoint_file() == str(
         folder / "model_0000029.pth"
     )
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "zeros", "empty", "foreign", "no model"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "zeros", "empty", "foreign", "no model"]
+)
 def test_every_kind_of_damage_is_passed_over(
     damage: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,7 +165,9 @@ def test_the_final_file_is_compared_by_the_iteration_in_it(folder: Path) -> None
     assert resumed(folder) == 149
 
 
-def test_the_iteration_of_the_trainer_counts_where_the_file_has_none(folder: Path) -> None:
+def test_the_iteration_of_the_trainer_counts_where_the_file_has_none(
+    folder: Path,
+) -> None:
     class Trainer:
         def state_dict(self) -> dict[str, int]:
             return {"iteration": 59}
@@ -163,7 +180,9 @@ def test_the_iteration_of_the_trainer_counts_where_the_file_has_none(folder: Pat
     assert checkpointer.get_checkpoint_file() == str(folder / "long_final.pth")
 
 
-def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(folder: Path) -> None:
+def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(
+    folder: Path,
+) -> None:
     save(folder, "model_0090009", 90_009)
     (folder / "last_checkpoint").write_text("model_0000019.pth")
     flip(folder / "model_0000019.pth")
@@ -182,7 +201,9 @@ def test_plain_weights_in_the_folder_are_not_resumed_from(
     assert "Not resuming from ['model_best.pth', 'pretrained.pth']" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["embeddings.pth", "glove_300.pth", "web", "last_checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["embeddings.pth", "glove_300.pth", "web", "last_checkpoint"]
+)
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_what_somebody_else_has_put_there_is_left_out(
     name: str, is_alone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -249,12 +270,31 @@ OTHERS = [
         # Only numbered files of the prefix.
         ([*OTHERS, *names(1, 2)], "model", 1, 2, "", names(1)),
         (OTHERS, "other", 2, 3, "", names(1, prefix="other")),
-        (names(1, 2, 3, 4), "model", 1, 4, *names(2), names(1, 3)),  # not the one to resume from
-        (names(9, 19, 29, 90_009, 90_019), "model", 2, 29, "", names(9)),  # of a longer run
+        (
+            names(1, 2, 3, 4),
+            "model",
+            1,
+            4,
+            *names(2),
+            names(1, 3),
+        ),  # not the one to resume from
+        (
+            names(9, 19, 29, 90_009, 90_019),
+            "model",
+            2,
+            29,
+            "",
+            names(9),
+        ),  # of a longer run
     ],
 )
 def test_the_oldest_files_beyond_the_count_are_deleted(
-    there: list[str], prefix: str, keep: int, newest: int, pointed: str, deleted: list[str]
+    there: list[str],
+    prefix: str,
+    keep: int,
+    newest: int,
+    pointed: str,
+    deleted: list[str],
 ) -> None:
     assert files_to_delete(there, prefix, keep, newest, pointed) == deleted
 

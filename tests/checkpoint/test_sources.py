@@ -46,7 +46,9 @@ SHORT = next(DIGEST[:n] for n in range(8, 65) if not DIGEST[:n].isdecimal())
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    )
 
 
 @pytest.fixture
@@ -106,9 +108,16 @@ def fetch_with_four_ranks_on_two_machines(folder: Path) -> Any:
 
 def test_one_process_of_each_machine_fetches(tmp_path: Path) -> None:
     results = run_ranks(fetch_with_four_ranks_on_two_machines, 4, tmp_path)
-    expected = [(str(tmp_path / f"machine{k}.pth"), k, "the cable is cut") for k in (0, 0, 1, 1)]
+    expected = [
+        (str(tmp_path / f"machine{k}.pth"), k, "the cable is cut") for k in (0, 0, 1, 1)
+    ]
     assert results == expected
-    assert files(tmp_path) == ["fetched-by-0", "fetched-by-2", "machine0.pth", "machine1.pth"]
+    assert files(tmp_path) == [
+        "fetched-by-0",
+        "fetched-by-2",
+        "machine0.pth",
+        "machine1.pth",
+    ]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -142,7 +151,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         http.requests = []  # type: ignore[attr-defined]
-        thread = threading.Thread(target=partial(http.serve_forever, poll_interval=0.01))
+        thread = threading.Thread(
+            target=partial(http.serve_forever, poll_interval=0.01)
+        )
         thread.start()
         host, port = http.server_address[:2]
         yield SimpleNamespace(url=f"http://{host!s}:{port}", requests=http.requests)  # type: ignore[attr-defined]
@@ -154,13 +165,18 @@ def test_a_checkpoint_is_downloaded_once(
     server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"{server.url}/a/model.pth?version=1"
-    for load in (partial(load_checkpoint, strict=True), lambda m, url: Checkpointer(m).load(url)):
+    for load in (
+        partial(load_checkpoint, strict=True),
+        lambda m, url: Checkpointer(m).load(url),
+    ):
         target = model()
         with caplog.at_level(logging.INFO, "hooktrain.checkpoint.sources"):
             load(target, url)
         assert target.weight.item() == 3
     assert server.requests == ["/a/model.pth?version=1"]
-    first, second = (r.getMessage() for r in caplog.records if r.name.endswith("sources"))
+    first, second = (
+        r.getMessage() for r in caplog.records if r.name.endswith("sources")
+    )
     assert first.startswith(f"Downloading {url} to {tmp_path}")
     assert second.endswith(f"downloaded earlier from {url}")
 
@@ -180,7 +196,9 @@ def test_what_a_killed_download_has_left_is_swept(server: Any) -> None:
     assert files(path.parent) == ["model.pth"]
 
 
-def test_a_broken_download_is_fetched_again(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_download_is_fetched_again(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     url = f"{server.url}/a/model.pth"
     Path(local_path(url)).write_text("<html>Please log in to the network</html>")
     target = model()
@@ -190,13 +208,17 @@ def test_a_broken_download_is_fetched_again(server: Any, caplog: pytest.LogCaptu
     assert "Downloading again: " in caplog.text
 
 
-def test_a_run_starts_from_an_address_unless_it_resumes(server: Any, tmp_path: Path) -> None:
+def test_a_run_starts_from_an_address_unless_it_resumes(
+    server: Any, tmp_path: Path
+) -> None:
     target = model()
     checkpointer = Checkpointer(target, tmp_path / "run")
     checkpointer.resume_or_load(f"{server.url}/a/model.pth")
     assert target.weight.item() == 3
     checkpointer.save("model_0000004", iteration=4)
-    assert checkpointer.resume_or_load("http://nobody.invalid/a.pth") == {"iteration": 4}
+    assert checkpointer.resume_or_load("http://nobody.invalid/a.pth") == {
+        "iteration": 4
+    }
 
 
 def test_files_of_one_name_from_two_addresses_are_not_confused(server: Any) -> None:
@@ -206,7 +228,9 @@ def test_files_of_one_name_from_two_addresses_are_not_confused(server: Any) -> N
         assert target.weight.item() == value
 
 
-def test_a_file_with_a_digest_lies_where_torch_hub_has_it(server: Any, tmp_path: Path) -> None:
+def test_a_file_with_a_digest_lies_where_torch_hub_has_it(
+    server: Any, tmp_path: Path
+) -> None:
     name = f"model-{SHORT}.pth"
     path = local_path(f"{server.url}/a/{name}")
     assert path == str(tmp_path / "home" / "hub" / "checkpoints" / name)
@@ -220,7 +244,11 @@ def test_a_file_with_a_digest_lies_where_torch_hub_has_it(server: Any, tmp_path:
         ("error/a.pth", OSError, "/error/a.pth: .*HTTP Error 503"),
         ("cut/a.pth", OSError, f"/cut/a.pth: .*received .* of {len(GOOD):,} bytes"),
         ("chunked/a.pth", OSError, "/chunked/a.pth: IncompleteRead"),
-        (f"a/m-{'0f' * 4}.pth", CorruptCheckpointError, f"begin with {'0f' * 4}, and is {DIGEST}"),
+        (
+            f"a/m-{'0f' * 4}.pth",
+            CorruptCheckpointError,
+            f"begin with {'0f' * 4}, and is {DIGEST}",
+        ),
         ("a/", ValueError, "must end with the name of a file: 'http.*/a/'"),
         ("a/..", ValueError, "must end with the name of a file: 'http.*'"),
     ],
@@ -234,8 +262,12 @@ def test_a_download_that_fails_leaves_nothing(
     assert files(tmp_path) == []
 
 
-def test_a_server_that_does_not_answer_is_an_error_with_the_address(server: Any) -> None:
-    with pytest.raises(OSError, match=r"cannot download http://127.0.0.1:9/a\.pth: URLError"):
+def test_a_server_that_does_not_answer_is_an_error_with_the_address(
+    server: Any,
+) -> None:
+    with pytest.raises(
+        OSError, match=r"cannot download http://127.0.0.1:9/a\.pth: URLError"
+    ):
         local_path("http://127.0.0.1:9/a.pth")
 
 
@@ -266,7 +298,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryFileSystem:
     def open_file(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
         if "denied" in path:
             raise NoCredentialsError("Unable to locate credentials")
-        return Cut(GOOD[:-100]) if "cut" in path else opened(self, path, *args, **kwargs)
+        return (
+            Cut(GOOD[:-100]) if "cut" in path else opened(self, path, *args, **kwargs)
+        )
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(MemoryFileSystem, "store", {})
@@ -305,15 +339,27 @@ def test_a_file_of_a_store_is_downloaded_once_until_it_is_broken_or_replaced(
 @pytest.mark.parametrize(
     ("address", "kind", "message"),
     [
-        ("run/none.pth", FileNotFoundError, "memory://bucket/run/none.pth: FileNotFoundError"),
+        (
+            "run/none.pth",
+            FileNotFoundError,
+            "memory://bucket/run/none.pth: FileNotFoundError",
+        ),
         ("run/cut.pth", OSError, f"/cut.pth: .*received .* of {len(GOOD):,} bytes"),
         ("run/denied.pth", OSError, "denied.pth: NoCredentialsError: Unable to locate"),
         ("run", OSError, "memory://bucket/run: .*is a folder; copy it to a disk"),
-        ("run/model-0f0f0f0f.pth", CorruptCheckpointError, f"with 0f0f0f0f, and is {DIGEST}"),
+        (
+            "run/model-0f0f0f0f.pth",
+            CorruptCheckpointError,
+            f"with 0f0f0f0f, and is {DIGEST}",
+        ),
     ],
 )
 def test_what_a_store_does_not_give_is_an_error_with_the_address_and_leaves_nothing(
-    address: str, kind: type[Exception], message: str, bucket: MemoryFileSystem, tmp_path: Path
+    address: str,
+    kind: type[Exception],
+    message: str,
+    bucket: MemoryFileSystem,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(kind, match=message) as info:
         local_path(f"memory://bucket/{address}")
@@ -341,7 +387,9 @@ def load_by_address_with_two_ranks(folder: Path) -> Any:
     sources._write_download = write_download
     target = model()
     Checkpointer(target).load(f"file://{folder}/model.pth")
-    with pytest.raises(FileNotFoundError, match=f"cannot download file://{folder}/none.pth"):
+    with pytest.raises(
+        FileNotFoundError, match=f"cannot download file://{folder}/none.pth"
+    ):
         Checkpointer(target).load(f"file://{folder}/none.pth")
     with pytest.raises(ValueError, match="Protocol not known: new"):
         Checkpointer(target).load("new://none.pth")

@@ -15,7 +15,7 @@ from hooktrain.checkpoint import (
     revise_names,
     take_prefix,
 )
-from hooktrain.checkpoint.surgery import load_model_state
+from hooktrain.checkpoint.loading import load_model_state
 
 
 def test_an_equal_model_loads_in_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -27,7 +27,9 @@ def test_an_equal_model_loads_in_silence(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_what_differs_is_told_in_a_table(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(OrderedDict(a=nn.Linear(3, 2), b=nn.Linear(2, 5), c=nn.Linear(5, 1)))
+    model = nn.Sequential(
+        OrderedDict(a=nn.Linear(3, 2), b=nn.Linear(2, 5), c=nn.Linear(5, 1))
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = {
         "a.weight": torch.ones(2, 3),
@@ -39,7 +41,10 @@ def test_what_differs_is_told_in_a_table(caplog: pytest.LogCaptureFixture) -> No
     }
     with caplog.at_level(logging.WARNING):
         result = load_model_state(model, state)
-    assert result.incorrect_shapes == [("b.weight", (7, 2), (5, 2)), ("b.bias", (7,), (5,))]
+    assert result.incorrect_shapes == [
+        ("b.weight", (7, 2), (5, 2)),
+        ("b.bias", (7,), (5,)),
+    ]
     assert result.missing_keys == ["c.weight", "c.bias"]
     assert result.unexpected_keys == ["head.weight", "head.bias"]
     (record,) = caplog.records
@@ -86,15 +91,26 @@ def test_the_version_in_the_metadata_reaches_the_module(strict: bool) -> None:
 def test_the_counter_of_batch_norm_is_not_missing_in_old_files(
     strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = dict(nn.Sequential(nn.BatchNorm1d(2)).state_dict())  # without the modules' versions
+    state = dict(
+        nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    )  # without the modules' versions
     del state["0.num_batches_tracked"]
-    assert load_model_state(nn.Sequential(nn.BatchNorm1d(2)), state, strict) == ([], [], [])
+    assert load_model_state(nn.Sequential(nn.BatchNorm1d(2)), state, strict) == (
+        [],
+        [],
+        [],
+    )
     assert caplog.records == []
 
 
 @pytest.mark.parametrize(
     ("name", "is_wrapped"),
-    [("modules_list", False), ("modules_list", True), ("module2", True), ("module", False)],
+    [
+        ("modules_list", False),
+        ("modules_list", True),
+        ("module2", True),
+        ("module", False),
+    ],
 )
 def test_a_model_whose_own_names_look_like_those_of_a_wrapped_one_is_loaded(
     name: str, is_wrapped: bool
@@ -122,20 +138,28 @@ def test_a_strict_load_changes_all_or_nothing(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     pointers = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
     good = {name: torch.full_like(value, 5) for name, value in before.items()}
-    bad = {name: value for name, value in {**good, **change}.items() if value is not None}
+    bad = {
+        name: value for name, value in {**good, **change}.items() if value is not None
+    }
     with pytest.raises(RuntimeError, match=rf"(?s)strict=True.*{message}"):
         load_model_state(model, bad, strict=True)
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert pointers == [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    assert pointers == [
+        tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]
+    ]
     assert load_model_state(model, good, strict=True) == ([], [], [])
-    assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, good[name]) for name, value in model.state_dict().items()
+    )
     assert caplog.records == []
 
 
 def test_an_uninitialised_parameter_takes_the_shape_of_the_file() -> None:
     model = nn.LazyLinear(2)
-    result = load_model_state(model, {"weight": torch.ones(2, 7), "bias": torch.ones(2)})
+    result = load_model_state(
+        model, {"weight": torch.ones(2, 7), "bias": torch.ones(2)}
+    )
     assert result == ([], [], [])
     assert torch.equal(model.weight, torch.ones(2, 7))
 
@@ -150,9 +174,15 @@ class Tied(nn.Module):
 
 def test_a_shared_tensor_under_another_name_is_not_missing() -> None:
     model = Tied()
-    assert load_model_state(model, {"embedding.weight": torch.ones(4, 3)}) == ([], [], [])
+    assert load_model_state(model, {"embedding.weight": torch.ones(4, 3)}) == (
+        [],
+        [],
+        [],
+    )
     assert torch.equal(model.head.weight, torch.ones(4, 3))
-    with pytest.raises(ValueError, match=r"it has {}, and the model {'embedding.weight'"):
+    with pytest.raises(
+        ValueError, match=r"it has {}, and the model {'embedding.weight'"
+    ):
         load_model_state(model, {})
 
 
@@ -213,7 +243,9 @@ def test_the_part_of_a_module_has_the_names_of_the_module_itself(prefix: str) ->
 
 
 def test_a_prefix_that_no_name_has_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"begins with 'backbon\.'; did you mean 'backbone'\?"):
+    with pytest.raises(
+        ValueError, match=r"begins with 'backbon\.'; did you mean 'backbone'\?"
+    ):
         take_prefix({"backbone.weight": 1, "head.weight": 2}, "backbon")
     with pytest.raises(ValueError, match=r"begins with 'x\.'"):
         take_prefix({}, "x")
@@ -232,7 +264,9 @@ def test_names_are_revised_one_rule_after_the_other(
     revise: list[tuple[str, str]], expected: list[str]
 ) -> None:
     state = {"a.weight": 1, "ab.weight": 2}
-    assert list(revise_names(state, revise).items()) == list(zip(expected, (1, 2), strict=True))
+    assert list(revise_names(state, revise).items()) == list(
+        zip(expected, (1, 2), strict=True)
+    )
     assert list(state) == ["a.weight", "ab.weight"]
 
 
@@ -241,7 +275,9 @@ def test_versions_of_modules_are_revised_along() -> None:
     assert metadata(revise_names(make().state_dict(), [(r"^", "net.")])).keys() == {
         *("net", "net.0", "net.1")
     }
-    assert metadata(revise_names(whole, [(r"^net\.", "")])) == metadata(make().state_dict())
+    assert metadata(revise_names(whole, [(r"^net\.", "")])) == metadata(
+        make().state_dict()
+    )
     assert not hasattr(revise_names({"a": 1}, []), "_metadata")
 
 
@@ -262,7 +298,9 @@ def save(path: Path, content: Any) -> Path:
         lambda state: {"state_dict": state, "meta": {"epoch": 2}},
         lambda state: state,
         lambda state: {f"module.{name}": value for name, value in state.items()},
-        lambda state: {"state_dict": {f"module.{name}": value for name, value in state.items()}},
+        lambda state: {
+            "state_dict": {f"module.{name}": value for name, value in state.items()}
+        },
     ],
     ids=["model", "state_dict", "bare", "wrapped", "wrapped state_dict"],
 )
@@ -295,17 +333,25 @@ def test_what_a_module_keeps_beside_its_tensors_is_loaded(tmp_path: Path) -> Non
     source.seen = 5
     load_checkpoint(target, save(tmp_path / "a.pth", source.state_dict()), strict=True)
     assert target.seen == 5
-    assert load_model_state(target, nn.Linear(2, 1).state_dict()).missing_keys == ["_extra_state"]
+    assert load_model_state(target, nn.Linear(2, 1).state_dict()).missing_keys == [
+        "_extra_state"
+    ]
 
 
-def test_a_part_is_loaded_by_its_prefix_after_names_were_revised(tmp_path: Path) -> None:
+def test_a_part_is_loaded_by_its_prefix_after_names_were_revised(
+    tmp_path: Path,
+) -> None:
     source, backbone = nn.Linear(3, 2), nn.Linear(3, 2)
-    state = {f"net.backbone.{name}": value for name, value in source.state_dict().items()}
+    state = {
+        f"net.backbone.{name}": value for name, value in source.state_dict().items()
+    }
     state["net.head.weight"] = torch.ones(1)
     path = save(tmp_path / "a.pth", {"state_dict": state})
     for revise, prefix in (((), "net.backbone."), ([(r"^net\.", "")], "backbone")):
         nn.init.zeros_(backbone.weight)
-        result = load_checkpoint(backbone, path, strict=True, revise_keys=revise, prefix=prefix)
+        result = load_checkpoint(
+            backbone, path, strict=True, revise_keys=revise, prefix=prefix
+        )
         assert torch.equal(backbone.weight, source.weight)
         assert list(result["model"]) == list(state)
     with pytest.raises(RuntimeError, match=r"weight *missing"):
@@ -315,7 +361,10 @@ def test_a_part_is_loaded_by_its_prefix_after_names_were_revised(tmp_path: Path)
 
 
 def test_the_result_is_on_the_device_that_was_asked_for(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.pth", {"model": {"weight": torch.ones(1, 1)}, "extra": torch.ones(1)})
+    path = save(
+        tmp_path / "a.pth",
+        {"model": {"weight": torch.ones(1, 1)}, "extra": torch.ones(1)},
+    )
     model = nn.Linear(1, 1, bias=False)
     assert load_checkpoint(model, path)["extra"].device.type == "cpu"
     # There is no other device in every machine. Weights that are nowhere cannot be copied.
@@ -323,7 +372,9 @@ def test_the_result_is_on_the_device_that_was_asked_for(tmp_path: Path) -> None:
         load_checkpoint(model, path, "meta")
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tmp_path / "a.pth", {"weight": torch.full((1, 1), 7.0)})
     model = nn.Linear(1, 1, bias=False)

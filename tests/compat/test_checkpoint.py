@@ -91,16 +91,22 @@ def test_a_resume_passes_over_what_is_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["_load_file", "_torch_load", "_load_model"])
-def test_the_core_refuses_a_subclass_whose_override_it_would_not_call(method: str) -> None:
+def test_the_core_refuses_a_subclass_whose_override_it_would_not_call(
+    method: str,
+) -> None:
     with pytest.raises(
         TypeError, match=f"Mine.{method} would never be called: derive from .*compat"
     ):
         type("Mine", (core.Checkpointer,), {method: None})
 
 
-@pytest.mark.parametrize("base", [core.Checkpointer, Checkpointer, DetectionCheckpointer])
+@pytest.mark.parametrize(
+    "base", [core.Checkpointer, Checkpointer, DetectionCheckpointer]
+)
 def test_to_override_what_names_the_last_checkpoint_is_refused(base: type) -> None:
-    with pytest.raises(TypeError, match=r"Mine.tag_last_checkpoint would never .*: override save"):
+    with pytest.raises(
+        TypeError, match=r"Mine.tag_last_checkpoint would never .*: override save"
+    ):
         type("Mine", (base,), {"tag_last_checkpoint": None})
 
 
@@ -108,19 +114,27 @@ class WithoutFirst(DetectionCheckpointer):
     """Changes the names in the file, and forgives what is missing."""
 
     def _load_model(self, checkpoint: State) -> Any:
-        checkpoint["model"] = {k.removeprefix("first."): v for k, v in checkpoint["model"].items()}
+        checkpoint["model"] = {
+            k.removeprefix("first."): v for k, v in checkpoint["model"].items()
+        }
         incompatible = super()._load_model(checkpoint)
         incompatible.missing_keys.remove("1.weight")
         return incompatible
 
 
-def test_a_subclass_changes_the_state_before_and_the_differences_after(tmp_path: Path) -> None:
-    save_file({"first.0.weight": torch.ones(1, 1)}, tmp_path / "bare.pth")  # without "model"
+def test_a_subclass_changes_the_state_before_and_the_differences_after(
+    tmp_path: Path,
+) -> None:
+    save_file(
+        {"first.0.weight": torch.ones(1, 1)}, tmp_path / "bare.pth"
+    )  # without "model"
     model = nn.Sequential(linear(), linear())
     checkpointer = WithoutFirst(model)
     assert checkpointer.load(tmp_path / "bare.pth") == {}
     assert model[0].weight.item() == 1.0
-    found = checkpointer._load_model(checkpointer._load_file(str(tmp_path / "bare.pth")))
+    found = checkpointer._load_model(
+        checkpointer._load_file(str(tmp_path / "bare.pth"))
+    )
     assert found == _IncompatibleKeys([], [], [])
 
 
@@ -186,11 +200,15 @@ class Uploads(Checkpointer):
 
 
 @pytest.mark.parametrize("kind", [ByHand, Uploads])
-def test_hooks_save_by_a_save_of_ones_own(tmp_path: Path, kind: type[Checkpointer]) -> None:
+def test_hooks_save_by_a_save_of_ones_own(
+    tmp_path: Path, kind: type[Checkpointer]
+) -> None:
     model = linear()
     batches = DataLoader(torch.ones(8, 1), batch_size=1)  # type: ignore[arg-type]
     trainer = SimpleTrainer(
-        nn.Sequential(model, nn.Flatten(0)), batches, torch.optim.SGD(model.parameters(), lr=0.0)
+        nn.Sequential(model, nn.Flatten(0)),
+        batches,
+        torch.optim.SGD(model.parameters(), lr=0.0),
     )
     trainer.model.register_forward_hook(lambda *call: call[2].sum())
     checkpointer = kind(trainer.model, tmp_path, trainer=trainer)
@@ -223,14 +241,20 @@ def test_a_save_that_fails_leaves_no_options_to_the_next(tmp_path: Path) -> None
     assert checkpointer.has_checkpoint()
 
 
-def test_a_step_of_a_periodic_checkpointer_of_ones_own_is_called(tmp_path: Path) -> None:
+def test_a_step_of_a_periodic_checkpointer_of_ones_own_is_called(
+    tmp_path: Path,
+) -> None:
     class OnlyOne(hooks.PeriodicCheckpointer):
         def step(self, iteration: int, **extra: Any) -> None:
             if iteration % 3 == 0:
-                self.checkpointer.save(f"{self.file_prefix}_recent", iteration=iteration)
+                self.checkpointer.save(
+                    f"{self.file_prefix}_recent", iteration=iteration
+                )
 
     model = linear()
-    trainer = SimpleTrainer(model, [torch.ones(1)], torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer = SimpleTrainer(
+        model, [torch.ones(1)], torch.optim.SGD(model.parameters(), lr=0.0)
+    )
     trainer.model.register_forward_hook(lambda *call: call[2].sum())
     checkpointer = Checkpointer(model, tmp_path)
     trainer.register_hooks([OnlyOne(checkpointer, 100)])
@@ -269,7 +293,10 @@ def test_the_path_manager_finds_what_is_loaded(
     manager.rm("bucket://x.txt")
     assert not manager.exists(tmp_path / "x.txt")
     Checkpointer(linear(3.0), tmp_path).save("x")
-    for find in (manager, SimpleNamespace(get_local_path=lambda path: tmp_path / path[-5:])):
+    for find in (
+        manager,
+        SimpleNamespace(get_local_path=lambda path: tmp_path / path[-5:]),
+    ):
         model = linear()
         checkpointer = Checkpointer(model)
         checkpointer.path_manager = find

@@ -24,7 +24,9 @@ class Squares(IterableDataset[int]):
 
 
 def test_a_test_loader_reads_a_stream_as_it_comes() -> None:
-    loader = build_test_loader(Squares(), mapper=float, collate_fn=trivial_batch_collator)
+    loader = build_test_loader(
+        Squares(), mapper=float, collate_fn=trivial_batch_collator
+    )
     assert list(loader) == [[0.0], [1.0], [4.0]]
 
 

@@ -48,8 +48,18 @@ class Tree(dict[str, Any]):
 
 
 def tree(folder: Path, **solver: Any) -> Tree:
-    steps = {"BASE_LR": 0.1, "MAX_ITER": 6, "WARMUP_ITERS": 2, "STEPS": (4,), "IMS_PER_BATCH": 2}
-    rest = {"CHECKPOINT_PERIOD": 2, "AMP": Tree(ENABLED=False), "REFERENCE_WORLD_SIZE": 0}
+    steps = {
+        "BASE_LR": 0.1,
+        "MAX_ITER": 6,
+        "WARMUP_ITERS": 2,
+        "STEPS": (4,),
+        "IMS_PER_BATCH": 2,
+    }
+    rest = {
+        "CHECKPOINT_PERIOD": 2,
+        "AMP": Tree(ENABLED=False),
+        "REFERENCE_WORLD_SIZE": 0,
+    }
     return Tree(
         OUTPUT_DIR=str(folder),
         SEED=7,
@@ -58,7 +68,11 @@ def tree(folder: Path, **solver: Any) -> Tree:
         DATALOADER=Tree(NUM_WORKERS=0),
         DATASETS=Tree(TEST=("one", "two")),
         SOLVER=Tree({**steps, **rest, **solver}),
-        TEST=Tree(EVAL_PERIOD=4, EXPECTED_RESULTS=[], PRECISE_BN=Tree(ENABLED=False, NUM_ITER=1)),
+        TEST=Tree(
+            EVAL_PERIOD=4,
+            EXPECTED_RESULTS=[],
+            PRECISE_BN=Tree(ENABLED=False, NUM_ITER=1),
+        ),
     )
 
 
@@ -123,7 +137,10 @@ def test_a_subclass_trains_evaluates_and_resumes(tmp_path: Path) -> None:
     whole = Trainer(tree(tmp_path / "whole"))
     whole.seed = 3
     whole.train()
-    assert whole._last_eval_results == {"one": {"count": {"one": 1}}, "two": {"count": {"two": 3}}}
+    assert whole._last_eval_results == {
+        "one": {"count": {"one": 1}},
+        "two": {"count": {"two": 3}},
+    }
 
     first = Trainer(tree(tmp_path / "parts"))
     first.seed = 3
@@ -153,7 +170,9 @@ class Assembled(Trainer):
         else:
             super(DefaultTrainer, self).__init__()
         model = self.build_model(cfg)
-        self._trainer = Doubled(model, [torch.ones(1, 2)], self.build_optimizer(cfg, model))
+        self._trainer = Doubled(
+            model, [torch.ones(1, 2)], self.build_optimizer(cfg, model)
+        )
         self.scheduler = self.build_lr_scheduler(cfg, self._trainer.optimizer)
         self.max_iter, self.cfg = 3, cfg
         self.register_hooks([hooks.LRScheduler(self.optimizer, self.scheduler)])
@@ -181,12 +200,16 @@ class PutsLate(HookBase):
         self.trainer.storage.put_scalar("late", self.trainer.iter, smoothing_hint=False)
 
 
-def test_a_metric_of_a_hook_behind_the_writer_is_in_its_iterations_line(tmp_path: Path) -> None:
+def test_a_metric_of_a_hook_behind_the_writer_is_in_its_iterations_line(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tree(tmp_path))
     trainer.register_hooks([PutsLate()])
     trainer._hooks.append(hooks.CallbackHook(after_train=lambda _: None))
     trainer.train()
-    assert [line.get("late") for line in load_json_metrics(tmp_path / "metrics.json")] == [
+    assert [
+        line.get("late") for line in load_json_metrics(tmp_path / "metrics.json")
+    ] == [
         None,  # the evaluation in between
         5,
         None,

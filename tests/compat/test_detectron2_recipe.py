@@ -33,9 +33,13 @@ IMPORTS = {
 }
 
 
-def test_the_recipe_changes_the_imports_of_training_and_leaves_those_of_detection() -> None:
+def test_the_recipe_changes_the_imports_of_training_and_leaves_those_of_detection() -> (
+    None
+):
     changed = after_recipe("detectron2", "\n".join(IMPORTS))
-    assert changed.splitlines() == [after or before for before, after in IMPORTS.items()]
+    assert changed.splitlines() == [
+        after or before for before, after in IMPORTS.items()
+    ]
 
 
 # By the module of detectron2, fvcore or iopath that scripts import them from.

@@ -46,7 +46,10 @@ IMPORTS = {
     "from mmengine._strategy import DDPStrategy": f"{HERE} DDPStrategy",
     "from mmengine import MODELS": f"{HERE} MODELS",
     "import mmengine.dist as dist": "import hooktrain.compat.mmengine as dist",
-    **{line: line for line in ("from mmdet.models import A", "from mmengine.fileio import load")},
+    **{
+        line: line
+        for line in ("from mmdet.models import A", "from mmengine.fileio import load")
+    },
 }
 
 
@@ -81,7 +84,9 @@ INSTEAD |= dict.fromkeys(
 
 def test_names_are_there_and_others_say_what_takes_their_place() -> None:
     assert [name for name in NAMES.split() if not hasattr(mmengine, name)] == []
-    assert mmengine.ConstantParamScheduler.__module__ == "hooktrain.solver.param_scheduler"
+    assert (
+        mmengine.ConstantParamScheduler.__module__ == "hooktrain.solver.param_scheduler"
+    )
     for name, instead in INSTEAD.items():
         with pytest.raises(ImportError, match=f"place of MMEngine's {name}: {instead}"):
             getattr(mmengine, name)
@@ -98,14 +103,26 @@ def test_registries_take_defaults_scopes_parents_and_builders() -> None:
             super().__init__()
             self.ab = a, b
 
-    assert MODELS.build({"type": "mine.Child", "a": 1}, default_args={"a": 0, "b": 2}).ab == (1, 2)
-    assert MODELS.build({"type": "Child", "a": 1, "b": 2}, default_args=None).ab == (1, 2)
-    assert child.get("mine.Child") is child.get("Child") is registry.MODELS.get("Child") is Child
-    assert child.get("Chidl") is None
-    assert type(MODELS.build({"type": "StochasticWeightAverage", "model": nn.Linear(1, 1)})) is (
-        StochasticWeightAverage
+    assert MODELS.build(
+        {"type": "mine.Child", "a": 1}, default_args={"a": 0, "b": 2}
+    ).ab == (1, 2)
+    assert MODELS.build({"type": "Child", "a": 1, "b": 2}, default_args=None).ab == (
+        1,
+        2,
     )
-    echo = Registry("echo", build_func=lambda cfg, registry, **given: (cfg, registry.name, given))
+    assert (
+        child.get("mine.Child")
+        is child.get("Child")
+        is registry.MODELS.get("Child")
+        is Child
+    )
+    assert child.get("Chidl") is None
+    assert type(
+        MODELS.build({"type": "StochasticWeightAverage", "model": nn.Linear(1, 1)})
+    ) is (StochasticWeightAverage)
+    echo = Registry(
+        "echo", build_func=lambda cfg, registry, **given: (cfg, registry.name, given)
+    )
     assert echo.build({"type": "x"}, b=2) == ({"type": "x"}, "echo", {"b": 2})
 
 
@@ -131,7 +148,11 @@ class Net(BaseModel):
         return {"loss": outputs.square().mean()} if mode == "loss" else outputs
 
     def weights(self) -> list[float]:
-        return [part.weight[0, 0].item() for part in self.modules() if isinstance(part, nn.Linear)]
+        return [
+            part.weight[0, 0].item()
+            for part in self.modules()
+            if isinstance(part, nn.Linear)
+        ]
 
 
 class Drawn(Net):
@@ -143,7 +164,9 @@ def sgd(model: nn.Module) -> OptimWrapper:
     return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def test_a_trainer_initialises_weights_once_unless_they_were_loaded(tmp_path: Path) -> None:
+def test_a_trainer_initialises_weights_once_unless_they_were_loaded(
+    tmp_path: Path,
+) -> None:
     model = Net()
     assert not pickle.loads(pickle.dumps(model)).is_init
     StepTrainer(model, [], sgd(model))
@@ -163,13 +186,21 @@ def test_a_trainer_initialises_weights_once_unless_they_were_loaded(tmp_path: Pa
     assert drawn.weights() == weights
 
 
-def test_init_cfg_loads_a_part_of_a_checkpoint_and_anything_else_is_refused(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"a.linear.weight": torch.ones(1, 2)}}, tmp_path / "x.pth")
-    part = Part(0.0, {"type": "Pretrained", "checkpoint": tmp_path / "x.pth", "prefix": "a."})
+def test_init_cfg_loads_a_part_of_a_checkpoint_and_anything_else_is_refused(
+    tmp_path: Path,
+) -> None:
+    torch.save(
+        {"state_dict": {"a.linear.weight": torch.ones(1, 2)}}, tmp_path / "x.pth"
+    )
+    part = Part(
+        0.0, {"type": "Pretrained", "checkpoint": tmp_path / "x.pth", "prefix": "a."}
+    )
     part.init_weights()
     assert part.linear.weight.tolist() == [[1, 1]]
     for other in ({"type": "Normal"}, [{"type": "Normal"}]):
-        with pytest.raises(ValueError, match=r"in init_weights\(\), not by init_cfg=.*'Normal'"):
+        with pytest.raises(
+            ValueError, match=r"in init_weights\(\), not by init_cfg=.*'Normal'"
+        ):
             Net(init_cfg=other)
 
 
@@ -230,8 +261,21 @@ def test_a_hook_has_mmengines_events_with_the_batch_and_the_outputs() -> None:
     trainer.train(max_iter=3)
     assert hook.seen == [
         *(("run", 3, 0), "train", ("epoch", 0)),
-        *((0, 3, ["loss"]), (1, 4, ["loss"]), "iter 1", "last of epoch", "end of epoch"),
-        *(("epoch", 1), (0, 3, ["loss"]), "iter 2", "last epoch", "end of train", "end of run"),
+        *(
+            (0, 3, ["loss"]),
+            (1, 4, ["loss"]),
+            "iter 1",
+            "last of epoch",
+            "end of epoch",
+        ),
+        *(
+            ("epoch", 1),
+            (0, 3, ["loss"]),
+            "iter 2",
+            "last epoch",
+            "end of train",
+            "end of run",
+        ),
     ]
 
 
@@ -256,7 +300,9 @@ def test_a_hook_has_mmengines_events_with_the_batch_and_the_outputs() -> None:
 def test_an_override_that_nothing_would_call_is_refused_when_the_class_is_defined(
     base: type, method: str, instead: str
 ) -> None:
-    with pytest.raises(TypeError, match=f"Own.{method} would never be called: .*{instead}"):
+    with pytest.raises(
+        TypeError, match=f"Own.{method} would never be called: .*{instead}"
+    ):
         type("Own", (base,), {method: lambda self: None, "__qualname__": "Own"})
 
 
@@ -293,7 +339,9 @@ RUN = {
 
 
 def strategy_run(folder: Path) -> tuple[Any, StepTrainer, Checkpointer]:
-    strategy = SingleDeviceStrategy(work_dir=folder, device="cpu", env_kwargs={"seed": 1})
+    strategy = SingleDeviceStrategy(
+        work_dir=folder, device="cpu", env_kwargs={"seed": 1}
+    )
     model, wrapper, schedulers = strategy.prepare(Net(), **RUN)
     data = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
     loader = build_train_loader([(row,) for row in data], total_batch_size=4, seed=0)
@@ -308,11 +356,15 @@ def final(trainer: StepTrainer) -> list[Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def test_strategies_and_trainers_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+def test_strategies_and_trainers_go_on_from_each_others_checkpoints(
+    tmp_path: Path,
+) -> None:
     strategy, trainer, checkpointer = strategy_run(tmp_path)
     trainer.train(max_iter=3)
     checkpointer.save("model_0000002", iteration=2)
-    strategy.save_checkpoint(tmp_path / "other" / "iter_3.pth", extra_ckpt={"meta": {"iter": 3}})
+    strategy.save_checkpoint(
+        tmp_path / "other" / "iter_3.pth", extra_ckpt={"meta": {"iter": 3}}
+    )
     expected = final(trainer)
 
     strategy, resumed, _ = strategy_run(tmp_path)
@@ -332,13 +384,19 @@ def test_strategies_and_trainers_go_on_from_each_others_checkpoints(tmp_path: Pa
     strategy.resume(tmp_path / "other" / "iter_3.pth", map_location="cpu")
 
 
-def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_parameters() -> None:
+def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_parameters() -> (
+    None
+):
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
-    theirs = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(
+        [{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9
+    )
     for number, parameter in enumerate(model.parameters()):
         theirs.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
     optimizer = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
-    ours = DefaultOptimWrapperConstructor({"optimizer": optimizer}, {"bias_lr_mult": 2.0})(model)
+    ours = DefaultOptimWrapperConstructor(
+        {"optimizer": optimizer}, {"bias_lr_mult": 2.0}
+    )(model)
     assert [len(group["params"]) for group in ours.optimizer.param_groups] == [2, 2]
     ours.name_parameters(model)
     ours.load_state_dict(theirs.state_dict())
@@ -349,7 +407,9 @@ def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_pa
 
 def test_a_moving_average_begins_with_the_weights_of_its_first_update() -> None:
     model = nn.Linear(1, 1, bias=False)
-    average = MODELS.build({"type": "ExponentialMovingAverage", "momentum": 0.25, "model": model})
+    average = MODELS.build(
+        {"type": "ExponentialMovingAverage", "momentum": 0.25, "model": model}
+    )
     for value in (1.0, 2.0):
         nn.init.constant_(model.weight, value)
         average.update_parameters(model)
@@ -357,7 +417,9 @@ def test_a_moving_average_begins_with_the_weights_of_its_first_update() -> None:
 
 
 class Decaying(DefaultOptimWrapperConstructor):
-    def add_params(self, params: Any, module: nn.Module, prefix: str = "", **kwargs: Any) -> None:  # type: ignore[override]
+    def add_params(
+        self, params: Any, module: nn.Module, prefix: str = "", **kwargs: Any
+    ) -> None:  # type: ignore[override]
         super().add_params(params, module, prefix, **kwargs)
         for group in params:
             group["lr"] *= self.paramwise_cfg["layer_decay"]
@@ -365,5 +427,7 @@ class Decaying(DefaultOptimWrapperConstructor):
 
 def test_a_constructor_has_rules_of_its_own_beside_those_that_are_there() -> None:
     rules = {"layer_decay": 0.5, "bias_lr_mult": 4.0}
-    wrapper = Decaying({"optimizer": {"type": "mmengine.SGD", "lr": 1.0}}, rules)(nn.Linear(1, 1))
+    wrapper = Decaying({"optimizer": {"type": "mmengine.SGD", "lr": 1.0}}, rules)(
+        nn.Linear(1, 1)
+    )
     assert wrapper.get_lr()["lr"] == [0.5, 2.0]

@@ -24,7 +24,9 @@ from hooktrain.compat.solver import (
 
 
 def tree(**changes: Any) -> Any:
-    clip = SimpleNamespace(ENABLED=False, CLIP_TYPE="value", CLIP_VALUE=0.5, NORM_TYPE=2.0)
+    clip = SimpleNamespace(
+        ENABLED=False, CLIP_TYPE="value", CLIP_VALUE=0.5, NORM_TYPE=2.0
+    )
     options = {
         "BASE_LR": 0.1,
         "MOMENTUM": 0.9,
@@ -46,7 +48,9 @@ def tree(**changes: Any) -> Any:
         "NUM_DECAYS": 3,
     }
     for key, value in changes.items():
-        setattr(clip, key, value) if hasattr(clip, key) else options.update({key: value})
+        setattr(clip, key, value) if hasattr(clip, key) else options.update(
+            {key: value}
+        )
     return SimpleNamespace(SOLVER=SimpleNamespace(**options))
 
 
@@ -65,7 +69,9 @@ def sgd() -> SGD:
 
 @pytest.mark.parametrize("method", ["linear", "constant"])
 def test_the_rates_of_the_old_schedulers_are_their_formulas(method: str) -> None:
-    factors = [0.5 if method == "constant" else 0.5 * (1 - i / 4) + i / 4 for i in range(4)]
+    factors = [
+        0.5 if method == "constant" else 0.5 * (1 - i / 4) + i / 4 for i in range(4)
+    ]
     factors += [1.0] * 16
     assert factors == [_get_warmup_factor_at_iter(method, i, 4, 0.5) for i in range(20)]
     steps = WarmupMultiStepLR(sgd(), [8, 12], 0.1, 0.5, 4, method)
@@ -73,10 +79,15 @@ def test_the_rates_of_the_old_schedulers_are_their_formulas(method: str) -> None
     assert rates(steps) == [0.3 * f * d for f, d in zip(factors, decays, strict=True)]
     options = {"warmup_factor": 0.5, "warmup_iters": 4, "warmup_method": method}
     cosine = WarmupCosineLR(sgd(), 20, **options)
-    expected = [0.3 * f * 0.5 * (1.0 + math.cos(math.pi * i / 20)) for i, f in enumerate(factors)]
+    expected = [
+        0.3 * f * 0.5 * (1.0 + math.cos(math.pi * i / 20))
+        for i, f in enumerate(factors)
+    ]
     assert rates(cosine) == expected
     resumed = WarmupCosineLR(sgd(), 20, **options)
-    resumed.load_state_dict({**WarmupCosineLR(sgd(), 20, **options).state_dict(), "last_epoch": 4})
+    resumed.load_state_dict(
+        {**WarmupCosineLR(sgd(), 20, **options).state_dict(), "last_epoch": 4}
+    )
     resumed.optimizer.step()
     resumed.step()
     assert resumed.get_last_lr() == expected[5:6]
@@ -105,7 +116,9 @@ def test_a_schedule_of_the_tree_follows_its_warm_up(name: str, factor: Any) -> N
 
 
 def test_the_groups_of_the_tree_have_its_rates_and_decays() -> None:
-    optimizer = build_optimizer(tree(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    optimizer = build_optimizer(
+        tree(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    )
     settings = {
         name: (group["lr"], group["weight_decay"], group["momentum"])
         for group in optimizer.param_groups
@@ -146,7 +159,10 @@ def test_each_parameter_is_clipped_by_itself(
         optimizer = maybe_add_gradient_clipping(cfg, SGD)(parameters, lr=1.0)
     else:
         optimizer = maybe_add_gradient_clipping(cfg, SGD(parameters, lr=1.0))
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([0.25])
+    parameters[0].grad, parameters[1].grad = (
+        torch.tensor([3.0, 4.0]),
+        torch.tensor([0.25]),
+    )
     optimizer.step()
     values = [*parameters[0].tolist(), parameters[2].item()]
     assert values == pytest.approx(clipped, rel=1e-5)

@@ -11,7 +11,11 @@ from hooktrain.config.config_dict import restore_references
 
 WRITTEN = {
     "train": {"max_iter": 100, "name": "run", "ddp": {"bucket": 25}},
-    "lr": {"length": "${train.max_iter}", "warmup": "${.length}", "dir": "out/${train.name}/x"},
+    "lr": {
+        "length": "${train.max_iter}",
+        "warmup": "${.length}",
+        "dir": "out/${train.name}/x",
+    },
     "hooks": [{"period": "${train.max_iter}"}, "${..train.name}", 3],
 }
 
@@ -57,7 +61,9 @@ def test_a_missing_key_suggests_the_nearest() -> None:
     assert cfg["values"] == 3
 
 
-def test_other_values_are_kept_and_the_callers_dicts_and_lists_are_not_touched() -> None:
+def test_other_values_are_kept_and_the_callers_dicts_and_lists_are_not_touched() -> (
+    None
+):
     model, ordered = object(), OrderedDict(a={"b": [1]})
     source = {"a": {"b": [model, {"c": 2}]}, "ordered": ordered}
     cfg = ConfigDict(source)
@@ -90,7 +96,9 @@ def test_a_reference_has_the_value_and_type_of_what_it_names() -> None:
 
 
 def test_a_reference_may_name_anything_and_stand_anywhere() -> None:
-    cfg = ConfigDict(a={"x": "${n}"}, b="${a}", c="${b.x}", d="${l.-1.y}", e="${t.0}", n=1)
+    cfg = ConfigDict(
+        a={"x": "${n}"}, b="${a}", c="${b.x}", d="${l.-1.y}", e="${t.0}", n=1
+    )
     cfg.update(l=[0, {"y": 5}], t=("${n}", ["${n}", {"y": "${....n}"}], "a"), u="${t}")
     cfg.f = "${n}-${n}-${c}"
     resolve(cfg)
@@ -98,7 +106,9 @@ def test_a_reference_may_name_anything_and_stand_anywhere() -> None:
     assert (cfg.c, cfg.d, cfg.e, cfg.f) == (1, 5, 1, "1-1-1")
     assert cfg.t == cfg.u == (1, [1, {"y": 1}], "a")
     # Relative ones climb one level a dot.
-    cfg = ConfigDict(x=0, a={"x": 1, "b": {"x": 2, "r": ["${..x}", "${...x}", "${....x}"]}})
+    cfg = ConfigDict(
+        x=0, a={"x": 1, "b": {"x": 2, "r": ["${..x}", "${...x}", "${....x}"]}}
+    )
     assert resolve(cfg).a.b.r == [2, 1, 0]
 
 
@@ -108,7 +118,9 @@ def test_a_backslash_makes_a_reference_plain_text() -> None:
     assert resolve(cfg).a == "${HOME}/x"
 
 
-def test_to_resolve_again_follows_what_was_changed_and_keeps_what_replaced_a_reference() -> None:
+def test_to_resolve_again_follows_what_was_changed_and_keeps_what_replaced_a_reference() -> (
+    None
+):
     cfg = train_config()
     cfg.train.max_iter = 7
     cfg.lr.dir = "elsewhere"
@@ -127,9 +139,16 @@ def test_references_are_put_back_as_they_were_written() -> None:
 
 @pytest.mark.parametrize(
     "make_copy",
-    [copy.copy, copy.deepcopy, ConfigDict.copy, lambda cfg: pickle.loads(pickle.dumps(cfg))],
+    [
+        copy.copy,
+        copy.deepcopy,
+        ConfigDict.copy,
+        lambda cfg: pickle.loads(pickle.dumps(cfg)),
+    ],
 )
-def test_a_copy_has_dicts_of_its_own_and_remembers_the_references(make_copy: Any) -> None:
+def test_a_copy_has_dicts_of_its_own_and_remembers_the_references(
+    make_copy: Any,
+) -> None:
     cfg = train_config()
     new = make_copy(cfg)
     assert type(new) is type(new.train) is ConfigDict
@@ -173,7 +192,9 @@ def test_a_reference_that_names_nothing_says_which_key_holds_it(
         ({"a": {"b": "${c}"}, "c": {"d": "${a}"}}, "a.b -> c.d -> a.b"),
     ],
 )
-def test_a_circle_of_references_is_spelled_out(items: dict[str, Any], circle: str) -> None:
+def test_a_circle_of_references_is_spelled_out(
+    items: dict[str, Any], circle: str
+) -> None:
     with pytest.raises(ValueError, match="references go round in a circle") as error:
         resolve(ConfigDict(items))
     assert str(error.value).endswith(f": {circle}")

@@ -33,7 +33,9 @@ def test_a_target_is_called_with_positional_and_keyword_arguments() -> None:
     for cfg in (
         LazyCall(torch.nn.Linear)(3, out_features=2, bias=False),
         LazyCall("torch.nn.Linear")(3, out_features=2, bias=False),
-        LazyCall(LazyCall("functools.partial")(torch.nn.Linear, bias=False))(3, out_features=2),
+        LazyCall(LazyCall("functools.partial")(torch.nn.Linear, bias=False))(
+            3, out_features=2
+        ),
         resolve(ConfigDict(width, x=LazyCall("${kind}")("${width}", 2, bias=False))).x,
     ):
         layer = instantiate(cfg)
@@ -41,11 +43,15 @@ def test_a_target_is_called_with_positional_and_keyword_arguments() -> None:
         assert (layer.in_features, layer.out_features, layer.bias) == (3, 2, None)
 
 
-def test_children_are_built_before_their_parents_at_any_depth_and_arrive_in_plain_types() -> None:
+def test_children_are_built_before_their_parents_at_any_depth_and_arrive_in_plain_types() -> (
+    None
+):
     part = LazyCall(scaled)(1.0, factor=2.0)
     cfg = resolve(
         ConfigDict(
-            a=LazyCall(Recorder)(part, plain={"inner": [part, (LazyCall(scaled)(4.0), {})]}),
+            a=LazyCall(Recorder)(
+                part, plain={"inner": [part, (LazyCall(scaled)(4.0), {})]}
+            ),
             b=[{"_target_": "builtins.len", "_args_": ["xy"]}],
             c="${a}",
         )
@@ -53,10 +59,16 @@ def test_children_are_built_before_their_parents_at_any_depth_and_arrive_in_plai
     built = instantiate(cfg)
     assert built["a"].args == (2.0,)
     assert repr(built["a"].kwargs) == "{'plain': {'inner': [2.0, (4.0, {})]}}"
-    for value in (built, built["a"].kwargs["plain"], built["a"].kwargs["plain"]["inner"][1][1]):
+    for value in (
+        built,
+        built["a"].kwargs["plain"],
+        built["a"].kwargs["plain"]["inner"][1][1],
+    ):
         assert type(value) is dict
     assert built["b"] == [2]
-    assert built["c"] is not built["a"]  # a part that two keys refer to is built for each
+    assert (
+        built["c"] is not built["a"]
+    )  # a part that two keys refer to is built for each
     assert instantiate({"x": part}) == {"x": 2.0}
     assert part == {"_target_": scaled, "_args_": [1.0], "factor": 2.0}
 
@@ -78,7 +90,12 @@ def test_what_is_already_built_passes_through() -> None:
             "Linear (model.head); did you mean 'out_features'?",
         ),
         ([1, LazyCall(torch.nn.Linear)(3)], TypeError, "'out_features'", "Linear (1)"),
-        (LazyCall(torch.nn.Linear)(3), TypeError, "'out_features'", "Linear (the config)"),
+        (
+            LazyCall(torch.nn.Linear)(3),
+            TypeError,
+            "'out_features'",
+            "Linear (the config)",
+        ),
         (
             [{"b": LazyCall(scaled)(3.0, factor=0)}],
             FileNotFoundError,
@@ -105,7 +122,9 @@ def test_an_error_keeps_its_type_and_notes_the_key(
 # LazyConfig.load
 
 
-def test_a_config_is_the_public_dicts_and_lists_of_a_file_or_what_all_names(tmp_path: Path) -> None:
+def test_a_config_is_the_public_dicts_and_lists_of_a_file_or_what_all_names(
+    tmp_path: Path,
+) -> None:
     text = (
         "import math\nfrom hooktrain.config import LazyCall as L\n"
         "limit = 3\ntrain = dict(max_iter=limit, pi=math.pi)\nhooks = [dict(period=2)]\n"
@@ -121,7 +140,9 @@ def test_a_config_is_the_public_dicts_and_lists_of_a_file_or_what_all_names(tmp_
     write(tmp_path, main="__all__ = ['seed', 'a']\nseed = 3\na = {}\nb = {}\n")
     assert LazyConfig.load(tmp_path / "main.py") == {"seed": 3, "a": {}}
     write(tmp_path, main="__all__ = ['seeds']\nseed = 3\n")
-    with pytest.raises(KeyError, match=r"main\.py' has no 'seeds'; did you mean 'seed'"):
+    with pytest.raises(
+        KeyError, match=r"main\.py' has no 'seeds'; did you mean 'seed'"
+    ):
         LazyConfig.load(tmp_path / "main.py")
 
 
@@ -136,7 +157,9 @@ def test_keys_choose_objects(tmp_path: Path) -> None:
     assert LazyConfig.load(file, "n") == 5
     assert LazyConfig.load(file, ["n"]) == (5,)
     assert LazyConfig.load(file, "hooks")[0] == 1
-    with pytest.raises(KeyError, match=r"main\.py' has no 'trian'; did you mean 'train'"):
+    with pytest.raises(
+        KeyError, match=r"main\.py' has no 'trian'; did you mean 'train'"
+    ):
         LazyConfig.load(file, "trian")
 
 
@@ -181,7 +204,9 @@ def test_loads_share_nothing(tmp_path: Path) -> None:
         cfg.shared.n = 5
 
 
-def test_a_file_may_define_dataclasses_and_is_no_module_afterwards(tmp_path: Path) -> None:
+def test_a_file_may_define_dataclasses_and_is_no_module_afterwards(
+    tmp_path: Path,
+) -> None:
     text = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass A:\n    x: int = 5\na = dict(v=A())\n"
@@ -214,9 +239,13 @@ def test_a_relative_import_of_nothing_names_the_missing_file(
     assert error.value.filename == path
 
 
-def test_pythons_import_is_left_alone_and_files_may_import_later(tmp_path: Path) -> None:
+def test_pythons_import_is_left_alone_and_files_may_import_later(
+    tmp_path: Path,
+) -> None:
     original = builtins.__import__
-    write(tmp_path, bad="1 / 0\n", side="x = dict(v=1)\n", failing="from .bad import x\n")
+    write(
+        tmp_path, bad="1 / 0\n", side="x = dict(v=1)\n", failing="from .bad import x\n"
+    )
     with pytest.raises(ZeroDivisionError):
         LazyConfig.load(tmp_path / "failing.py")
     assert builtins.__import__ is original
@@ -230,14 +259,18 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         LazyConfig.load("config.yaml")
     with pytest.raises(FileNotFoundError, match=r"absent\.py'"):
         LazyConfig.load(tmp_path / "absent.py")
-    write(tmp_path, a="from .b import x\n", b="from .a import x\n", c="from .d import x\n")
+    write(
+        tmp_path, a="from .b import x\n", b="from .a import x\n", c="from .d import x\n"
+    )
     with pytest.raises(ImportError, match=r"in a circle, .*a\.py among them"):
         LazyConfig.load(tmp_path / "a.py")
     write(tmp_path, d="x = 1\ny = = 2\n")
     with pytest.raises(SyntaxError, match=r"d\.py, line 2"):
         LazyConfig.load(tmp_path / "c.py")
     for target in (3, None, ["torch.nn.ReLU"]):
-        with pytest.raises(TypeError, match="LazyCall needs a callable, its name or a config"):
+        with pytest.raises(
+            TypeError, match="LazyCall needs a callable, its name or a config"
+        ):
             LazyCall(target)  # type: ignore[arg-type]
 
 

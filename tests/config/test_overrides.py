@@ -45,7 +45,9 @@ def config() -> ConfigDict:
 def test_a_value_is_a_python_literal_or_else_a_string(text: str, expected: Any) -> None:
     cfg = apply_overrides(config(), [f"train.name={text}"])
     assert cfg.train.name == expected
-    assert type(cfg.train.name) is type(expected) or isinstance(cfg.train.name, type(expected))
+    assert type(cfg.train.name) is type(expected) or isinstance(
+        cfg.train.name, type(expected)
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,9 @@ def test_a_value_is_a_python_literal_or_else_a_string(text: str, expected: Any) 
         ("lr=1e4", 10_000.0),
     ],
 )
-def test_a_value_is_understood_as_what_it_replaces(override: str, expected: Any) -> None:
+def test_a_value_is_understood_as_what_it_replaces(
+    override: str, expected: Any
+) -> None:
     cfg = ConfigDict(max_iter=1, lr=0.1, amp={"enabled": not expected})
     name = override.partition("=")[0]
     value = apply_overrides(cfg, [override])
@@ -71,14 +75,19 @@ def test_a_value_is_understood_as_what_it_replaces(override: str, expected: Any)
 
 
 def test_a_word_in_the_place_of_a_bool_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'train.amp.enabled=treu' replaces False: write true or"):
+    with pytest.raises(
+        ValueError, match=r"'train.amp.enabled=treu' replaces False: write true or"
+    ):
         apply_overrides(config(), ["train.amp.enabled=treu"])
 
 
 def test_the_config_itself_is_changed_in_order_and_returned() -> None:
     cfg = config()
     changes = ["train.max_iter=2", "train.max_iter=3", "train.amp={'dtype': 'bf16'}"]
-    assert LazyConfig.apply_overrides(cfg, [*changes, "train.name=NaN", "table.0=null"]) is cfg
+    assert (
+        LazyConfig.apply_overrides(cfg, [*changes, "train.name=NaN", "table.0=null"])
+        is cfg
+    )
     assert cfg.train.max_iter == 3
     assert cfg.train.amp.dtype == "bf16"
     assert "enabled" not in cfg.train.amp
@@ -87,31 +96,47 @@ def test_the_config_itself_is_changed_in_order_and_returned() -> None:
 
 
 def test_a_reference_may_be_set() -> None:
-    cfg = apply_overrides(config(), ["hooks.0.period=${train.max_iter}", "train.max_iter=9"])
+    cfg = apply_overrides(
+        config(), ["hooks.0.period=${train.max_iter}", "train.max_iter=9"]
+    )
     assert cfg.hooks[0].period == 9
     assert apply_overrides(cfg, ["train.max_iter=4"]).hooks[0].period == 4
 
 
 def test_plus_adds_keys_and_the_dicts_on_the_way() -> None:
-    cfg = apply_overrides(config(), ["+a.b.c=1", "+train.seed=3", "+train.name=x", "+hooks.3=y"])
+    cfg = apply_overrides(
+        config(), ["+a.b.c=1", "+train.seed=3", "+train.name=x", "+hooks.3=y"]
+    )
     assert cfg.a.b.c == 1
     assert (cfg.train.seed, cfg.train.name, cfg.hooks[3]) == (3, "x", "y")
 
 
 def test_list_items_and_arguments_of_calls_are_set_and_deleted_by_their_index() -> None:
-    cfg = apply_overrides(config(), ["hooks.0.period=7", "hooks.2='x'", "hooks.-2.period=8"])
+    cfg = apply_overrides(
+        config(), ["hooks.0.period=7", "hooks.2='x'", "hooks.-2.period=8"]
+    )
     assert cfg.hooks == [{"period": 7}, {"period": 8}, "x"]
     apply_overrides(cfg, ["~train.amp", "~hooks.0", "~size", "~table"])
-    assert cfg == {"train": {"max_iter": 1, "name": "run"}, "hooks": [{"period": 8}, "x"]}
+    assert cfg == {
+        "train": {"max_iter": 1, "name": "run"},
+        "hooks": [{"period": 8}, "x"],
+    }
     cfg = ConfigDict(model=LazyCall(torch.nn.Linear)(3, out_features=2))
     apply_overrides(cfg, ["model._args_.0=5", "model._target_=torch.nn.Bilinear"])
-    assert cfg.model == {"_target_": "torch.nn.Bilinear", "_args_": [5], "out_features": 2}
+    assert cfg.model == {
+        "_target_": "torch.nn.Bilinear",
+        "_args_": [5],
+        "out_features": 2,
+    }
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.max_itr=3", "no 'train.max_itr'; did you mean 'max_iter'? (to add it, write '+tr"),
+        (
+            "train.max_itr=3",
+            "no 'train.max_itr'; did you mean 'max_iter'? (to add it, write '+tr",
+        ),
         ("~train.nam", "no 'train.nam'; did you mean 'name'?"),
         ("hooks.9.period=3", "no 'hooks.9'; there is '0', '1', '2'"),
         ("hooks.first=3", "no 'hooks.first'; there is '0', '1', '2'"),
@@ -132,17 +157,33 @@ def test_a_wrong_key_quotes_the_override_and_suggests_the_nearest(
 
 
 @pytest.mark.parametrize(
-    "override", ["train", "train.max_iter", "=3", "a..b=3", ".a=3", "+train", "~", "~train=3", ""]
+    "override",
+    ["train", "train.max_iter", "=3", "a..b=3", ".a=3", "+train", "~", "~train=3", ""],
 )
 def test_an_override_of_another_form_is_refused(override: str) -> None:
-    with pytest.raises(ValueError, match="is none of 'key=value', '\\+key=value' or '~key'") as err:
+    with pytest.raises(
+        ValueError, match="is none of 'key=value', '\\+key=value' or '~key'"
+    ) as err:
         apply_overrides(config(), [override])
     assert repr(override) in str(err.value)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[1, 2", "[a, b]", "{a: 1}", "'x", '"', "(1", "{[]: 1}", "[7]#exp", "no", "Off", "YES", "on"],
+    [
+        "[1, 2",
+        "[a, b]",
+        "{a: 1}",
+        "'x",
+        '"',
+        "(1",
+        "{[]: 1}",
+        "[7]#exp",
+        "no",
+        "Off",
+        "YES",
+        "on",
+    ],
 )
 def test_what_may_be_a_text_or_not_is_refused(text: str) -> None:
     override = f"train.name={text}"
@@ -156,7 +197,9 @@ TEXTS = st.text().filter(lambda text: "${" not in text)
 SCALARS = st.none() | st.booleans() | st.integers() | TEXTS
 LITERALS = st.recursive(
     SCALARS | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner)
+    ),
     max_leaves=8,
 )
 

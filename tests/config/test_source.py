@@ -83,7 +83,9 @@ def test_classes_functions_and_members_load_as_the_same_objects(tmp_path: Path) 
     values = [Backbone, Backbone.Block, Precision.HALF, torch.tanh, torch.float16, len]
     loaded = round_trip(ConfigDict(found=values), tmp_path / "config.py").found
     assert all(x is y for x, y in zip(loaded, values, strict=True))
-    bound = round_trip(ConfigDict(a={"small": Backbone.small}), tmp_path / "config.py").a.small
+    bound = round_trip(
+        ConfigDict(a={"small": Backbone.small}), tmp_path / "config.py"
+    ).a.small
     assert bound == Backbone.small
 
 
@@ -104,7 +106,21 @@ def test_classes_functions_and_members_load_as_the_same_objects(tmp_path: Path) 
         ConfigDict(a={"_target_": "x", "_args_": []}, b={"_target_": "x", "a b": 1}),
         ConfigDict(b={"_args_": [1]}, c={"_target_": "x", "_args_": None}),
         ConfigDict(a=LazyCall(LazyCall("f.g")(1))(2, x=LazyCall("a.b")())),
-        ConfigDict(a=[(), (1,), (1, 2), ((3,),), [[]], {}, None, True, -0.5, -math.inf, b"\x00x"]),
+        ConfigDict(
+            a=[
+                (),
+                (1,),
+                (1, 2),
+                ((3,),),
+                [[]],
+                {},
+                None,
+                True,
+                -0.5,
+                -math.inf,
+                b"\x00x",
+            ]
+        ),
         ConfigDict(a=["\\", "'\"", "\n\r\t\x00\x85\u2028", "é😀", "\ud800", "{}", "#"]),
         ConfigDict(a=["x" * 200, {"y" * 50: ("z" * 60,)}, [["w" * 90]]]),
     ],
@@ -122,31 +138,51 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 NAMES = st.from_regex(r"[a-z]_?[a-z]{8}", fullmatch=True)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner)
+    ),
     max_leaves=10,
 )
 
 
 @settings(deadline=None, max_examples=60, database=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=3))
-def test_any_plain_config_survives_saving(tmp_path_factory: Any, items: dict[str, Any]) -> None:
+def test_any_plain_config_survives_saving(
+    tmp_path_factory: Any, items: dict[str, Any]
+) -> None:
     file = tmp_path_factory.getbasetemp() / "any.py"
-    file.write_text(config_source(ConfigDict(items)), encoding="utf-8")  # save, but for the fsync
+    file.write_text(
+        config_source(ConfigDict(items)), encoding="utf-8"
+    )  # save, but for the fsync
     loaded = LazyConfig.load(file)
     assert loaded == items
     assert repr(loaded) == repr(items)
 
 
-def test_paths_devices_ranges_partials_and_numbers_of_numpy_survive_saving(tmp_path: Path) -> None:
+def test_paths_devices_ranges_partials_and_numbers_of_numpy_survive_saving(
+    tmp_path: Path,
+) -> None:
     plain = [Path("a/b"), torch.device("cuda", 1), torch.device("cpu"), range(1, 9, 2)]
-    numbers = [np.float64(0.1), np.int64(3), np.bool_(True), np.str_("x"), np.float32(math.inf)]
-    assert math.isnan(round_trip(ConfigDict(a=[np.float64("nan")]), tmp_path / "config.py").a[0])
-    cfg = ConfigDict(a=[*plain, *numbers], b={"sgd": partial(torch.optim.SGD, lr=np.float64(0.1))})
+    numbers = [
+        np.float64(0.1),
+        np.int64(3),
+        np.bool_(True),
+        np.str_("x"),
+        np.float32(math.inf),
+    ]
+    assert math.isnan(
+        round_trip(ConfigDict(a=[np.float64("nan")]), tmp_path / "config.py").a[0]
+    )
+    cfg = ConfigDict(
+        a=[*plain, *numbers], b={"sgd": partial(torch.optim.SGD, lr=np.float64(0.1))}
+    )
     cfg.c = {"both": partial(divmod, plain, **{"a b": 1}), "neither": partial(Backbone)}
     loaded = round_trip(cfg, tmp_path / "config.py")
     assert loaded.a == cfg.a
     assert [type(v) for v in loaded.a[4:]] == [float, int, bool, str, float]
-    assert repr((loaded.b, loaded.c)) == repr((cfg.b, cfg.c)).replace("np.float64(0.1)", "0.1")
+    assert repr((loaded.b, loaded.c)) == repr((cfg.b, cfg.c)).replace(
+        "np.float64(0.1)", "0.1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,11 +198,15 @@ def test_paths_devices_ranges_partials_and_numbers_of_numpy_survive_saving(tmp_p
 def test_what_cannot_be_saved_is_said_and_fails_when_it_is_made(
     value: Any, shown: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = ConfigDict(a=LazyCall(dict)(1, b=[0, {"x": value}]), c=LazyCall(min)(0, value))
+    cfg = ConfigDict(
+        a=LazyCall(dict)(1, b=[0, {"x": value}]), c=LazyCall(min)(0, value)
+    )
     cfg.update(d={"_target_": value}, e=[1])
     loaded = round_trip(cfg, tmp_path / "config.py")
     lacks = [record.getMessage().split(": ")[0] for record in caplog.records]
-    assert lacks == [f"The saved config lacks {k}" for k in ("a.b.1.x", "c._args_.1", "d._target_")]
+    assert lacks == [
+        f"The saved config lacks {k}" for k in ("a.b.1.x", "c._args_.1", "d._target_")
+    ]
     assert loaded.e == [1]
     for part in (loaded.a, loaded.c, loaded.d):
         with pytest.raises(ImportError, match=re.escape(f"NOT SAVED: {shown}")):
@@ -189,7 +229,9 @@ def test_a_save_that_fails_keeps_the_old_file_and_leaves_nothing_else(
     with pytest.raises(ValueError, match=r"must be a \.py file, got 'config\.yaml'"):
         LazyConfig.save(ConfigDict(), "config.yaml")
     for key in (3, "a b", "class", "é", "__builtins__"):
-        with pytest.raises(ValueError, match=f"a top-level key must be a name .*, got {key!r}"):
+        with pytest.raises(
+            ValueError, match=f"a top-level key must be a name .*, got {key!r}"
+        ):
             LazyConfig.save(ConfigDict({key: {}}), path)
 
     def full(descriptor: int) -> None:
@@ -207,7 +249,12 @@ def test_a_config_is_shown_as_one_line_a_key_with_calls_as_calls() -> None:
         model=LazyCall(Backbone)(
             LazyCall("torch.nn.ReLU")(inplace=True), norm=torch.nn.BatchNorm2d
         ),
-        train={"lr": "${base.lr}", "amp": {"dtype": torch.float16}, "empty": {}, "steps": (1, 2)},
+        train={
+            "lr": "${base.lr}",
+            "amp": {"dtype": torch.float16},
+            "empty": {},
+            "steps": (1, 2),
+        },
         odd={"a b": math.inf},
         hooks=[{"f": min}, {1: None}],
     )
@@ -222,7 +269,10 @@ def test_a_config_is_shown_as_one_line_a_key_with_calls_as_calls() -> None:
     )
     assert LazyConfig.to_py(ConfigDict(a=1), prefix="") == "a = 1\n"
     cfg = ConfigDict(a=LazyCall("f.g")("x" * 50, y="z" * 50))
-    assert LazyConfig.to_py(cfg) == f"cfg.a = f.g(\n    '{'x' * 50}',\n    y='{'z' * 50}',\n)\n"
+    assert (
+        LazyConfig.to_py(cfg)
+        == f"cfg.a = f.g(\n    '{'x' * 50}',\n    y='{'z' * 50}',\n)\n"
+    )
     # Values without a name are shown by their repr.
     cfg = ConfigDict(a=torch.nn.Linear(1, 2), b=torch.nn.Sequential(torch.nn.ReLU()))
     shown = "cfg.a = Linear(in_features=1, out_features=2, bias=True)\ncfg.b = <Sequential>\n"

@@ -57,14 +57,22 @@ def test_dataset_from_list_gives_copies(serialize: bool) -> None:
     assert DatasetFromList(items, copy=False, serialize=False)[0] is items[0]
 
 
-def test_workers_read_each_sample_once_in_the_order_of_the_sampler_or_all_each() -> None:
+def test_workers_read_each_sample_once_in_the_order_of_the_sampler_or_all_each() -> (
+    None
+):
     order = SequentialSampler(range(10))
     for dataset, workers in (
         (ToIterableDataset(list(range(10)), order), 0),
         (ToIterableDataset(list(range(10)), order, shard_chunk_size=2), 2),
     ):
         loader = DataLoader(dataset, batch_size=2, num_workers=workers)
-        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        assert [batch.tolist() for batch in loader] == [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+            [6, 7],
+            [8, 9],
+        ]
     whole = ToIterableDataset([0, 1], SequentialSampler(range(2)), shard_sampler=False)
     read = [int(x) for x in DataLoader(whole, batch_size=None, num_workers=2)]
     assert sorted(read) == [0, 0, 1, 1]

@@ -56,7 +56,11 @@ class Lazy(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.size):
-            yield int(torch.randint(4, ())) + 4 * np.random.randint(2) + random.randrange(2)
+            yield (
+                int(torch.randint(4, ()))
+                + 4 * np.random.randint(2)
+                + random.randrange(2)
+            )
 
 
 def fail(sample: Tensor) -> Tensor:
@@ -69,7 +73,9 @@ def die(sample: Tensor) -> Tensor:
 
 
 def make(dataset: int = 10, **kwargs: Any) -> TrainLoader:
-    return build_train_loader(Noise(dataset), **{"total_batch_size": 4, "seed": 5, **kwargs})
+    return build_train_loader(
+        Noise(dataset), **{"total_batch_size": 4, "seed": 5, **kwargs}
+    )
 
 
 def take(loader: Any, count: int) -> Tensor:
@@ -84,13 +90,19 @@ def take(loader: Any, count: int) -> Tensor:
         (SequentialSampler(range(10)), [*range(10)] * 3),  # one of torch's is repeated
     ],
 )
-def test_the_stream_is_the_samplers_in_batches(sampler: Any, expected: Iterable[int]) -> None:
+def test_the_stream_is_the_samplers_in_batches(
+    sampler: Any, expected: Iterable[int]
+) -> None:
     samples = take(make(sampler=sampler), 6)[:, :, 0].flatten().tolist()
     assert samples == list(islice(expected, 24))
 
 
-def test_what_is_drawn_in_a_sample_differs_each_time_and_from_what_ordered_the_samples() -> None:
-    samples = take(make(mapper=lambda sample: torch.randperm(10)), 5).flatten(0, 1).tolist()
+def test_what_is_drawn_in_a_sample_differs_each_time_and_from_what_ordered_the_samples() -> (
+    None
+):
+    samples = (
+        take(make(mapper=lambda sample: torch.randperm(10)), 5).flatten(0, 1).tolist()
+    )
     assert len({tuple(order) for order in samples}) == 20
     assert samples[0] != TrainingSampler(10, seed=5).epoch_indices(0).tolist()
 
@@ -137,7 +149,9 @@ def test_skipping_reads_no_sample() -> None:
 
 
 def draw_and_stack(samples: list[Tensor]) -> Tensor:
-    return torch.stack([sample + torch.rand(1) + np.random.rand() for sample in samples])
+    return torch.stack(
+        [sample + torch.rand(1) + np.random.rand() for sample in samples]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -158,7 +172,11 @@ def subset(seed_subset: int) -> Sampler[int]:
     [
         ({}, {"seed": 6}, "seed=5, but now seed=6"),
         ({}, {"total_batch_size": 2}, "total_batch_size=4, but now total_batch_size=2"),
-        ({"sampler": subset(2)}, {"sampler": subset(3)}, "seed_subset=2, but now seed_subset=3"),
+        (
+            {"sampler": subset(2)},
+            {"sampler": subset(3)},
+            "seed_subset=2, but now seed_subset=3",
+        ),
         (
             {"sampler": TrainingSampler(10, seed=5)},
             {"sampler": TrainingSampler(10, seed=6)},
@@ -169,7 +187,11 @@ def subset(seed_subset: int) -> Sampler[int]:
             {"sampler": TrainingSampler(10, seed=6), "seed": None},
             "seed=5, but now seed=6",
         ),
-        ({"seed": None}, {"seed": None, "dataset": 9}, "dataset_size=10, but now dataset_size=9"),
+        (
+            {"seed": None},
+            {"seed": None, "dataset": 9},
+            "dataset_size=10, but now dataset_size=9",
+        ),
         ({"state": {"_num_yielded": 3}}, {}, "seed=None, but now seed=5"),
     ],
 )
@@ -219,7 +241,8 @@ def test_a_long_torch_sampler_gives_each_index_once_and_repeats_nothing() -> Non
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "message"), [(fail, OSError, "cannot be read"), (die, RuntimeError, "worker")]
+    ("how", "error", "message"),
+    [(fail, OSError, "cannot be read"), (die, RuntimeError, "worker")],
 )
 def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
     how: Any, error: type[Exception], message: str
@@ -229,7 +252,9 @@ def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="positive multiple of the world size 1, but got 0"):
+    with pytest.raises(
+        ValueError, match="positive multiple of the world size 1, but got 0"
+    ):
         make(total_batch_size=0)
     with pytest.raises(ValueError, match="sampler is empty"):
         next(iter(make(sampler=SequentialSampler([]))))
@@ -262,11 +287,16 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
     whole = take(make(), 6)
     results = run_ranks(two_ranks, 2)
     for batch in range(2):
-        merged = torch.stack([results[0][0][batch], results[1][0][batch]], 1).flatten(0, 1)
+        merged = torch.stack([results[0][0][batch], results[1][0][batch]], 1).flatten(
+            0, 1
+        )
         assert torch.equal(merged, whole[batch])
     resumed = torch.stack([results[0][1][0], results[1][1][0]], 1).flatten(0, 1)
     assert torch.equal(resumed, whole[5])
-    assert [result[2] for result in results] == [[4, 6], [5, 7]]  # torch's divides by itself
+    assert [result[2] for result in results] == [
+        [4, 6],
+        [5, 7],
+    ]  # torch's divides by itself
     assert "multiple of the world size 2, but got 3" in results[0][3]
 
 
@@ -282,12 +312,16 @@ def test_a_stream_knows_its_place_where_torchdata_is_installed(
 
 def test_a_stream_orders_its_samples_itself() -> None:
     with pytest.raises(ValueError, match="unspecified sampler option"):
-        build_train_loader(Stream(), total_batch_size=2, sampler=TrainingSampler(5, seed=0))
+        build_train_loader(
+            Stream(), total_batch_size=2, sampler=TrainingSampler(5, seed=0)
+        )
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_no_batch_is_short_whatever_drop_last_says(drop_last: bool) -> None:
-    loader = build_train_loader(Noise(5), total_batch_size=4, seed=0, drop_last=drop_last)
+    loader = build_train_loader(
+        Noise(5), total_batch_size=4, seed=0, drop_last=drop_last
+    )
     assert [len(batch) for batch in islice(loader, 5)] == [4] * 5
 
 
@@ -307,9 +341,19 @@ def tell(worker_id: int) -> None:
 
 def test_options_of_the_workers_reach_them() -> None:
     lasting = {"persistent_workers": True, "timeout": 60, "prefetch_factor": 1}
-    workers = {"num_workers": 2, "multiprocessing_context": "forkserver", "worker_init_fn": tell}
-    loader = build_train_loader(Told(), total_batch_size=2, seed=0, **lasting, **workers)
-    assert [batch.tolist() for batch in islice(loader, 3)] == [[10, 10], [11, 11], [10, 10]]
+    workers = {
+        "num_workers": 2,
+        "multiprocessing_context": "forkserver",
+        "worker_init_fn": tell,
+    }
+    loader = build_train_loader(
+        Told(), total_batch_size=2, seed=0, **lasting, **workers
+    )
+    assert [batch.tolist() for batch in islice(loader, 3)] == [
+        [10, 10],
+        [11, 11],
+        [10, 10],
+    ]
 
 
 def first_of_a_spawned_worker() -> Any:
@@ -319,7 +363,11 @@ def first_of_a_spawned_worker() -> Any:
         shard_chunk_size=2,
     )
     # Of rank 1 only: a new interpreter takes seconds.
-    spawn = {"num_workers": 1, "multiprocessing_context": "spawn"} if dist.get_rank() == 1 else {}
+    spawn = (
+        {"num_workers": 1, "multiprocessing_context": "spawn"}
+        if dist.get_rank() == 1
+        else {}
+    )
     return next(iter(DataLoader(data, batch_size=2, **spawn))).tolist()  # type: ignore[arg-type]
 
 

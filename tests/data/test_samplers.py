@@ -26,7 +26,11 @@ def test_each_epoch_is_a_permutation_of_its_own_or_in_the_data_sets_order() -> N
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
     torch.manual_seed(123)  # the order depends on the seed alone
-    assert take(TrainingSampler(10, seed=0), 30) == stream != take(TrainingSampler(10, seed=2), 30)
+    assert (
+        take(TrainingSampler(10, seed=0), 30)
+        == stream
+        != take(TrainingSampler(10, seed=2), 30)
+    )
     assert take(TrainingSampler(3, shuffle=False, seed=0), 7) == [0, 1, 2, 0, 1, 2, 0]
     with pytest.raises(ValueError, match="at least 1, but got 0"):
         TrainingSampler(0)
@@ -47,7 +51,9 @@ def test_a_stream_from_a_position_is_the_rest_of_the_whole_stream(
     assert take(sampler.stream(start), 20) == take(sampler.stream(), start + 20)[start:]
 
 
-def test_skipping_far_generates_no_epoch_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_far_generates_no_epoch_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sampler = TrainingSampler(4, seed=0)
     made = []
     original = TrainingSampler.epoch_indices
@@ -59,8 +65,12 @@ def test_skipping_far_generates_no_epoch_on_the_way(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_random_subset_is_fixed_and_of_the_asked_size() -> None:
-    stream = take(RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=1, seed_subset=2), 9)
-    other = take(RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=5, seed_subset=2), 9)
+    stream = take(
+        RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=1, seed_subset=2), 9
+    )
+    other = take(
+        RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=5, seed_subset=2), 9
+    )
     assert len(set(stream)) == 3
     assert set(stream[:3]) == set(stream[3:6]) == set(other)
     with pytest.raises(ValueError, match=r"\(0, 1\], but got 1.5"):
@@ -77,7 +87,9 @@ def test_repeat_factors_repeat_in_proportion_and_whole_ones_exactly() -> None:
     assert take(sampler, 8) == [0, 1, 1, 1, 0, 1, 1, 1]
 
 
-def test_an_epoch_that_happens_to_be_empty_is_passed_over_and_many_such_are_refused() -> None:
+def test_an_epoch_that_happens_to_be_empty_is_passed_over_and_many_such_are_refused() -> (
+    None
+):
     sampler = RepeatFactorTrainingSampler([0.5, 0.5], seed=0)
     assert 0 in [sampler.epoch_length(e) for e in range(20)]
     assert set(take(sampler, 20)) == {0, 1}
@@ -88,8 +100,13 @@ def test_an_epoch_that_happens_to_be_empty_is_passed_over_and_many_such_are_refu
 
 
 def test_repeat_factors_follow_from_the_frequency_of_the_rarest_category() -> None:
-    images = [{"annotations": [{"category_id": c} for c in cs]} for cs in ([0], [0, 1], [0], [])]
-    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(images, 0.5)
+    images = [
+        {"annotations": [{"category_id": c} for c in cs]}
+        for cs in ([0], [0, 1], [0], [])
+    ]
+    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+        images, 0.5
+    )
     assert factors.tolist() == pytest.approx([1.0, 2**0.5, 1.0, 1.0])
     linear = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
         images, 0.5, sqrt=False

@@ -77,8 +77,13 @@ def test_training_gives_the_cross_entropy_of_the_logits() -> None:
     assert torch.equal(loss["loss_cls"], F.cross_entropy(logits, data["label"]))
 
 
-def test_evaluation_needs_no_labels_has_no_dropout_and_looks_at_one_image_at_a_time() -> None:
-    model, images = DigitsCNN(channels=4, num_classes=12, dropout=0.5).eval(), batch()["image"]
+def test_evaluation_needs_no_labels_has_no_dropout_and_looks_at_one_image_at_a_time() -> (
+    None
+):
+    model, images = (
+        DigitsCNN(channels=4, num_classes=12, dropout=0.5).eval(),
+        batch()["image"],
+    )
     whole = model({"image": images})
     assert whole.shape == (4, 12)
     one_by_one = torch.cat([model({"image": image[None]}) for image in images])

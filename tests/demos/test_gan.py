@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
-from hooktrain.demos import DigitsDataset, DigitsGAN, SampleQualityEvaluator, fixed_latents
+from hooktrain.demos import (
+    DigitsDataset,
+    DigitsGAN,
+    SampleQualityEvaluator,
+    fixed_latents,
+)
 from hooktrain.engine import StepTrainer
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils.env import seed_step
@@ -27,7 +32,9 @@ def gan(**options: int) -> DigitsGAN:
 
 def batches(count: int, size: int = 6) -> list[dict[str, Tensor]]:
     images = DigitsDataset(train=True).images[: count * size]
-    return [{"image": chunk, "label": torch.zeros(size)} for chunk in images.split(size)]
+    return [
+        {"image": chunk, "label": torch.zeros(size)} for chunk in images.split(size)
+    ]
 
 
 def wrappers(
@@ -39,22 +46,33 @@ def wrappers(
             return OptimWrapper(adam, **options.get(name, {}))
         return AmpOptimWrapper(adam, dtype, loss_scale=SCALE, **options.get(name, {}))
 
-    return OptimWrapperDict(generator=wrapper("generator"), discriminator=wrapper("discriminator"))
+    return OptimWrapperDict(
+        generator=wrapper("generator"), discriminator=wrapper("discriminator")
+    )
 
 
 class HandWritten:
     """The same training in plain torch: nothing of the package but the two networks."""
 
     def __init__(
-        self, model: DigitsGAN, dtype: torch.dtype | None, windows: dict[str, int], max_norm: float
+        self,
+        model: DigitsGAN,
+        dtype: torch.dtype | None,
+        windows: dict[str, int],
+        max_norm: float,
     ) -> None:
         self.dtype = dtype
         self.nets = {"generator": model.generator, "discriminator": model.discriminator}
         self.windows, self.passes = windows, dict.fromkeys(windows, 0)
         self.max_norm = max_norm
-        self.adams = {n: torch.optim.Adam(net.parameters(), **ADAM) for n, net in self.nets.items()}
+        self.adams = {
+            n: torch.optim.Adam(net.parameters(), **ADAM)
+            for n, net in self.nets.items()
+        }
         fp16 = dtype == torch.float16
-        self.scalers = {n: torch.amp.GradScaler("cpu", enabled=fp16, **SCALE) for n in self.nets}
+        self.scalers = {
+            n: torch.amp.GradScaler("cpu", enabled=fp16, **SCALE) for n in self.nets
+        }
 
     def autocast(self) -> Any:
         return torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
@@ -72,9 +90,14 @@ class HandWritten:
                 loss = F.softplus(-real).mean() + F.softplus(fake).mean()
             self.update("discriminator", loss)
         with self.autocast():
-            loss = F.softplus(-discriminator(generator(self.latents(len(images)))).float()).mean()
+            loss = F.softplus(
+                -discriminator(generator(self.latents(len(images)))).float()
+            ).mean()
         # Its gradients in the discriminator are thrown away, not added to what waits there.
-        waiting = [None if p.grad is None else p.grad.clone() for p in discriminator.parameters()]
+        waiting = [
+            None if p.grad is None else p.grad.clone()
+            for p in discriminator.parameters()
+        ]
         self.update("generator", loss)
         for parameter, grad in zip(discriminator.parameters(), waiting, strict=True):
             parameter.grad = grad
@@ -92,7 +115,9 @@ class HandWritten:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -103,7 +128,9 @@ def test_three_steps_are_those_of_a_hand_written_loop_bit_for_bit(
     model, other, start = gan(), gan(), gan()
     by_name = dict(zip(("discriminator", "generator"), windows, strict=True))
     clip = {"max_norm": 0.05} if max(windows) > 1 else {"max_norm": 1e9}
-    options = {n: {"accumulative_counts": w, "clip_grad": clip} for n, w in by_name.items()}
+    options = {
+        n: {"accumulative_counts": w, "clip_grad": clip} for n, w in by_name.items()
+    }
     torch.manual_seed(5)
     optim_wrapper = wrappers(model, dtype, **options)
     for batch in batches(3):
@@ -117,7 +144,9 @@ def test_three_steps_are_those_of_a_hand_written_loop_bit_for_bit(
     assert not same(model.discriminator, start.discriminator)
     for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
         grads = parameter.grad, expected.grad
-        assert grads == (None, None) or torch.equal(*grads)  # those of an open window too
+        assert grads == (None, None) or torch.equal(
+            *grads
+        )  # those of an open window too
 
 
 def test_a_trainer_runs_it_and_logs_its_values() -> None:
@@ -153,7 +182,9 @@ def test_the_generators_step_leaves_the_discriminator_as_it_is_and_trainable() -
     assert frozen == {"discriminator.1.bias"}
 
 
-def test_ranks_exchange_gradients_of_the_network_in_training_where_its_window_ends() -> None:
+def test_ranks_exchange_gradients_of_the_network_in_training_where_its_window_ends() -> (
+    None
+):
     model = gan(discriminator_steps=3)
     entered: list[tuple[str, bool]] = []
 
@@ -168,7 +199,11 @@ def test_ranks_exchange_gradients_of_the_network_in_training_where_its_window_en
         discriminator=Watched(torch.optim.SGD(model.discriminator.parameters()), 2),
     )
     model.train_step(batches(1)[0], optim_wrapper)
-    steps = [("discriminator", False), ("discriminator", True), ("discriminator", False)]
+    steps = [
+        ("discriminator", False),
+        ("discriminator", True),
+        ("discriminator", False),
+    ]
     assert entered == [*steps, ("generator", True)]
 
 
@@ -206,7 +241,9 @@ def train_both_halves(accumulative_counts: int) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-@pytest.mark.parametrize(("accumulative_counts", "find_unused"), [(1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("accumulative_counts", "find_unused"), [(1, True), (3, False)]
+)
 def test_two_ranks_train_as_one_process_with_the_batches_of_both(
     accumulative_counts: int, find_unused: bool
 ) -> None:
@@ -215,7 +252,9 @@ def test_two_ranks_train_as_one_process_with_the_batches_of_both(
     torch.testing.assert_close(first, train_both_halves(accumulative_counts))
 
 
-def test_it_draws_one_image_for_each_latent_and_fixed_ones_are_the_same_each_time() -> None:
+def test_it_draws_one_image_for_each_latent_and_fixed_ones_are_the_same_each_time() -> (
+    None
+):
     before, model = torch.get_rng_state(), gan()
     images = model(fixed_latents(5, 8, seed=1))
     assert images.shape == (5, 1, 8, 8)
@@ -281,7 +320,10 @@ def test_the_classifier_judges_in_evaluation_mode_and_a_reset_forgets(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     classifier = Shown().train()
-    real = {"image": samples([0.8, 0.1, 0.1], [0.6, 0.3, 0.1]), "label": torch.tensor([0, 2])}
+    real = {
+        "image": samples([0.8, 0.1, 0.1], [0.6, 0.3, 0.1]),
+        "label": torch.tensor([0, 2]),
+    }
     evaluator = SampleQualityEvaluator(classifier, NAMES, real=[real])
     evaluator.process(None, samples([0.8, 0.1, 0.1]))
     evaluator.reset()
@@ -311,9 +353,18 @@ def test_the_samples_of_all_ranks_count() -> None:
     [
         (evaluate, "no sample to evaluate"),
         (lambda: evaluate(samples([1.0, 0.0, 0.0]), real=[]), "real gave no image"),
-        (lambda: evaluate(torch.zeros(1, 1, 1, 2)), r"shape \(N, 3\).*but gave \(1, 2\)"),
-        (lambda: SampleQualityEvaluator(Shown(), "abc"), "must be a list of names, but got 'abc'"),
-        (lambda: gan()(torch.zeros(5, 9)), r"must have shape \(N, 8\), but got \(5, 9\)"),
+        (
+            lambda: evaluate(torch.zeros(1, 1, 1, 2)),
+            r"shape \(N, 3\).*but gave \(1, 2\)",
+        ),
+        (
+            lambda: SampleQualityEvaluator(Shown(), "abc"),
+            "must be a list of names, but got 'abc'",
+        ),
+        (
+            lambda: gan()(torch.zeros(5, 9)),
+            r"must have shape \(N, 8\), but got \(5, 9\)",
+        ),
     ],
 )
 def test_what_cannot_be_judged_or_drawn_is_refused(run: Any, message: str) -> None:

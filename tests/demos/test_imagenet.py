@@ -14,7 +14,9 @@ def batch() -> list[Tensor]:
     return [torch.randn(6, 3, 3, 3), torch.tensor([0, 1, 2, 3, 0, 1])]
 
 
-def test_training_gives_the_smoothed_cross_entropy_and_the_accuracy_of_the_logits() -> None:
+def test_training_gives_the_smoothed_cross_entropy_and_the_accuracy_of_the_logits() -> (
+    None
+):
     model, (images, labels) = classifier(), batch()
     logits = model.eval()([images, labels])
     torch.testing.assert_close(logits, model.net(images))
@@ -22,7 +24,9 @@ def test_training_gives_the_smoothed_cross_entropy_and_the_accuracy_of_the_logit
     log_probs = logits.log_softmax(1)
     expected = -0.9 * log_probs[range(6), labels].mean() - 0.1 * log_probs.mean()
     assert values["loss_cls"].item() == pytest.approx(expected.item(), rel=1e-6)
-    correct = sum(int(row.argmax()) == label for row, label in zip(logits, labels, strict=True))
+    correct = sum(
+        int(row.argmax()) == label for row, label in zip(logits, labels, strict=True)
+    )
     assert values["accuracy"].item() == pytest.approx(100 * correct / 6)
     assert not values["accuracy"].requires_grad
 

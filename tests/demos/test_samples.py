@@ -53,12 +53,16 @@ class Painting(Idle):
 INPUTS = torch.zeros(3, 1, 2, 2)
 
 
-@pytest.mark.parametrize(("period", "written"), [(2, {1: 0.5, 3: 1.0, 4: 1.25}), (0, {4: 1.25})])
+@pytest.mark.parametrize(
+    ("period", "written"), [(2, {1: 0.5, 3: 1.0, 4: 1.25}), (0, {4: 1.25})]
+)
 def test_it_writes_a_grid_every_period_and_at_the_last_iteration(
     tmp_path: Path, period: int, written: dict[int, float]
 ) -> None:
     folder = tmp_path / "run"
-    trainer = Painting(SampleWriter(period, INPUTS, folder, name="drawn", columns=2, scale=3))
+    trainer = Painting(
+        SampleWriter(period, INPUTS, folder, name="drawn", columns=2, scale=3)
+    )
     trainer.train(0, 5)
     assert len(list((folder / "drawn").iterdir())) == len(written)
     for (name, grid, at), (i, brightness) in zip(
@@ -94,7 +98,10 @@ def test_draw_can_be_overridden(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["images", "texts"])
 def test_a_full_disk_is_logged_and_the_run_goes_on_and_another_failure_ends_it(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def run() -> None:
         if kind == "images":
@@ -109,7 +116,9 @@ def test_a_full_disk_is_logged_and_the_run_goes_on_and_another_failure_ends_it(
         patch.setattr(samples, "write_png", full)
         patch.setattr(samples, "atomic_write", full)
         run()
-    assert caplog.text.count(f"NOT WRITTEN: [Errno 28] no space to write {tmp_path}") == 2
+    assert (
+        caplog.text.count(f"NOT WRITTEN: [Errno 28] no space to write {tmp_path}") == 2
+    )
     (tmp_path / "samples").rmdir()
     (tmp_path / "samples").touch()
     with pytest.raises(FileExistsError):
@@ -120,13 +129,17 @@ TEXT = "abcabcabcabd"
 VOCABULARY = CharVocabulary(TEXT)
 
 
-def make_trainer(*hooks: Any, model: nn.Module | None = None, lr: float = 1e-2) -> SimpleTrainer:
+def make_trainer(
+    *hooks: Any, model: nn.Module | None = None, lr: float = 1e-2
+) -> SimpleTrainer:
     torch.manual_seed(0)
     if model is None:
         model = TextGPT(len(VOCABULARY), 8, "tiny", dropout=0.1)
     data = TextDataset(TEXT, VOCABULARY, 8)
     batches = [{key: value[None] for key, value in sample.items()} for sample in data]
-    trainer = SimpleTrainer(model, batches * 10, torch.optim.Adam(model.parameters(), lr=lr))
+    trainer = SimpleTrainer(
+        model, batches * 10, torch.optim.Adam(model.parameters(), lr=lr)
+    )
     trainer.register_hooks(hooks)
     return trainer
 
@@ -195,7 +208,9 @@ def test_no_images_are_no_grid() -> None:
         make_grid(torch.zeros(0, 1, 8, 8))
 
 
-def test_a_grid_goes_row_by_row_with_lines_around_and_is_scaled_by_whole_pixels() -> None:
+def test_a_grid_goes_row_by_row_with_lines_around_and_is_scaled_by_whole_pixels() -> (
+    None
+):
     images = torch.arange(1, 4).view(3, 1, 1, 1).expand(3, 1, 1, 2)
     assert make_grid(images, columns=2).tolist() == [
         [
@@ -206,7 +221,9 @@ def test_a_grid_goes_row_by_row_with_lines_around_and_is_scaled_by_whole_pixels(
             [0, 0, 0, 0, 0, 0, 0],
         ]
     ]
-    images = torch.tensor([[1, 2], [3, 4]]).view(2, 2, 1, 1)  # two images of two channels
+    images = torch.tensor([[1, 2], [3, 4]]).view(
+        2, 2, 1, 1
+    )  # two images of two channels
     assert make_grid(images, columns=5, scale=2, padding=0).tolist() == [
         [[1, 1, 3, 3], [1, 1, 3, 3]],
         [[2, 2, 4, 4], [2, 2, 4, 4]],

@@ -58,25 +58,33 @@ def test_the_logits_are_those_of_the_formulas() -> None:
         parameter.data.mul_(torch.rand_like(parameter) * 10)
     x = model.embedding.weight[data["tokens"]]
     for block in model.blocks:
-        x = x + reference_attention(block, F.layer_norm(x, (32,), block.attention_norm.weight))
+        x = x + reference_attention(
+            block, F.layer_norm(x, (32,), block.attention_norm.weight)
+        )
         hidden = F.layer_norm(x, (32,), block.mlp_norm.weight) @ block.mlp_in.weight.T
         x = x + F.gelu(hidden, approximate="tanh") @ block.mlp_out.weight.T
     expected = F.layer_norm(x, (32,), model.norm.weight) @ model.head.weight.T
     torch.testing.assert_close(model(data), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_training_gives_the_mean_cross_entropy_of_the_next_tokens_where_there_is_one() -> None:
+def test_training_gives_the_mean_cross_entropy_of_the_next_tokens_where_there_is_one() -> (
+    None
+):
     model, data = make(), batch()
     data["targets"] = torch.cat([data["targets"][:2], torch.full((1, 12), -1)])
     loss = model(data)
     assert list(loss) == ["loss_lm"]
-    expected = F.cross_entropy(model.eval()(data)[:2].flatten(0, 1), data["targets"][:2].flatten())
+    expected = F.cross_entropy(
+        model.eval()(data)[:2].flatten(0, 1), data["targets"][:2].flatten()
+    )
     torch.testing.assert_close(loss["loss_lm"], expected)
     model = make(dropout=0.5)
     assert not torch.equal(model(data)["loss_lm"], model(data)["loss_lm"])
 
 
-def test_weights_start_like_those_of_gpt_2_also_of_a_model_from_the_meta_device() -> None:
+def test_weights_start_like_those_of_gpt_2_also_of_a_model_from_the_meta_device() -> (
+    None
+):
     expected = make(size=(8, 128, 4))
     with torch.device("meta"):
         model = make(size=(8, 128, 4))
@@ -90,16 +98,22 @@ def test_weights_start_like_those_of_gpt_2_also_of_a_model_from_the_meta_device(
             assert torch.equal(weight, torch.ones(128))
         else:
             deep = "_out." in name
-            assert weight.std().item() == pytest.approx(0.02 / 4 if deep else 0.02, rel=0.1), name
+            assert weight.std().item() == pytest.approx(
+                0.02 / 4 if deep else 0.02, rel=0.1
+            ), name
 
 
-def test_it_learns_a_text_by_heart_and_writes_it_looking_at_the_last_block_only() -> None:
+def test_it_learns_a_text_by_heart_and_writes_it_looking_at_the_last_block_only() -> (
+    None
+):
     text = torch.tensor([1, 2, 3, 1, 4, 5, 1, 6, 7, 8, 9, 10, 1])
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        model({"tokens": text[None, :-1], "targets": text[None, 1:]})["loss_lm"].backward()
+        model({"tokens": text[None, :-1], "targets": text[None, 1:]})[
+            "loss_lm"
+        ].backward()
         optimizer.step()
     assert torch.equal(model.eval().generate(text[:1], 12, temperature=0), text)
     whole = model.generate(text, 5, temperature=0)
@@ -151,7 +165,9 @@ def test_generating_needs_evaluation_mode_and_a_sensible_request() -> None:
 
 
 @pytest.mark.parametrize("shape", [(12,), (3, 13), (3, 0), (3, 4, 1)])
-def test_tokens_and_targets_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
+def test_tokens_and_targets_of_a_wrong_shape_are_refused(
+    shape: tuple[int, ...],
+) -> None:
     with pytest.raises(ValueError, match=r"T from 1 to block_size=12, but got \("):
         make().eval()({"tokens": torch.zeros(shape).long()})
     with pytest.raises(ValueError, match=r"shape of 'tokens', \(3, 12\), but got \("):
@@ -164,7 +180,9 @@ def test_sizes_go_by_name_or_by_numbers() -> None:
     assert small.head.weight.shape == (104, SIZES["small"][1])
     assert len(make(size=[3, 16, 2]).blocks) == 3
     with torch.device("meta"):
-        counts = [sum(p.numel() for p in TextGPT(104, 128, n).parameters()) for n in SIZES]
+        counts = [
+            sum(p.numel() for p in TextGPT(104, 128, n).parameters()) for n in SIZES
+        ]
     assert counts == sorted(counts)
 
 
@@ -189,16 +207,23 @@ def test_a_tenth_of_the_documentation_is_held_out_and_new() -> None:
     train, heldout = load_python_docs()
     assert len(train) + len(heldout) > 300_000
     assert len(heldout) / (len(train) + len(heldout)) == pytest.approx(0.1, abs=0.003)
-    paragraphs = [" ".join(p.split()) for p in (train + heldout).split("\n\n") if p.strip()]
+    paragraphs = [
+        " ".join(p.split()) for p in (train + heldout).split("\n\n") if p.strip()
+    ]
     assert len(set(paragraphs)) == len(paragraphs) > 1500
 
 
 def test_topics_follow_each_other_by_name_and_repetitions_go_whatever_their_layout(
     own_topics: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_topics({"b": "new\n\n  two\n  words\n\nend", "a": "one\n\ntwo words\n \n\n  last\n"})
+    own_topics(
+        {"b": "new\n\n  two\n  words\n\nend", "a": "one\n\ntwo words\n \n\n  last\n"}
+    )
     assert "".join(load_python_docs()) == "one\n\ntwo words\n\n  last\n\nnew\n\nend\n\n"
-    for count, kept in ((20, 18), (19, 17)):  # whole paragraphs: nine tenths of 19 are 17.1
+    for count, kept in (
+        (20, 18),
+        (19, 17),
+    ):  # whole paragraphs: nine tenths of 19 are 17.1
         own_topics({"a": "\n\n".join(f"word {i:03d}" for i in range(count))})
         assert [*map(len, load_python_docs())] == [10 * kept, 10 * (count - kept)]
     load_python_docs.cache_clear()
@@ -223,8 +248,12 @@ def test_the_vocabulary_holds_the_training_text_and_no_more() -> None:
     assert set(vocabulary.characters) == set(train)
 
 
-def test_a_sample_is_a_piece_of_the_text_and_the_same_one_character_further_on() -> None:
-    first, *_, last = samples = list(TextDataset("hello world", VOCABULARY, block_size=4))
+def test_a_sample_is_a_piece_of_the_text_and_the_same_one_character_further_on() -> (
+    None
+):
+    first, *_, last = samples = list(
+        TextDataset("hello world", VOCABULARY, block_size=4)
+    )
     assert len(samples) == 8
     assert first["tokens"].tolist() == [0, *VOCABULARY.encode("hel").tolist()]
     assert VOCABULARY.decode(first["targets"]) == "hell"
@@ -238,12 +267,24 @@ def test_a_sample_is_a_piece_of_the_text_and_the_same_one_character_further_on()
         (lambda: TextGPT(11, 12, "larg"), "got 'larg'; did you mean 'large'"),
         (lambda: TextGPT(11, 12, (1, 2)), r"\(depth, width, heads\).* got \(1, 2\)"),
         (lambda: TextGPT(11, 12, (0, 4, 2)), r"got \(0, 4, 2\)"),
-        (lambda: TextGPT(11, 12, (1, 6, 2)), r"a multiple of twice the heads, but got \(1, 6, 2\)"),
+        (
+            lambda: TextGPT(11, 12, (1, 6, 2)),
+            r"a multiple of twice the heads, but got \(1, 6, 2\)",
+        ),
         (lambda: TextGPT(11, 12, 4), "got 4"),
         (lambda: TextDataset("", VOCABULARY, 4), "text must not be empty"),
-        (lambda: TextDataset("hello", VOCABULARY, 0), "block_size must be at least 1, but got 0"),
-        (lambda: TextDataset("hello", VOCABULARY, 4, 0), r"stride must be in \[1, 4\], but got 0"),
-        (lambda: TextDataset("hello", VOCABULARY, 4, 5), r"stride must be in \[1, 4\], but got 5"),
+        (
+            lambda: TextDataset("hello", VOCABULARY, 0),
+            "block_size must be at least 1, but got 0",
+        ),
+        (
+            lambda: TextDataset("hello", VOCABULARY, 4, 0),
+            r"stride must be in \[1, 4\], but got 0",
+        ),
+        (
+            lambda: TextDataset("hello", VOCABULARY, 4, 5),
+            r"stride must be in \[1, 4\], but got 5",
+        ),
         (lambda: PythonDocs("held_out", 64), "got 'held_out'; did you mean 'heldout'"),
         (lambda: CharVocabulary(""), "not empty"),
         (lambda: BitsPerCharacterEvaluator().evaluate(), "no character"),
@@ -261,10 +302,14 @@ def test_arguments_out_of_range_are_named(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 10, 11, 12, 50])
-def test_with_the_stride_of_a_block_each_character_is_predicted_once(block_size: int) -> None:
+def test_with_the_stride_of_a_block_each_character_is_predicted_once(
+    block_size: int,
+) -> None:
     dataset = TextDataset("hello world", VOCABULARY, block_size, stride=block_size)
     samples = [dataset[i] for i in range(len(dataset))]
-    assert all(s[k].shape == (block_size,) for s in samples for k in ("tokens", "targets"))
+    assert all(
+        s[k].shape == (block_size,) for s in samples for k in ("tokens", "targets")
+    )
     targets = torch.cat([s["targets"] for s in samples])
     tokens = torch.cat([s["tokens"] for s in samples])
     assert VOCABULARY.decode(targets[targets != IGNORED_TARGET]) == "hello world"
@@ -301,10 +346,14 @@ def test_each_character_counts_alike_however_the_text_is_cut_into_batches() -> N
     logits = logits.bfloat16()  # whose sums would be coarse
     expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten()).item()
     whole = evaluate((targets, logits))
-    pieces = evaluate(*zip(targets.split([1, 7, 2]), logits.split([1, 7, 2]), strict=True))
+    pieces = evaluate(
+        *zip(targets.split([1, 7, 2]), logits.split([1, 7, 2]), strict=True)
+    )
     assert whole["val_loss"] == pytest.approx(expected, rel=1e-14)
     assert pieces["val_loss"] == pytest.approx(expected, rel=1e-14)
-    assert pieces["bits_per_character"] == pytest.approx(expected / math.log(2), rel=1e-14)
+    assert pieces["bits_per_character"] == pytest.approx(
+        expected / math.log(2), rel=1e-14
+    )
 
 
 def test_negative_targets_are_not_predicted() -> None:
@@ -317,7 +366,10 @@ def test_negative_targets_are_not_predicted() -> None:
 
 
 def test_targets_may_have_another_name_and_a_reset_forgets_them() -> None:
-    evaluator, (targets, logits) = BitsPerCharacterEvaluator(target_key="next"), samples(2)
+    evaluator, (targets, logits) = (
+        BitsPerCharacterEvaluator(target_key="next"),
+        samples(2),
+    )
     evaluator.process({"next": targets + 1 - 2 * (targets > 0)}, logits)
     evaluator.reset()
     evaluator.process({"next": targets}, logits)

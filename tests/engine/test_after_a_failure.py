@@ -66,7 +66,9 @@ def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
 
     trainer = make(poisoned(4, at=3))
     checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
-    put = CallbackHook(before_step=lambda t: t.storage.put_scalar("accuracy", 0.5, False))
+    put = CallbackHook(
+        before_step=lambda t: t.storage.put_scalar("accuracy", 0.5, False)
+    )
     trainer.register_hooks(
         [
             put,
@@ -81,7 +83,9 @@ def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_that_leaves_the_model_in_evaluation_mode_is_told_at_the_next_step() -> None:
+def test_an_evaluation_that_leaves_the_model_in_evaluation_mode_is_told_at_the_next_step() -> (
+    None
+):
     trainer = make()
     trainer.register_hooks([EvalHook(2, lambda: trainer.model.eval() and None)])
     with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
@@ -102,7 +106,9 @@ def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
 
 
 @pytest.mark.parametrize("kind", [SimpleTrainer, AMPTrainer])
-def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(kind: type[SimpleTrainer]) -> None:
+def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(
+    kind: type[SimpleTrainer],
+) -> None:
     def trained(*hooks: HookBase) -> SimpleTrainer:
         model = Net()
         model.dropout.p = 0.0
@@ -126,7 +132,9 @@ def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_
         trainer = make(Stream())
         trainer.seed = 3
         schedule = ExponentialLR(trainer.optim_wrapper, 0.5, by_epoch=False)
-        trainer.register_hooks([CallbackHook(**interrupt), LRScheduler(scheduler=schedule)])
+        trainer.register_hooks(
+            [CallbackHook(**interrupt), LRScheduler(scheduler=schedule)]
+        )
         return trainer
 
     def ctrl_c(trainer: SimpleTrainer) -> None:
@@ -141,7 +149,9 @@ def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_
     states.append(copy.deepcopy((broken.model.state_dict(), broken.state_dict())))
     with pytest.raises(KeyboardInterrupt):
         broken.train(max_iter=5)
-    with pytest.raises(RuntimeError, match=r"broke off inside iteration 2.* load a checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=r"broke off inside iteration 2.* load a checkpoint"
+    ):
         broken.train(max_iter=5)
     assert "inexact" not in caplog.text
     broken.state_dict()
@@ -151,7 +161,10 @@ def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_
     broken.train(max_iter=5)
     assert torch.equal(broken.model.fc.weight, whole.model.fc.weight)
     for name in ("lr", "total_loss"):
-        assert broken.storage.history(name).values() == whole.storage.history(name).values()
+        assert (
+            broken.storage.history(name).values()
+            == whole.storage.history(name).values()
+        )
 
 
 def test_a_scaler_goes_on_after_an_error_between_unscaling_and_update() -> None:
@@ -159,7 +172,9 @@ def test_a_scaler_goes_on_after_an_error_between_unscaling_and_update() -> None:
         model = Net()
         model.dropout.p = 0.0
         wrapper = AmpOptimWrapper(sgd(model), "float16", clip_grad={"max_norm": 1.0})
-        wrapper.grad_scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # does not overflow
+        wrapper.grad_scaler = torch.amp.GradScaler(
+            "cpu", init_scale=256.0
+        )  # does not overflow
         trainer = SimpleTrainer(model, [batches(1)[0]], wrapper)
         trainer.register_hooks(hooks)
         return trainer
@@ -197,7 +212,9 @@ def test_a_failure_to_begin_is_no_success_though_nothing_was_left_to_do() -> Non
     evaluated: list[int] = []
     trainer = make()
     trainer.train(0, 2)
-    evaluate = EvalHook(0, lambda: {"calls": len(evaluated)} if evaluated.append(1) else {})  # type: ignore[func-returns-value]
+    evaluate = EvalHook(
+        0, lambda: {"calls": len(evaluated)} if evaluated.append(1) else {}
+    )  # type: ignore[func-returns-value]
     trainer.register_hooks([evaluate, CallbackHook(before_train=fail)])
     with pytest.raises(OSError, match="no disk"):
         trainer.train(max_iter=2)
@@ -216,7 +233,11 @@ def evaluate_badly(folder: Path) -> str:
     trainer = make(batches(3))
     checkpointer = Checkpointer(trainer.model, folder, trainer=trainer, background=True)
     trainer.register_hooks(
-        [EvalHook(0, evaluate), BestCheckpointer(0, checkpointer, "accuracy"), HookBase()]
+        [
+            EvalHook(0, evaluate),
+            BestCheckpointer(0, checkpointer, "accuracy"),
+            HookBase(),
+        ]
     )
     try:
         trainer.train(0, 3)

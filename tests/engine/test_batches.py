@@ -39,11 +39,15 @@ def test_an_exhausted_loader_starts_again_with_the_next_epoch(place: str) -> Non
 
 def test_an_empty_loader_is_an_error_not_an_endless_loop() -> None:
     for data in ([], iter(batches(1))):
-        with pytest.raises(ValueError, match=r"data loader is empty .*or starts only once"):
+        with pytest.raises(
+            ValueError, match=r"data loader is empty .*or starts only once"
+        ):
             make(data).train(0, 2)
 
 
-def test_a_loader_that_cannot_be_positioned_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_that_cannot_be_positioned_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     saved, loaded = make(), make()
     saved.train(0, 1)
     loaded.load_state_dict(saved.state_dict())
@@ -67,9 +71,13 @@ class Numbers(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_of_torchdata_continues_where_it_was(workers: int, tmp_path: Path) -> None:
+def test_a_stream_of_torchdata_continues_where_it_was(
+    workers: int, tmp_path: Path
+) -> None:
     def stream() -> Batches:
-        return Batches(build_train_loader(Numbers(), total_batch_size=2, num_workers=workers))
+        return Batches(
+            build_train_loader(Numbers(), total_batch_size=2, num_workers=workers)
+        )
 
     whole = [batch.tolist() for batch in islice(stream(), 14)]
     assert sorted(chain.from_iterable(whole[: 6 if workers else 5])) == list(range(10))

@@ -15,8 +15,8 @@ from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import DefaultTrainer, HookBase, create_ddp_model
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import full_tensor
 from hooktrain.utils.logger import close_logger
+from hooktrain.utils.tensors import full_tensor
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TINY = {
@@ -30,7 +30,11 @@ TINY = {
     ],
     "digits_cnn": ["model.channels=2", "model.dropout=0.0", "train.best_metric=null"],
 }
-SHORT = ["dataloader.train.total_batch_size=8", "train.max_iter=6", "train.eval_period=0"]
+SHORT = [
+    "dataloader.train.total_batch_size=8",
+    "train.max_iter=6",
+    "train.eval_period=0",
+]
 FSDP = "train.strategy={'type': 'FSDPStrategy', 'wrap': ['Block']}"
 
 
@@ -44,7 +48,9 @@ class Samples(HookBase):
     def _see(self, model: Any, arguments: Any) -> None:
         if model.training:
             tokens: Tensor = arguments[0]["tokens"]
-            self.seen.setdefault(self.trainer.iter, []).extend(tokens.double().std(1).tolist())
+            self.seen.setdefault(self.trainer.iter, []).extend(
+                tokens.double().std(1).tolist()
+            )
 
     def after_train(self) -> None:
         self._handle.remove()
@@ -55,14 +61,23 @@ class Samples(HookBase):
 def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
     """Train by a configuration, going on with what the folder has."""
     cfg = LazyConfig.load(str(CONFIGS / f"{name}.py"))
-    options = [*TINY[name], *SHORT, f"train.output_dir={folder}", "train.device=cpu", *overrides]
+    options = [
+        *TINY[name],
+        *SHORT,
+        f"train.output_dir={folder}",
+        "train.device=cpu",
+        *overrides,
+    ]
     trainer = DefaultTrainer(LazyConfig.apply_overrides(cfg, options))
     samples = Samples()
     trainer.register_hooks([samples] if name == "text_gpt" else [])
     trainer.resume_or_load(resume=True)
     results = trainer.train()
     close_logger()
-    state = {k: full_tensor(v).clone() for k, v in trainer.checkpointer.model.state_dict().items()}
+    state = {
+        k: full_tensor(v).clone()
+        for k, v in trainer.checkpointer.model.state_dict().items()
+    }
     return {
         "model": state,
         "losses": {i: v for v, i in trainer.storage.history("total_loss").values()},
@@ -112,7 +127,9 @@ GO_ON: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def resumed(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def resumed(
+    runs: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     to_do: dict[int, dict[str, tuple[str, ...]]] = {1: {}, 4: {}}
     for name, (saved_by, world_size, options) in GO_ON.items():
         folder = tmp_path_factory.mktemp("resumed")
@@ -128,7 +145,9 @@ def resumed(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 def close(ours: dict[Any, Any], theirs: dict[Any, Any], tolerance: float) -> bool:
     assert ours.keys() == theirs.keys()
     return all(
-        torch.allclose(torch.as_tensor(ours[k]), torch.as_tensor(theirs[k]), 0, tolerance)
+        torch.allclose(
+            torch.as_tensor(ours[k]), torch.as_tensor(theirs[k]), 0, tolerance
+        )
         for k in ours
     )
 
@@ -147,7 +166,9 @@ def test_the_losses_of_fsdp_are_those_of_ddp(runs: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_each_strategy_evaluates_model_and_average_alike(strategy: str, runs: Any) -> None:
+def test_each_strategy_evaluates_model_and_average_alike(
+    strategy: str, runs: Any
+) -> None:
     ours, theirs = runs[strategy]["results"], runs["one"]["results"]
     assert close(ours["text"], theirs["text"], 1e-4)
     assert close(ours["ema"]["text"], theirs["ema"]["text"], 1e-4)
@@ -155,9 +176,13 @@ def test_each_strategy_evaluates_model_and_average_alike(strategy: str, runs: An
 
 
 @pytest.mark.parametrize("name", GO_ON)
-def test_a_run_of_two_ranks_goes_on_with_one_or_four(name: str, runs: Any, resumed: Any) -> None:
+def test_a_run_of_two_ranks_goes_on_with_one_or_four(
+    name: str, runs: Any, resumed: Any
+) -> None:
     whole = runs[GO_ON[name][0]]
-    assert resumed[name]["samples"] == {i: s for i, s in whole["samples"].items() if i >= 3}
+    assert resumed[name]["samples"] == {
+        i: s for i, s in whole["samples"].items() if i >= 3
+    }
     assert close(resumed[name]["model"], whole["model"], 1e-5)
 
 
@@ -177,7 +202,9 @@ def test_learning_rates_are_scaled_by_the_batch_of_all_ranks(tmp_path: Path) -> 
 
 
 def ddp_model() -> tuple[bool, bool]:
-    model = create_ddp_model(nn.Linear(2, 2), broadcast_buffers=False, fp16_compression=True)
+    model = create_ddp_model(
+        nn.Linear(2, 2), broadcast_buffers=False, fp16_compression=True
+    )
     assert isinstance(model, DistributedDataParallel)
     model(torch.ones(1, 2) * comm.get_rank()).sum().backward()
     same = comm.all_gather(model.module.weight.grad)
@@ -188,10 +215,17 @@ def test_several_ranks_get_ddp_with_its_options_on_the_cpu_too() -> None:
     assert run_ranks(ddp_model, 2) == [(True, False)] * 2
 
 
-def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(tmp_path: Path) -> None:
+def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
+    tmp_path: Path,
+) -> None:
     def strategy_of(strategy: Any, *overrides: str) -> Any:
         cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
-        options = [f"train.output_dir={tmp_path}", "train.device=cpu", "train.seed=7", *overrides]
+        options = [
+            f"train.output_dir={tmp_path}",
+            "train.device=cpu",
+            "train.seed=7",
+            *overrides,
+        ]
         cfg = LazyConfig.apply_overrides(cfg, options)
         cfg.train.strategy = strategy
         return DefaultTrainer.build_strategy(cfg)
@@ -208,7 +242,9 @@ def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(tmp_
     assert 0 <= drawn.seed < 2**31
 
 
-def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(tmp_path: Path) -> None:
+def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(
+    tmp_path: Path,
+) -> None:
     class Trainer(DefaultTrainer):
         @classmethod
         def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> Any:
@@ -216,6 +252,11 @@ def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(tmp_path: P
             return {"classification": {"accuracy": 12.5}}
 
     cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
-    options = [*TINY["digits_cnn"], *SHORT, "train.max_iter=1", f"train.output_dir={tmp_path}"]
+    options = [
+        *TINY["digits_cnn"],
+        *SHORT,
+        "train.max_iter=1",
+        f"train.output_dir={tmp_path}",
+    ]
     trainer = Trainer(LazyConfig.apply_overrides(cfg, options))
     assert trainer.train() == {"classification": {"accuracy": 12.5}}

@@ -51,9 +51,16 @@ CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 
 
 def config(folder: Path, *overrides: str) -> Any:
-    small = ["train.max_iter=4", "train.log_period=2", "model.channels=2", "train.eval_period=2"]
+    small = [
+        "train.max_iter=4",
+        "train.log_period=2",
+        "model.channels=2",
+        "train.eval_period=2",
+    ]
     cfg = LazyConfig.load(str(CONFIG))
-    return LazyConfig.apply_overrides(cfg, [f"train.output_dir={folder}", *small, *overrides])
+    return LazyConfig.apply_overrides(
+        cfg, [f"train.output_dir={folder}", *small, *overrides]
+    )
 
 
 @pytest.fixture
@@ -64,7 +71,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_arguments_are_those_that_scripts_expect() -> None:
     # In any order: what comes behind the changes of the configuration is not lost.
-    args = default_argument_parser().parse_args(["--config-file", "c.py", "a=1", "b=2", "--resume"])
+    args = default_argument_parser().parse_args(
+        ["--config-file", "c.py", "a=1", "b=2", "--resume"]
+    )
     assert vars(args) == {
         "config_file": "c.py",
         "resume": True,
@@ -94,9 +103,15 @@ def test_the_printed_configuration_is_a_file_that_loads_and_nothing_else_happens
 
 
 def test_a_resume_says_what_has_changed_in_the_configuration(folder: Path) -> None:
-    for resume, overrides in [(False, ()), (True, ()), (True, ("train.max_iter=8", "~train.ema"))]:
+    for resume, overrides in [
+        (False, ()),
+        (True, ()),
+        (True, ("train.max_iter=8", "~train.ema")),
+    ]:
         default_setup(config(folder, *overrides), Namespace(resume=resume))
-    _, *said = (folder / "log.txt").read_text().split("What has changed since the last start:")
+    _, *said = (
+        (folder / "log.txt").read_text().split("What has changed since the last start:")
+    )
     assert len(said) == 1
     assert said[0].splitlines()[1:4] == [
         "-    'max_iter': 4,",
@@ -125,7 +140,9 @@ def test_setup_saves_the_configuration_and_logs_into_the_folder(
 def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:
     steps: list[int] = []
     cfg = config(folder)
-    cfg.hooks = [LazyCall(hooks.CallbackHook)(after_step=lambda t: steps.append(t.iter))]
+    cfg.hooks = [
+        LazyCall(hooks.CallbackHook)(after_step=lambda t: steps.append(t.iter))
+    ]
     default_setup(cfg, Namespace())
     log = (folder / "log.txt").read_text()
     assert "WARNING: The saved config lacks hooks.0.after_step: <function" in log
@@ -147,7 +164,9 @@ def test_the_home_folder_may_be_written_with_a_tilde(
         close_logger()
     out = tmp_path / "home" / "out"
     assert cfg.train.output_dir == str(out)
-    assert {"model_final.pth", "metrics.json", "log.txt"} <= {path.name for path in out.iterdir()}
+    assert {"model_final.pth", "metrics.json", "log.txt"} <= {
+        path.name for path in out.iterdir()
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert Checkpointer(nn.Linear(1, 1), "~/x").save_dir == str(tmp_path / "home" / "x")
     default_writers("~/new")
@@ -229,10 +248,12 @@ def test_setup_leaves_cudnns_benchmark_flag_alone_unless_told(folder: Path) -> N
 
 def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
     folder.mkdir()
-    hold = "import sys; from hooktrain.utils.locks import lock_folder as lock; "
+    hold = "import sys; from hooktrain.utils.file_io import lock_folder as lock; "
     hold += "lock(sys.argv[1]); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(RuntimeError, match="in use by another run"):
@@ -254,7 +275,9 @@ def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
         lambda: Checkpointer(nn.Linear(1, 1), address),
         lambda: build_strategy("auto", work_dir=address),
     ):
-        with pytest.raises(ValueError, match=r"cannot write to 's3://bucket/run': give a folder"):
+        with pytest.raises(
+            ValueError, match=r"cannot write to 's3://bucket/run': give a folder"
+        ):
             begin()
     assert list(tmp_path.iterdir()) == []
 
@@ -299,7 +322,9 @@ def test_a_single_process_gets_its_model_back_unwrapped() -> None:
     assert create_ddp_model(model) is model
 
 
-def test_the_default_trainer_trains_evaluates_and_returns_the_results(folder: Path) -> None:
+def test_the_default_trainer_trains_evaluates_and_returns_the_results(
+    folder: Path,
+) -> None:
     trainer = DefaultTrainer(config(folder, "train.ema.enabled=true"))
     results = trainer.train()
     assert set(results) == {"classification", "ema"}
@@ -325,7 +350,9 @@ def test_without_a_schedule_test_data_or_an_evaluator_it_trains_and_evaluates_no
     del cfg.lr_multiplier, cfg.dataloader[lacking]
     trainer = DefaultTrainer(cfg)
     assert trainer.train() == {}
-    assert [rate for rate, _ in trainer.storage.history("lr").values()] == [cfg.optimizer.lr] * 4
+    assert [rate for rate, _ in trainer.storage.history("lr").values()] == [
+        cfg.optimizer.lr
+    ] * 4
     assert (folder / "model_final.pth").exists()
 
 
@@ -360,11 +387,15 @@ class Noter(CSVWriter):
         self.config = config
 
 
-def test_the_writers_of_the_configuration_come_last_and_each_is_given_it(folder: Path) -> None:
+def test_the_writers_of_the_configuration_come_last_and_each_is_given_it(
+    folder: Path,
+) -> None:
     cfg = config(folder)
     cfg.writers = [LazyCall(Noter)(folder / "metrics.csv", window_size=1)]
     trainer = DefaultTrainer(cfg)
-    (hook,) = [hook for hook in trainer._hooks if isinstance(hook, hooks.PeriodicWriter)]
+    (hook,) = [
+        hook for hook in trainer._hooks if isinstance(hook, hooks.PeriodicWriter)
+    ]
     assert isinstance(hook._writers[-1], Noter)
     assert hook._writers[-1].config["train"]["max_iter"] == 4
     assert not (folder / "metrics.csv").exists()
@@ -372,18 +403,29 @@ def test_the_writers_of_the_configuration_come_last_and_each_is_given_it(folder:
     assert "\n3,total_loss," in (folder / "metrics.csv").read_text()
 
 
-def test_the_state_is_there_once_and_the_configuration_stays_plain_data(folder: Path) -> None:
+def test_the_state_is_there_once_and_the_configuration_stays_plain_data(
+    folder: Path,
+) -> None:
     cfg = config(folder)
     trainer = DefaultTrainer(cfg)
     trainer.train(max_iter=1)
     file = torch.load(folder / "model_final.pth", weights_only=True)
     assert set(file) == {"model", "trainer", "iteration"}
-    assert set(file["trainer"]) >= {"iteration", "optimizer", "hooks", "data", "seed", "meta"}
+    assert set(file["trainer"]) >= {
+        "iteration",
+        "optimizer",
+        "hooks",
+        "data",
+        "seed",
+        "meta",
+    }
     assert "DigitsCNN" in file["trainer"]["meta"]["config"]
     assert "model" not in cfg.optimizer.params
 
 
-def test_epochs_in_a_configuration_decide_the_length_and_the_periods(folder: Path) -> None:
+def test_epochs_in_a_configuration_decide_the_length_and_the_periods(
+    folder: Path,
+) -> None:
     # 1437 digits are 12 batches of 128.
     epochs = ["train.max_epochs=1.5", "train.eval_period=1 epoch"]
     others = [
@@ -392,12 +434,19 @@ def test_epochs_in_a_configuration_decide_the_length_and_the_periods(folder: Pat
     ]
     trainer = DefaultTrainer(config(folder, *epochs, *others))
     trainer.train()
-    assert trainer.iter == trainer.cfg.train.max_iter == trainer.cfg.train.checkpointer.period == 18
+    assert (
+        trainer.iter
+        == trainer.cfg.train.max_iter
+        == trainer.cfg.train.checkpointer.period
+        == 18
+    )
     history = trainer.storage.history("classification/accuracy").values()
     assert [iteration for _, iteration in history] == [11, 18]
 
 
-def test_schedules_of_a_configuration_count_the_epochs_of_its_loader(folder: Path) -> None:
+def test_schedules_of_a_configuration_count_the_epochs_of_its_loader(
+    folder: Path,
+) -> None:
     cfg = config(folder, "~lr_multiplier", "dataloader.train.total_batch_size=512")
     assert cfg.train.epoch_length is None  # 1437 digits are 3 batches of 512
     cfg.param_scheduler = [{"type": "StepLR", "step_size": 1, "gamma": 0.5}]
@@ -408,7 +457,9 @@ def test_schedules_of_a_configuration_count_the_epochs_of_its_loader(folder: Pat
     assert cfg.train.epoch_length is None  # another batch size makes another length
 
 
-def test_one_part_is_changed_by_overriding_the_method_that_builds_it(folder: Path) -> None:
+def test_one_part_is_changed_by_overriding_the_method_that_builds_it(
+    folder: Path,
+) -> None:
     class OnModel(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg: Any) -> nn.Module:
@@ -419,8 +470,14 @@ def test_one_part_is_changed_by_overriding_the_method_that_builds_it(folder: Pat
     assert hasattr(OnModel(config(folder)).model, "extra")
 
 
-def test_precision_accumulation_and_clipping_come_from_the_configuration(folder: Path) -> None:
-    more = ["train.amp.enabled=true", "train.amp.dtype=bfloat16", "train.accumulative_counts=2"]
+def test_precision_accumulation_and_clipping_come_from_the_configuration(
+    folder: Path,
+) -> None:
+    more = [
+        "train.amp.enabled=true",
+        "train.amp.dtype=bfloat16",
+        "train.accumulative_counts=2",
+    ]
     trainer = DefaultTrainer(config(folder, *more, "train.clip_grad={'max_norm': 1.0}"))
     assert isinstance(trainer.optim_wrapper, AmpOptimWrapper)
     assert trainer.optim_wrapper.dtype == torch.bfloat16
@@ -464,7 +521,9 @@ def test_settings_that_the_checkpoint_overrules_are_shown(
     assert "momentum" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         default_setup(config(tmp_path / "file" / "out"), Namespace())
@@ -482,14 +541,18 @@ def stopped_and_resumed(folder: Path) -> tuple[bool, bool]:
         trainer.train()
         return trainer
 
-    stop = hooks.CallbackHook(after_step=lambda t: t.iter == 3 and t.request_stop("half way"))
+    stop = hooks.CallbackHook(
+        after_step=lambda t: t.iter == 3 and t.request_stop("half way")
+    )
     whole = train("whole")
     train("parts", stop)
     resumed = train("parts")
     same = [
         torch.equal(a, b)
         for a, b in zip(
-            whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True
+            whole.model.state_dict().values(),
+            resumed.model.state_dict().values(),
+            strict=True,
         )
     ]
     histories = [t.storage.history("total_loss").values() for t in (whole, resumed)]
@@ -505,13 +568,18 @@ def test_two_ranks_that_stopped_go_on_bit_for_bit_with_their_own_random_numbers(
 
 def gan(folder: Path, *overrides: str) -> Any:
     small = ["model.hidden_size=8", "dataloader.test.dataset.count=20"]
-    quick = ["+dataloader.evaluator.classifier.epochs=1", "dataloader.evaluator.real=null"]
+    quick = [
+        "+dataloader.evaluator.classifier.epochs=1",
+        "dataloader.evaluator.real=null",
+    ]
     cfg = LazyConfig.load(str(CONFIG.with_name("digits_gan.py")))
     run = [f"train.output_dir={folder}", "train.max_iter=3", "train.log_period=2"]
     return LazyConfig.apply_overrides(cfg, [*run, *small, *quick, *overrides])
 
 
-def test_several_optimizers_and_schedules_come_from_the_configuration(folder: Path) -> None:
+def test_several_optimizers_and_schedules_come_from_the_configuration(
+    folder: Path,
+) -> None:
     faster = "optim_wrapper.generator.optimizer.lr=8.0"
     slower = "optim_wrapper.discriminator.optimizer.lr=4.0"
     amp = "optim_wrapper.generator.type=AmpOptimWrapper"
@@ -523,12 +591,16 @@ def test_several_optimizers_and_schedules_come_from_the_configuration(folder: Pa
     results = trainer.train()
     assert set(results) == {"samples", "ema"}
     assert [w.inner_count for w in wrappers.values()] == [3, 6]
-    rates = {n: [v for v, _ in trainer.storage.history(f"{n}.lr").values()] for n in wrappers}
+    rates = {
+        n: [v for v, _ in trainer.storage.history(f"{n}.lr").values()] for n in wrappers
+    }
     assert rates == {"generator": [8.0, 4.0, 0.0], "discriminator": [4.0, 2.0, 0.0]}
     assert {"loss_generator", "loss_discriminator"} <= set(trainer.storage.latest())
 
 
-def test_hooks_of_the_configuration_run_right_before_the_evaluation(folder: Path) -> None:
+def test_hooks_of_the_configuration_run_right_before_the_evaluation(
+    folder: Path,
+) -> None:
     trainer = DefaultTrainer(gan(folder))
     table = trainer.describe_hooks()
     assert table.index("LRScheduler") < table.index("EMA") < table.index("SampleWriter")
@@ -537,7 +609,9 @@ def test_hooks_of_the_configuration_run_right_before_the_evaluation(folder: Path
     assert list((folder / "samples").glob("*.png"))
 
 
-def test_a_configuration_with_two_ways_to_say_one_thing_is_refused(folder: Path) -> None:
+def test_a_configuration_with_two_ways_to_say_one_thing_is_refused(
+    folder: Path,
+) -> None:
     cfg = gan(folder)
     cfg.optimizer = cfg.optim_wrapper
     with pytest.raises(ValueError, match="both optimizer and optim_wrapper"):
@@ -554,7 +628,10 @@ def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
 
     args = default_argument_parser().parse_args([])
     more = ["train.max_iter=6", "train.checkpointer.period=2"]
-    amp = [f"optim_wrapper.{n}.type=AmpOptimWrapper" for n in ("generator", "discriminator")]
+    amp = [
+        f"optim_wrapper.{n}.type=AmpOptimWrapper"
+        for n in ("generator", "discriminator")
+    ]
     more += [*amp, "+optim_wrapper.generator.dtype=float16"]
     more += ["+optim_wrapper.discriminator.accumulative_counts=4"]
 
@@ -574,7 +651,9 @@ def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
 
 def test_yacs_keys_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
     args = default_argument_parser().parse_args([])
-    with pytest.raises(ValueError, match=r"\['OUTPUT_DIR'\] would not be used.*train\.output_dir"):
+    with pytest.raises(
+        ValueError, match=r"\['OUTPUT_DIR'\] would not be used.*train\.output_dir"
+    ):
         default_setup({"OUTPUT_DIR": str(tmp_path)}, args)
 
 
@@ -588,7 +667,9 @@ class Based(BaseModel):
         super().__init__()
         self.fc = nn.Linear(1, 1)
 
-    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+    def forward(
+        self, inputs: Any, data_samples: Any = None, mode: str = "tensor"
+    ) -> Any:
         return self.fc(inputs)
 
 
@@ -598,13 +679,20 @@ def wrapped_models() -> list[str]:
         create_ddp_model(nn.Linear(1, 1)),
         create_ddp_model(Based(), find_unused_parameters=True),
         create_ddp_model(OwnSteps()),
-        create_ddp_model(two, type="SeparateDistributedDataParallel", fp16_compression=True),
+        create_ddp_model(
+            two, type="SeparateDistributedDataParallel", fp16_compression=True
+        ),
     ]
     return [type(model).__name__ for model in models]
 
 
 def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> None:
-    names = ["NamingDistributed", "StepDistributed", "SeparateDistributed", "SeparateDistributed"]
+    names = [
+        "NamingDistributed",
+        "StepDistributed",
+        "SeparateDistributed",
+        "SeparateDistributed",
+    ]
     expected = [f"{name}DataParallel" for name in names]
     assert run_ranks(wrapped_models, 2) == [expected, expected]
 

@@ -22,7 +22,9 @@ def config(name: str, folder: Path, *overrides: str) -> Any:
 
 
 def report(records: list[logging.LogRecord]) -> dict[str, str]:
-    [text] = [r.getMessage() for r in records if r.getMessage().startswith("The run works:")]
+    [text] = [
+        r.getMessage() for r in records if r.getMessage().startswith("The run works:")
+    ]
     lines = [re.split(" {2,}", line, maxsplit=1) for line in text.splitlines()[1:]]
     return {name: value for name, value in lines if name}
 
@@ -43,13 +45,19 @@ def test_it_tells_sizes_times_and_results_of_two_iterations_and_two_batches(
     ]
     expected = "train.expected_results=[('classification', 'accuracy', 99.0, 1.0)]"
     with caplog.at_level(logging.INFO):
-        dry_run(config("digits_cnn.py", tmp_path / "new" / "out", *small, expected), build)
+        dry_run(
+            config("digits_cnn.py", tmp_path / "new" / "out", *small, expected), build
+        )
     rows = report(caplog.records)
     trainer = built[0]
     assert trainer.iter == 2
-    assert any(message.startswith("Evaluated 2 batches in") for message in caplog.messages)
+    assert any(
+        message.startswith("Evaluated 2 batches in") for message in caplog.messages
+    )
     assert rows["model"] == "464 parameters, 464 to train"
-    assert rows["batch"].startswith("{'image': Tensor((64, 1, 8, 8), torch.float32, cpu)")
+    assert rows["batch"].startswith(
+        "{'image': Tensor((64, 1, 8, 8), torch.float32, cpu)"
+    )
     loss = f"{trainer.storage.history('total_loss').latest():.4g}"
     assert rows["losses"] == f"total_loss: {loss}, loss_cls: {loss}"
     assert rows["evaluation"].startswith("classification/accuracy: ")

@@ -15,7 +15,10 @@ from hooktrain.utils.registry import HOOKS
 
 # What a hook cannot be built without; a hook that is not here can be built without arguments.
 ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "AutogradProfiler": lambda folder: {"enable_predicate": bool, "output_dir": str(folder)},
+    "AutogradProfiler": lambda folder: {
+        "enable_predicate": bool,
+        "output_dir": str(folder),
+    },
     "BestCheckpointer": lambda folder: {
         "eval_period": 1,
         "checkpointer": Checkpointer(nn.Linear(1, 1), str(folder)),
@@ -35,9 +38,14 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "data_loader": [torch.ones(2, 1)],
         "num_iter": 1,
     },
-    "Preemption": lambda folder: {"checkpointer": Checkpointer(nn.Linear(1, 1), str(folder))},
+    "Preemption": lambda folder: {
+        "checkpointer": Checkpointer(nn.Linear(1, 1), str(folder))
+    },
     "Replay": lambda folder: {"iteration": 0},
-    "TorchProfiler": lambda folder: {"enable_predicate": bool, "output_dir": str(folder)},
+    "TorchProfiler": lambda folder: {
+        "enable_predicate": bool,
+        "output_dir": str(folder),
+    },
     "Watchdog": lambda folder: {"timeout_s": 60.0},
 }
 
@@ -66,7 +74,9 @@ def test_every_hook_of_the_package_is_registered_by_its_name() -> None:
     assert "HookBase" not in HOOKS
 
 
-@pytest.mark.parametrize("name", sorted(hook.__name__ for hook in hooks_of_the_package()))
+@pytest.mark.parametrize(
+    "name", sorted(hook.__name__ for hook in hooks_of_the_package())
+)
 def test_a_hook_is_built_by_its_name(name: str, tmp_path: Any) -> None:
     arguments = ARGUMENTS.get(name, lambda folder: {})(tmp_path)
     hook = HOOKS.build({"type": name, **arguments})

@@ -30,12 +30,19 @@ LAUNCH = sys.modules[launch.__module__]  # hooktrain.engine.launch is the functi
 LIMIT_SECONDS = 60
 WITH_PACKAGE = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(Path(hooktrain.__file__).parent.parent), *sys.path]),
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(hooktrain.__file__).parent.parent), *sys.path]
+    ),
 }
 
 
 def place() -> tuple[int, int, int, int]:
-    return comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_local_size()
+    return (
+        comm.get_rank(),
+        comm.get_world_size(),
+        comm.get_local_rank(),
+        comm.get_local_size(),
+    )
 
 
 def place_and_sum(value: int) -> tuple[Any, ...]:
@@ -46,7 +53,9 @@ def place_and_sum(value: int) -> tuple[Any, ...]:
 
 def test_a_single_process_is_a_plain_call_with_its_result() -> None:
     result = object()
-    pid, got, grouped = launch(lambda r: (os.getpid(), r, dist.is_initialized()), args=(result,))
+    pid, got, grouped = launch(
+        lambda r: (os.getpid(), r, dist.is_initialized()), args=(result,)
+    )
     assert pid == os.getpid()
     assert got is result
     assert not grouped
@@ -63,15 +72,32 @@ def test_the_error_of_a_single_process_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_gpus_per_machine": 0}, r"num_gpus_per_machine must be at least 1, got 0"),
+        (
+            {"num_gpus_per_machine": 0},
+            r"num_gpus_per_machine must be at least 1, got 0",
+        ),
         ({"num_machines": 0}, r"machine_rank must be in \[0, 0\), got 0"),
-        ({"num_machines": 2, "machine_rank": 2}, r"machine_rank must be in \[0, 2\), got 2"),
-        ({"num_machines": 2}, "dist_url must be an address of machine 0 .*'tcp:.*, got None"),
-        ({"num_machines": 2, "dist_url": "auto"}, "dist_url must be an address .*, got 'auto'"),
-        ({"num_machines": 2, "dist_url": "10.0.0.1"}, "must be an address .*, got '10.0.0.1'"),
+        (
+            {"num_machines": 2, "machine_rank": 2},
+            r"machine_rank must be in \[0, 2\), got 2",
+        ),
+        (
+            {"num_machines": 2},
+            "dist_url must be an address of machine 0 .*'tcp:.*, got None",
+        ),
+        (
+            {"num_machines": 2, "dist_url": "auto"},
+            "dist_url must be an address .*, got 'auto'",
+        ),
+        (
+            {"num_machines": 2, "dist_url": "10.0.0.1"},
+            "must be an address .*, got '10.0.0.1'",
+        ),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         launch(place, **arguments)
 
@@ -99,7 +125,9 @@ TORCHRUN = {
 }
 
 
-def test_numbers_that_contradict_the_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_contradict_the_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_torchrun(monkeypatch, **TORCHRUN)
     with pytest.raises(ValueError, match=r"is 3, and 'pytorch' has started 4"):
         launch(place, 3)
@@ -109,8 +137,12 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     set_torchrun(monkeypatch, **TORCHRUN)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
-    with pytest.raises(ValueError, match=r"2 processes need a GPU each, and this machine has 1"):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: cuda
+    )
+    with pytest.raises(
+        ValueError, match=r"2 processes need a GPU each, and this machine has 1"
+    ):
         launch(place)
 
 
@@ -126,7 +158,9 @@ def test_processes_know_their_place_share_the_cores_and_give_back_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    results = launch(place_and_sum, 2, args=(10,), timeout=timedelta(seconds=LIMIT_SECONDS))
+    results = launch(
+        place_and_sum, 2, args=(10,), timeout=timedelta(seconds=LIMIT_SECONDS)
+    )
     assert [r[0] for r in results] == [(0, 2, 0, 2), (1, 2, 1, 2)]
     assert all(torch.equal(r[1], torch.tensor(21)) for r in results)
     assert all(r[2:4] == ("gloo", os.getpid()) for r in results)
@@ -165,7 +199,9 @@ def test_machines_meet_at_the_address_they_are_given() -> None:
         url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
     def start_machine(i: int) -> None:
-        results[i] = launch(place, 1, 2, i, url, timeout=timedelta(seconds=LIMIT_SECONDS))
+        results[i] = launch(
+            place, 1, 2, i, url, timeout=timedelta(seconds=LIMIT_SECONDS)
+        )
 
     machines = [threading.Thread(target=start_machine, args=(i,)) for i in range(2)]
     for machine in machines:
@@ -190,14 +226,20 @@ def test_the_error_of_the_first_rank_that_fails_comes_back_and_the_others_are_en
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "<Unknown signal 35>")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (35, "<Unknown signal 35>")]
+)
 def test_a_rank_that_is_killed_is_named_with_its_signal(number: int, name: str) -> None:
-    with pytest.raises(RuntimeError, match=f"rank 1 failed: .* terminated with signal {name}"):
+    with pytest.raises(
+        RuntimeError, match=f"rank 1 failed: .* terminated with signal {name}"
+    ):
         launch(die_in_rank_1_alone, 2, args=(number,))
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(tmp_path: Path) -> None:
+def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(exit_in_order, 2, args=(str(tmp_path),))
     assert caught.value.code == 75
@@ -207,7 +249,9 @@ def test_an_exit_in_order_waits_for_the_other_ranks_and_keeps_its_code(tmp_path:
 def run_until_a_signal(folder: Path, heeds: bool) -> None:
     stopped: list[bool] = []
     if heeds:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's own message of a parent's death
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # torch's own message of a parent's death
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda *_: stopped.append(True))
     partly = Path(folder, f"partly{comm.get_rank()}")
@@ -240,7 +284,11 @@ def started(
     tmp_path: Path, heeds: bool, by_torchrun: bool = False
 ) -> Iterator[tuple[Any, list[int]]]:
     """The process that launches and the ids of its two ranks; none of them stays behind."""
-    parent = start_by_torchrun(tmp_path) if by_torchrun else start(launch_two, tmp_path, heeds)
+    parent = (
+        start_by_torchrun(tmp_path)
+        if by_torchrun
+        else start(launch_two, tmp_path, heeds)
+    )
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     try:
         wait_until(lambda: all(f.exists() for f in files) or not parent.is_alive())
@@ -254,7 +302,9 @@ def started(
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
-def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path, by_torchrun: bool) -> None:
+def test_a_parent_that_is_killed_leaves_no_orphans(
+    tmp_path: Path, by_torchrun: bool
+) -> None:
     with started(tmp_path, heeds=True, by_torchrun=by_torchrun) as (parent, children):
         parent.kill()
         parent.join()
@@ -262,7 +312,9 @@ def test_a_parent_that_is_killed_leaves_no_orphans(tmp_path: Path, by_torchrun: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_parent_ends_the_ranks_in_order(tmp_path: Path, number: int) -> None:
+def test_a_signal_to_the_parent_ends_the_ranks_in_order(
+    tmp_path: Path, number: int
+) -> None:
     with started(tmp_path, heeds=True) as (parent, children):
         os.kill(parent.pid, number)
         assert end(parent) == 75
@@ -319,7 +371,13 @@ if __name__ == "__main__":
 def test_under_torchrun_its_processes_join_and_no_others_start(tmp_path: Path) -> None:
     script = tmp_path / "train_net.py"
     script.write_text(UNDER_TORCHRUN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+    ]
     done = subprocess.run(
         [*torchrun, script, tmp_path, "2"],
         env=WITH_PACKAGE,

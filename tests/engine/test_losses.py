@@ -29,7 +29,9 @@ def test_a_loss_that_is_not_finite_is_found_when_the_period_is_checked() -> None
     recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     for i, value in enumerate([1.0, math.nan, 2.0]):
         recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0)
-    with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"):
+    with pytest.raises(
+        FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"
+    ):
         recorder.check(storage, 3)
 
 
@@ -37,7 +39,9 @@ def test_the_first_of_several_bad_iterations_is_named() -> None:
     recorder, storage = LossRecorder(check_at_once=False), EventStorage()
     for i, (a, b) in enumerate([(1.0, 1.0), (2.0, math.inf), (math.nan, 3.0)]):
         recorder.record(storage, i, {"loss_a": a, "loss_b": b}, 0.0, total=None)
-    with pytest.raises(FloatingPointError, match=r"iteration=1!\n.*'loss_a': 2.0, 'loss_b': inf"):
+    with pytest.raises(
+        FloatingPointError, match=r"iteration=1!\n.*'loss_a': 2.0, 'loss_b': inf"
+    ):
         recorder.check(storage, 3)
 
 
@@ -71,7 +75,11 @@ class Period:
             self.finished += 1
         with Collectives() as collectives:
             asking = self.recorder.exchange(storage, self.finished, asks)
-        values = {n: h.values() for n, h in storage.histories().items() if n != "rank_data_time"}
+        values = {
+            n: h.values()
+            for n, h in storage.histories().items()
+            if n != "rank_data_time"
+        }
         self.seen[name] = (collectives.seen, asking, values)
 
 
@@ -83,9 +91,13 @@ def play() -> dict[str, Any]:
     period.exchange("first", {"a": rank, "b": 1.0}, {"a": 2.0 * rank, "b": 1.0})
     period.exchange("second", {"b": 0.1, "a": rank}, {"a": rank, "b": 0.1})
     period.exchange("nothing since")
-    period.exchange("one more", {"a": 1.0, **({"c": 7.0, "d": 8.0} if rank == 1 else {})})
+    period.exchange(
+        "one more", {"a": 1.0, **({"c": 7.0, "d": 8.0} if rank == 1 else {})}
+    )
     period.exchange("without it again", {"a": 1.0})
-    period.exchange("two kinds", {"a": 1.0, **({f"of {rank}": 1.0 * rank} if rank > 1 else {})})
+    period.exchange(
+        "two kinds", {"a": 1.0, **({f"of {rank}": 1.0 * rank} if rank > 1 else {})}
+    )
     period.exchange("a request", {"a": 1.0}, asks=rank in (1, 2))
     period.exchange("not finite", {"a": math.nan if rank == 3 else math.inf})
     return period.seen
@@ -128,20 +140,39 @@ SLOWEST = 3.5
             "one more",
             ["allreduce_", *OBJECT, *NUMBERS],
             -1,
-            {"a": [(1.0, 4)], "c": [(7.0, 4)], "d": [(8.0, 4)], "data_time": [(SLOWEST, 4)]},
+            {
+                "a": [(1.0, 4)],
+                "c": [(7.0, 4)],
+                "d": [(8.0, 4)],
+                "data_time": [(SLOWEST, 4)],
+            },
         ),
-        ("without it again", NUMBERS, -1, {"a": [(1.0, 5)], "data_time": [(SLOWEST, 5)]}),
+        (
+            "without it again",
+            NUMBERS,
+            -1,
+            {"a": [(1.0, 5)], "data_time": [(SLOWEST, 5)]},
+        ),
         (
             "two kinds",
             [*["allreduce_", *OBJECT] * 2, *NUMBERS],
             -1,
-            {"a": [(1.0, 6)], "of 3": [(3.0, 6)], "of 2": [(2.0, 6)], "data_time": [(SLOWEST, 6)]},
+            {
+                "a": [(1.0, 6)],
+                "of 3": [(3.0, 6)],
+                "of 2": [(2.0, 6)],
+                "data_time": [(SLOWEST, 6)],
+            },
         ),
         ("a request", NUMBERS, 2, {"a": [(1.0, 7)], "data_time": [(SLOWEST, 7)]}),
     ],
 )
 def test_a_period_is_one_maximum_and_one_sum_and_new_names_are_told_in_objects(
-    ranks: Any, name: str, collectives: list[str], asking: int, values: dict[str, Values]
+    ranks: Any,
+    name: str,
+    collectives: list[str],
+    asking: int,
+    values: dict[str, Values],
 ) -> None:
     assert [r[name] for r in ranks] == [(collectives, asking, values)] * 4
 
@@ -160,7 +191,9 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         loss = self.fc(x).square().mean()
-        losses = {f"loss_{i}": loss / (comm.get_rank() + i + 1) for i in range(self.count)}
+        losses = {
+            f"loss_{i}": loss / (comm.get_rank() + i + 1) for i in range(self.count)
+        }
         if 8 <= self.calls < 11 and comm.get_rank() == 1:
             losses["odd"] = loss * 3
         self.calls += 1
@@ -204,7 +237,9 @@ def many_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("many_ranks")
 @pytest.mark.parametrize("count", [1, 100])
-def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(count: int) -> None:
+def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(
+    count: int,
+) -> None:
     seen: dict[int, list[str]] = {}
     model = Model(count)
     trainer = SimpleTrainer(model, batches(4), sgd(model), gather_metric_period=5)
@@ -218,5 +253,9 @@ def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(count: in
     # Before the first step: the names of the hooks, and a stop that was asked for already.
     assert seen.pop(0) == ["allgather_", "allgather_", "allreduce_"]
     assert seen.pop(4) == ["allreduce_", *OBJECT, *NUMBERS]
-    assert seen == {i: NUMBERS if i % 5 == 4 else [] for i in range(20) if i not in (0, 4)}
-    assert [i for _, i in trainer.storage.history("total_loss").values()] == list(range(20))
+    assert seen == {
+        i: NUMBERS if i % 5 == 4 else [] for i in range(20) if i not in (0, 4)
+    }
+    assert [i for _, i in trainer.storage.history("total_loss").values()] == list(
+        range(20)
+    )

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
@@ -38,7 +43,11 @@ from hooktrain.engine.hooks import (
     PreciseBN,
     Watchdog,
 )
-from hooktrain.evaluation import ClassificationEvaluator, DatasetEvaluator, inference_on_dataset
+from hooktrain.evaluation import (
+    ClassificationEvaluator,
+    DatasetEvaluator,
+    inference_on_dataset,
+)
 from hooktrain.model import BaseModel
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -79,7 +88,9 @@ class Steps(BaseModel):
         self.body = nn.Linear(4, 2)
         self.output = output
 
-    def forward(self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+    def forward(
+        self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor"
+    ) -> Any:
         return self.output(self.body(inputs))
 
 
@@ -147,12 +158,18 @@ def train(
     return trainer
 
 
-def schedule(make: Callable[[Any], Any], **options: Any) -> Callable[[Any], LRScheduler]:
+def schedule(
+    make: Callable[[Any], Any], **options: Any
+) -> Callable[[Any], LRScheduler]:
     return lambda trainer: LRScheduler(scheduler=make(trainer.optimizer), **options)
 
 
-def best(metric: str, period: int = 1, **options: Any) -> Callable[[Any], BestCheckpointer]:
-    return lambda trainer: BestCheckpointer(period, Checkpointer(trainer.model), metric, **options)
+def best(
+    metric: str, period: int = 1, **options: Any
+) -> Callable[[Any], BestCheckpointer]:
+    return lambda trainer: BestCheckpointer(
+        period, Checkpointer(trainer.model), metric, **options
+    )
 
 
 def evaluate(metrics: Any, period: int | str = 1) -> EvalHook:
@@ -168,11 +185,15 @@ def stepping(output: Callable[[Tensor], Any]) -> Callable[[], Any]:
 
 
 def put(name: Any, value: Any) -> Callable[[], Any]:
-    return lambda: train(CallbackHook(after_step=lambda t: t.storage.put_scalar(name, value)))
+    return lambda: train(
+        CallbackHook(after_step=lambda t: t.storage.put_scalar(name, value))
+    )
 
 
 def save(folder: str = "", period: Any = 2) -> Callable[[Any], PeriodicCheckpointer]:
-    return lambda t: PeriodicCheckpointer(Checkpointer(t.model, folder, trainer=t), period)
+    return lambda t: PeriodicCheckpointer(
+        Checkpointer(t.model, folder, trainer=t), period
+    )
 
 
 def wrap(**options: Any) -> Callable[[], Any]:
@@ -191,14 +212,18 @@ def resume(trainer: SimpleTrainer, *hooks: HookBase) -> Callable[[], Any]:
     return lambda: trainer.load_state_dict(before.state_dict())
 
 
-def judge(evaluator: Any, batch: Any = LABELLED, outputs: Any = None) -> Callable[[], Any]:
+def judge(
+    evaluator: Any, batch: Any = LABELLED, outputs: Any = None
+) -> Callable[[], Any]:
     """What an evaluator says of the outputs, two scores each if there are no others."""
     outputs = torch.ones(2, 2) if outputs is None else outputs
     return lambda: inference_on_dataset(lambda _: outputs, [batch], evaluator)
 
 
 def override(text: str) -> Callable[[], Any]:
-    cfg = ConfigDict(train={"max_iter": 9, "amp": {"enabled": False}}, model=LazyCall(nn.Linear)())
+    cfg = ConfigDict(
+        train={"max_iter": 9, "amp": {"enabled": False}}, model=LazyCall(nn.Linear)()
+    )
     return lambda: apply_overrides(cfg, [text])
 
 
@@ -215,65 +240,193 @@ other_rate = LRMultiplier(sgd(Net()), COSINE, 4)
 MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     # What belongs together
     (lambda: train(optimizer=sgd(Net())), ValueError, f"OptimWrapper {of_another}"),
-    (lambda: train(optimizer=lambda m: sgd(copy.deepcopy(m))), ValueError, "OptimWrapper has the "),
-    (lambda: train(optimizer=another_head), WARNING, "2 parameters of the optimizer are not the m"),
-    (lambda: train(optimizer=another_head), WARNING, r"2 trainable .* in no optimizer.*head\.weig"),
-    (lambda: train(optimizer=lambda m: sgd(m.body)), WARNING, "2 trainable parameters are in no"),
+    (
+        lambda: train(optimizer=lambda m: sgd(copy.deepcopy(m))),
+        ValueError,
+        "OptimWrapper has the ",
+    ),
+    (
+        lambda: train(optimizer=another_head),
+        WARNING,
+        "2 parameters of the optimizer are not the m",
+    ),
+    (
+        lambda: train(optimizer=another_head),
+        WARNING,
+        r"2 trainable .* in no optimizer.*head\.weig",
+    ),
+    (
+        lambda: train(optimizer=lambda m: sgd(m.body)),
+        WARNING,
+        "2 trainable parameters are in no",
+    ),
     (lambda: train(EMA(Net())), ValueError, f"EMA {of_another}"),
-    (lambda: train(PreciseBN(2, Net(), DATA, 1)), ValueError, f"PreciseBN {of_another}"),
-    (lambda: train(PeriodicCheckpointer(Checkpointer(Net()), 2)), ValueError, "PeriodicCheckpoint"),
-    (lambda: train(BestCheckpointer(1, Checkpointer(Net()), "acc")), ValueError, "BestCheckpointe"),
-    (lambda: train(LRScheduler(scheduler=step_lr)), ValueError, "none of .* schedules the optimiz"),
-    (lambda: train(LRScheduler(sgd(Net()), step_lr)), ValueError, "none of .* schedules the optim"),
+    (
+        lambda: train(PreciseBN(2, Net(), DATA, 1)),
+        ValueError,
+        f"PreciseBN {of_another}",
+    ),
+    (
+        lambda: train(PeriodicCheckpointer(Checkpointer(Net()), 2)),
+        ValueError,
+        "PeriodicCheckpoint",
+    ),
+    (
+        lambda: train(BestCheckpointer(1, Checkpointer(Net()), "acc")),
+        ValueError,
+        "BestCheckpointe",
+    ),
+    (
+        lambda: train(LRScheduler(scheduler=step_lr)),
+        ValueError,
+        "none of .* schedules the optimiz",
+    ),
+    (
+        lambda: train(LRScheduler(sgd(Net()), step_lr)),
+        ValueError,
+        "none of .* schedules the optim",
+    ),
     (
         lambda: train(schedule(lambda o: [LRMultiplier(o, COSINE, 4), other_rate])),
         WARNING,
         "LRMultiplier.* is for an optimizer that the trainer does not have",
     ),
-    (lambda: train(LRScheduler(sgd(Net()), COSINE)), WARNING, "CosineParamScheduler.* is for an o"),
+    (
+        lambda: train(LRScheduler(sgd(Net()), COSINE)),
+        WARNING,
+        "CosineParamScheduler.* is for an o",
+    ),
     (
         lambda: train(schedule(lambda o: [StepLR(o, 2)] * 2)),
         ValueError,
         "two schedules, or one twi",
     ),
-    (lambda: train(*[schedule(lambda _: COSINE)] * 2), ValueError, "two schedules.*CosineParamSch"),
+    (
+        lambda: train(*[schedule(lambda _: COSINE)] * 2),
+        ValueError,
+        "two schedules.*CosineParamSch",
+    ),
     (lambda: train(*[HookBase()] * 2), ValueError, "registered already"),
-    (lambda: train(lambda _: HookBase), TypeError, "must be HookBase objects, but got <class"),
-    (lambda: train(lambda _: print), TypeError, "must be HookBase objects, but got <built-in"),
+    (
+        lambda: train(lambda _: HookBase),
+        TypeError,
+        "must be HookBase objects, but got <class",
+    ),
+    (
+        lambda: train(lambda _: print),
+        TypeError,
+        "must be HookBase objects, but got <built-in",
+    ),
     (lambda: train(LateEvent()), WARNING, "did you mean 'after_step'"),
     (lambda: train(AnotherFrameworksEvent()), WARNING, "on_train_start is no event"),
     (lambda: train(optimizer=lambda _: torch.optim.SGD), TypeError, "torch optimizer"),
-    (lambda: SimpleTrainer(Net, DATA, sgd(Net())), TypeError, "nn.Module object, but got <class"),  # type: ignore[arg-type]
+    (
+        lambda: SimpleTrainer(Net, DATA, sgd(Net())),
+        TypeError,
+        "nn.Module object, but got <class",
+    ),  # type: ignore[arg-type]
     (
         lambda: train(model=Net().parameters(), optimizer=sgd(Net())),
         TypeError,
         "but got <generator",
     ),
-    (lambda: train(lambda t: EMA(t)), TypeError, "nn.Module object, but got <.*SimpleTrainer"),
-    (lambda: Checkpointer("output", Net()), TypeError, "nn.Module object, but got 'output'"),  # type: ignore[arg-type]
-    (lambda: train(optimizer=lambda m: [sgd(m)]), TypeError, r"a torch optimizer or .* got \[SGD"),
-    (lambda: train(model=LayersInAList()), WARNING, "model.layers has layers that are not trained"),
-    (lambda: train(HookBase(), by=Forgetful), RuntimeError, r"must call super\(\).__init__\(\)"),
-    (lambda: TrainerBase().train(max_iter=4), NotImplementedError, "must define run_step"),
+    (
+        lambda: train(lambda t: EMA(t)),
+        TypeError,
+        "nn.Module object, but got <.*SimpleTrainer",
+    ),
+    (
+        lambda: Checkpointer("output", Net()),
+        TypeError,
+        "nn.Module object, but got 'output'",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: train(optimizer=lambda m: [sgd(m)]),
+        TypeError,
+        r"a torch optimizer or .* got \[SGD",
+    ),
+    (
+        lambda: train(model=LayersInAList()),
+        WARNING,
+        "model.layers has layers that are not trained",
+    ),
+    (
+        lambda: train(HookBase(), by=Forgetful),
+        RuntimeError,
+        r"must call super\(\).__init__\(\)",
+    ),
+    (
+        lambda: TrainerBase().train(max_iter=4),
+        NotImplementedError,
+        "must define run_step",
+    ),
     (
         lambda: train(CallbackHook(after_step=lambda t: t.model.eval())),
         RuntimeError,
         "in evaluation mode.* must call model.train",
     ),
-    (lambda: train().register_hooks([HookBase()], before="Eval"), ValueError, "no hook 'Eval' is"),
+    (
+        lambda: train().register_hooks([HookBase()], before="Eval"),
+        ValueError,
+        "no hook 'Eval' is",
+    ),
     # Lengths and periods
-    (lambda: train(max_iter=None), ValueError, "needs an integer max_iter.*max_iter=None"),
-    (lambda: train(max_iter="4"), ValueError, "needs an integer max_iter.*max_iter='4'"),
-    (lambda: train(max_iter=4.5), ValueError, "needs an integer max_iter.*max_iter=4.5"),
+    (
+        lambda: train(max_iter=None),
+        ValueError,
+        "needs an integer max_iter.*max_iter=None",
+    ),
+    (
+        lambda: train(max_iter="4"),
+        ValueError,
+        "needs an integer max_iter.*max_iter='4'",
+    ),
+    (
+        lambda: train(max_iter=4.5),
+        ValueError,
+        "needs an integer max_iter.*max_iter=4.5",
+    ),
     (lambda: train(max_iter=-4), ValueError, "needs an integer max_iter.*max_iter=-4"),
-    (lambda: train().train(max_iter=2), ValueError, "but got start_iter=4 and max_iter=2"),
-    (lambda: train(evaluate({}, 2.5)), ValueError, "EvalHook needs a whole number as period: 2.5"),  # type: ignore[arg-type]
-    (lambda: train(save(period=0)), ValueError, "period must be a whole number of .* got 0"),
-    (lambda: train(save(period=2.5)), ValueError, "period must be a whole number .* got 2.5"),
-    (wrap(accumulative_counts=0), ValueError, "accumulative_counts must be an integer > 0: 0"),
-    (wrap(accumulative_counts=2.5), ValueError, "accumulative_counts must be an integer .*: 2.5"),
-    (wrap(clip_grad=1.0), ValueError, "clip_grad must be like {'max_norm': 1.0, .*not 1.0"),
-    (wrap(clip_grad={"max_nrom": 1}), ValueError, "clip_grad must be like .*not {'max_nrom': 1}"),
+    (
+        lambda: train().train(max_iter=2),
+        ValueError,
+        "but got start_iter=4 and max_iter=2",
+    ),
+    (
+        lambda: train(evaluate({}, 2.5)),
+        ValueError,
+        "EvalHook needs a whole number as period: 2.5",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: train(save(period=0)),
+        ValueError,
+        "period must be a whole number of .* got 0",
+    ),
+    (
+        lambda: train(save(period=2.5)),
+        ValueError,
+        "period must be a whole number .* got 2.5",
+    ),
+    (
+        wrap(accumulative_counts=0),
+        ValueError,
+        "accumulative_counts must be an integer > 0: 0",
+    ),
+    (
+        wrap(accumulative_counts=2.5),
+        ValueError,
+        "accumulative_counts must be an integer .*: 2.5",
+    ),
+    (
+        wrap(clip_grad=1.0),
+        ValueError,
+        "clip_grad must be like {'max_norm': 1.0, .*not 1.0",
+    ),
+    (
+        wrap(clip_grad={"max_nrom": 1}),
+        ValueError,
+        "clip_grad must be like .*not {'max_nrom': 1}",
+    ),
     (
         lambda: AmpOptimWrapper(sgd(Net()), "bf16"),
         ValueError,
@@ -287,15 +440,31 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         TypeError,
         "a loader of batches, such as a DataLoader.*TensorDataset",
     ),
-    (lambda: train(data=torch.ones(8, 4)), TypeError, "a loader of batches.*torch.Tensor"),
+    (
+        lambda: train(data=torch.ones(8, 4)),
+        TypeError,
+        "a loader of batches.*torch.Tensor",
+    ),
     (lambda: train(data="data/train"), TypeError, "a loader of batches.*'str'"),
     (lambda: train(data=None), TypeError, "NoneType"),
     (lambda: train(data=lambda: DATA), TypeError, "'function' object is not iterable"),
     (lambda: train(data=[]), ValueError, "empty"),
     (lambda: train(data=iter(DATA[:2])), ValueError, "starts only once"),
-    (lambda: train(data=DataLoader(SAMPLES, 9, drop_last=True)), ValueError, "by drop_last"),
-    (lambda: inference_on_dataset(Net(), SAMPLES, None), TypeError, "a loader of batches.*TensorD"),
-    (lambda: inference_on_dataset(Net(), itertools.cycle(DATA), None), ValueError, "never ends"),
+    (
+        lambda: train(data=DataLoader(SAMPLES, 9, drop_last=True)),
+        ValueError,
+        "by drop_last",
+    ),
+    (
+        lambda: inference_on_dataset(Net(), SAMPLES, None),
+        TypeError,
+        "a loader of batches.*TensorD",
+    ),
+    (
+        lambda: inference_on_dataset(Net(), itertools.cycle(DATA), None),
+        ValueError,
+        "never ends",
+    ),
     (
         lambda: inference_on_dataset(
             Net(), build_train_loader(SAMPLES, total_batch_size=2), DatasetEvaluator()
@@ -314,7 +483,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "size, that of the data set, must be at least 1, but got 0",
     ),
     # Batches
-    (lambda: train(data=DataLoader(SAMPLES, 3)), TypeError, r"batch: \[Tensor\(\(3, 4\), torch.fl"),
+    (
+        lambda: train(data=DataLoader(SAMPLES, 3)),
+        TypeError,
+        r"batch: \[Tensor\(\(3, 4\), torch.fl",
+    ),
     (
         lambda: train(data=[{"x": DATA[0]}]),
         TypeError,
@@ -325,34 +498,68 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         RuntimeError,
         r"batch: Tensor\(\(2, 5\), torch.float3",
     ),
-    (lambda: train(data=[DATA[0].long()]), RuntimeError, r"batch: Tensor\(\(2, 4\), torch.int64"),
+    (
+        lambda: train(data=[DATA[0].long()]),
+        RuntimeError,
+        r"batch: Tensor\(\(2, 4\), torch.int64",
+    ),
     (lambda: train(data={"train": DATA}), TypeError, "batch: 'train'"),
     (
-        lambda: train(model=Steps(Tensor.mean), data=[{"x": 1.5, "y": None}], by=StepTrainer),
+        lambda: train(
+            model=Steps(Tensor.mean), data=[{"x": 1.5, "y": None}], by=StepTrainer
+        ),
         TypeError,
         r"keyword argument 'x'\nThe last batch: \{'x': 1.5, 'y': None\}",
     ),
     # Losses
     (returning(lambda y: y), TypeError, r"one element each, not Tensor\(\(2, 2\)"),
     (returning(lambda y: y.sum(1)), TypeError, r"one element each, not Tensor\(\(2,\)"),
-    (returning(lambda y: None), TypeError, "return a loss or a dict of losses.*not None"),
+    (
+        returning(lambda y: None),
+        TypeError,
+        "return a loss or a dict of losses.*not None",
+    ),
     (returning(lambda y: y.mean().item()), TypeError, r"return a loss.*not -?\d"),
-    (returning(lambda y: (y.mean(), y)), TypeError, r"return a loss.*not \(Tensor\(\(\), "),
+    (
+        returning(lambda y: (y.mean(), y)),
+        TypeError,
+        r"return a loss.*not \(Tensor\(\(\), ",
+    ),
     (returning(lambda y: {}), TypeError, r"return a loss.*not \{\}"),
     (returning(lambda y: y.mean().detach()), ValueError, "no loss has a gradient"),
     (returning(lambda y: y.argmax()), ValueError, "no loss has a gradient.*int64"),
-    (returning(lambda y: {"acc": y.detach().mean()}), ValueError, "no loss has a gradient: {'acc'"),
+    (
+        returning(lambda y: {"acc": y.detach().mean()}),
+        ValueError,
+        "no loss has a gradient: {'acc'",
+    ),
     (
         returning(lambda y: {"loss": y.mean(), "logits": y}),
         TypeError,
         r"'logits': Tensor\(\(2, 2\)",
     ),
-    (returning(lambda y: {"loss": y.mean(), "loss_b": None}), TypeError, "'loss_b': None"),
-    (returning(lambda y: {"a": y.mean(), "total_loss": y.mean()}), ValueError, "name of the sum"),
-    (returning(lambda y: Output(None, y)), TypeError, r"Output\(\{'logits': Tensor.*'loss': None"),
+    (
+        returning(lambda y: {"loss": y.mean(), "loss_b": None}),
+        TypeError,
+        "'loss_b': None",
+    ),
+    (
+        returning(lambda y: {"a": y.mean(), "total_loss": y.mean()}),
+        ValueError,
+        "name of the sum",
+    ),
+    (
+        returning(lambda y: Output(None, y)),
+        TypeError,
+        r"Output\(\{'logits': Tensor.*'loss': None",
+    ),
     (stepping(lambda y: y.mean()), TypeError, "a dict of losses, not a .*Tensor"),
     (stepping(lambda y: None), TypeError, "a dict of losses, not a .*NoneType"),
-    (stepping(lambda y: {"ce": y.mean()}), ValueError, r"has 'loss' in its name.*\['ce'\]"),
+    (
+        stepping(lambda y: {"ce": y.mean()}),
+        ValueError,
+        r"has 'loss' in its name.*\['ce'\]",
+    ),
     (stepping(lambda y: {"loss": 0.5}), TypeError, "'loss' must be a tensor"),
     (lambda: train(by=StepTrainer), AttributeError, "no attribute 'train_step'"),
     # Evaluations
@@ -360,8 +567,16 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: EvalHook(10, {"acc": 1}), TypeError, "must be callable: {'acc': 1}"),  # type: ignore[arg-type]
     (lambda: EvalHook(10, None), TypeError, "must be callable: None"),  # type: ignore[arg-type]
     (lambda: train(evaluate(0.5)), TypeError, "return a dict of results, but got 0.5"),
-    (lambda: train(evaluate({"a": {"acc": [1, 2]}})), ValueError, r"'a/acc' is \[1, 2\]"),
-    (lambda: train(lambda t: EvalHook(2, t.model.eval)), TypeError, "a dict of results"),
+    (
+        lambda: train(evaluate({"a": {"acc": [1, 2]}})),
+        ValueError,
+        r"'a/acc' is \[1, 2\]",
+    ),
+    (
+        lambda: train(lambda t: EvalHook(2, t.model.eval)),
+        TypeError,
+        "a dict of results",
+    ),
     (lambda: train(evaluate({}, "2")), ValueError, "a text like '1 epoch', not '2'"),
     (
         judge(ClassificationEvaluator),
@@ -369,7 +584,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "evaluators must be objects, but got the class <class",
     ),
     (judge(5), TypeError, r"an evaluator needs process\(\), or is a metric to call: 5"),
-    (judge(Results()), TypeError, r"Results.evaluate must return a dict of results, not \[99.0\]"),
+    (
+        judge(Results()),
+        TypeError,
+        r"Results.evaluate must return a dict of results, not \[99.0\]",
+    ),
     (
         judge(ClassificationEvaluator("ab", "target")),
         ValueError,
@@ -380,8 +599,16 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         ValueError,
         "must be a tuple, or a dict with targets under 'label', and this is a Tensor",
     ),
-    (judge(ClassificationEvaluator("abc")), ValueError, r"shape \(N, 3\).* got \(2, 2\)"),
-    (judge(ClassificationEvaluator("ab"), outputs={}), ValueError, "got <class 'dict'> and"),
+    (
+        judge(ClassificationEvaluator("abc")),
+        ValueError,
+        r"shape \(N, 3\).* got \(2, 2\)",
+    ),
+    (
+        judge(ClassificationEvaluator("ab"), outputs={}),
+        ValueError,
+        "got <class 'dict'> and",
+    ),
     (
         judge(ClassificationEvaluator("a"), outputs=torch.ones(2, 1)),
         ValueError,
@@ -389,7 +616,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     (
         lambda: default_hooks(
-            scheduler=COSINE, checkpointer=Checkpointer(Net()), checkpoint_period=2, eval_period=2
+            scheduler=COSINE,
+            checkpointer=Checkpointer(Net()),
+            checkpoint_period=2,
+            eval_period=2,
         ),
         WARNING,
         "Without eval_function eval_period=2 and best_metric=None do nothing",
@@ -401,36 +631,75 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     # Metrics to put
     (put(0.5, "speed"), TypeError, "metric 0.5 must be a number .* but got 'speed'"),
-    (put("speed", "fast"), TypeError, "metric 'speed' must be a number .* but got 'fast'"),
-    (put("speed", torch.ones(2)), TypeError, r"metric 'speed' must be .* got tensor\(\[1., 1"),
+    (
+        put("speed", "fast"),
+        TypeError,
+        "metric 'speed' must be a number .* but got 'fast'",
+    ),
+    (
+        put("speed", torch.ones(2)),
+        TypeError,
+        r"metric 'speed' must be .* got tensor\(\[1., 1",
+    ),
     (lambda: get_event_storage(), RuntimeError, "call this inside of train"),
-    (lambda: train().storage.history("total_los"), KeyError, "did you mean 'total_loss'"),
-    (lambda: JSONWriter(ROOT), IsADirectoryError, "json_file must be a file, not the folder"),
+    (
+        lambda: train().storage.history("total_los"),
+        KeyError,
+        "did you mean 'total_loss'",
+    ),
+    (
+        lambda: JSONWriter(ROOT),
+        IsADirectoryError,
+        "json_file must be a file, not the folder",
+    ),
     # Metrics to watch
-    (lambda: train(evaluate({"acc": 1}), best("accuracy")), ValueError, "there is no metric 'accu"),
+    (
+        lambda: train(evaluate({"acc": 1}), best("accuracy")),
+        ValueError,
+        "there is no metric 'accu",
+    ),
     (lambda: train(best("acc")), ValueError, "there is no metric 'acc'.*'total_loss'"),
-    (lambda: train(evaluate({"acc": 1}, 2), best("acc", 3)), ValueError, "was measured at 1: give"),
-    (lambda: train(best("acc", 2), evaluate({"acc": 1}, 2)), WARNING, "goes behind EvalHook"),
+    (
+        lambda: train(evaluate({"acc": 1}, 2), best("acc", 3)),
+        ValueError,
+        "was measured at 1: give",
+    ),
+    (
+        lambda: train(best("acc", 2), evaluate({"acc": 1}, 2)),
+        WARNING,
+        "goes behind EvalHook",
+    ),
     (
         lambda: train(best("acc", mode="maximum")),
         ValueError,
         "'max' or 'min' for .*'acc', but got 'maximum'",
     ),
-    (lambda: train(evaluate({"acc": 1}), EarlyStopping("accuracy")), ValueError, "watches.*'accur"),
-    (lambda: train(EarlyStopping("accuracy")), WARNING, "EarlyStopping watches.*nothing has put"),
+    (
+        lambda: train(evaluate({"acc": 1}), EarlyStopping("accuracy")),
+        ValueError,
+        "watches.*'accur",
+    ),
+    (
+        lambda: train(EarlyStopping("accuracy")),
+        WARNING,
+        "EarlyStopping watches.*nothing has put",
+    ),
     (
         lambda: EarlyStopping("sharpness"),
         ValueError,
         "'max' or 'min' for the metric 'sharpness', but got None",
     ),
     (
-        lambda: train(evaluate({"acc": 1}), schedule(ReduceLROnPlateau, metric="val_loss")),
+        lambda: train(
+            evaluate({"acc": 1}), schedule(ReduceLROnPlateau, metric="val_loss")
+        ),
         ValueError,
         "LRScheduler watches.*'val_loss'",
     ),
     (
         lambda: train(
-            evaluate({"mIoU": 1}), schedule(lambda o: ReduceOnPlateauLR(o, monitor="mIoU"))
+            evaluate({"mIoU": 1}),
+            schedule(lambda o: ReduceOnPlateauLR(o, monitor="mIoU")),
         ),
         WARNING,
         "'mIoU' with the mode 'min'",
@@ -440,9 +709,17 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         WARNING,
         "'acc' with the mode 'min'",
     ),
-    (lambda: train(schedule(lambda o: StepLR(o, 1), metric="loss")), ValueError, "for ReduceLROnP"),
+    (
+        lambda: train(schedule(lambda o: StepLR(o, 1), metric="loss")),
+        ValueError,
+        "for ReduceLROnP",
+    ),
     (lambda: train(schedule(ReduceLROnPlateau)), TypeError, "argument: 'metrics'"),
-    (lambda: train(schedule(lambda o: 0.5)), AttributeError, "'float' object has no attribute"),
+    (
+        lambda: train(schedule(lambda o: 0.5)),
+        AttributeError,
+        "'float' object has no attribute",
+    ),
     # Schedules
     (lambda: train(LRScheduler(step_lr)), ValueError, "no schedule: give scheduler="),  # type: ignore[arg-type]
     (
@@ -460,7 +737,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         ValueError,
         "Tried to step 3 times.*OneCycleLR is made for 2 iterations, and the run has 4",
     ),
-    (lambda: WarmupParamScheduler(COSINE, 0.1, 100), ValueError, "is a share of the run, in .0, 1"),
+    (
+        lambda: WarmupParamScheduler(COSINE, 0.1, 100),
+        ValueError,
+        "is a share of the run, in .0, 1",
+    ),
     # Checkpoints
     (
         lambda: train(lambda t: PeriodicCheckpointer(Checkpointer(t.model), 2)),
@@ -468,7 +749,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         r"no trainer to resume: give Checkpointer\(..., trainer=trainer",
     ),
     (
-        lambda: train(save(__file__), model=Net(lambda y: None)),  # which fails in the first step
+        lambda: train(
+            save(__file__), model=Net(lambda y: None)
+        ),  # which fails in the first step
         FileExistsError,
         f"File exists: '{re.escape(__file__)}'",
     ),
@@ -477,29 +760,77 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         TypeError,
         "cannot save trainer.hooks.Unsaved.rule of type builtins.builtin",
     ),
-    (lambda: Checkpointer(Net()).load("no.pth"), FileNotFoundError, "No such file .*: 'no.pth'"),
+    (
+        lambda: Checkpointer(Net()).load("no.pth"),
+        FileNotFoundError,
+        "No such file .*: 'no.pth'",
+    ),
     (
         lambda: Checkpointer(Net()).load(__file__),
         CorruptCheckpointError,
         "not as a file of torch.s",
     ),
-    (resume(small(3)), ValueError, "with total_batch_size=2, but now total_batch_size=3; use the"),
-    (resume(small(), EMA(Net())), ValueError, r"that are not registered: \['EMA'\].*Register them"),
-    (resume(small(2, torch.optim.Adam)), ValueError, "that of SGD, and this is Adam: resume with"),
+    (
+        resume(small(3)),
+        ValueError,
+        "with total_batch_size=2, but now total_batch_size=3; use the",
+    ),
+    (
+        resume(small(), EMA(Net())),
+        ValueError,
+        r"that are not registered: \['EMA'\].*Register them",
+    ),
+    (
+        resume(small(2, torch.optim.Adam)),
+        ValueError,
+        "that of SGD, and this is Adam: resume with",
+    ),
     # Configurations
     (
         lambda: setattr(ConfigDict(max_iter=9), "max_itr", 5),
         WARNING,
         "has 'max_iter' already, and gets 'max_itr' beside it",
     ),
-    (lambda: DefaultTrainer({"train": {}}), TypeError, "must be a ConfigDict.*{'train': {}}"),
-    (lambda: ConfigDict(train={}).trian, AttributeError, "no 'trian'; did you mean 'train'"),
-    (lambda: instantiate(LazyCall(Net)(ouput=1)), TypeError, "'ouput'.*did you mean 'output'"),
-    (override("train.max_itr=5"), KeyError, "no 'train.max_itr'; did you mean 'max_iter'"),
-    (override("train.max_iter=five"), ValueError, "'train.max_iter=five' replaces 9: give a val"),
-    (override("model=resnet"), ValueError, "'model=resnet' replaces {'_target_.*quotes around"),
-    (override("train.amp=true"), ValueError, "'train.amp=true' replaces .*give its .enabled=true"),
-    (override("train.amp.enabled=y"), ValueError, "'train.amp.enabled=y' .*: write true or false"),
+    (
+        lambda: DefaultTrainer({"train": {}}),
+        TypeError,
+        "must be a ConfigDict.*{'train': {}}",
+    ),
+    (
+        lambda: ConfigDict(train={}).trian,
+        AttributeError,
+        "no 'trian'; did you mean 'train'",
+    ),
+    (
+        lambda: instantiate(LazyCall(Net)(ouput=1)),
+        TypeError,
+        "'ouput'.*did you mean 'output'",
+    ),
+    (
+        override("train.max_itr=5"),
+        KeyError,
+        "no 'train.max_itr'; did you mean 'max_iter'",
+    ),
+    (
+        override("train.max_iter=five"),
+        ValueError,
+        "'train.max_iter=five' replaces 9: give a val",
+    ),
+    (
+        override("model=resnet"),
+        ValueError,
+        "'model=resnet' replaces {'_target_.*quotes around",
+    ),
+    (
+        override("train.amp=true"),
+        ValueError,
+        "'train.amp=true' replaces .*give its .enabled=true",
+    ),
+    (
+        override("train.amp.enabled=y"),
+        ValueError,
+        "'train.amp.enabled=y' .*: write true or false",
+    ),
 ]
 
 # The files that the commands find, and the commands with what they print.
@@ -510,12 +841,22 @@ FILES = {
     "unknown.py": "train = {}\nmodel = L(int)(1)\n",
     "run/log.txt": "",
 }
-DIGITS = ("tools/train_net.py", "--config-file", str(ROOT / "configs" / "digits_cnn.py"))
+DIGITS = (
+    "tools/train_net.py",
+    "--config-file",
+    str(ROOT / "configs" / "digits_cnn.py"),
+)
 COMMANDS: list[tuple[tuple[str, ...], str]] = [
     (("tools/train_net.py",), "--config-file is missing, such as configs"),
     (("tools/train_net.py", "--config-file", "digits.py"), "No such file .*digits.py'"),
-    (("tools/train_net.py", "--config-file", "a.yaml"), "must be a .py file, got 'a.yaml'"),
-    (("tools/train_net.py", "--config-file", "broken.py"), 'broken.py", line .*SyntaxError'),
+    (
+        ("tools/train_net.py", "--config-file", "a.yaml"),
+        "must be a .py file, got 'a.yaml'",
+    ),
+    (
+        ("tools/train_net.py", "--config-file", "broken.py"),
+        'broken.py", line .*SyntaxError',
+    ),
     (
         ("tools/train_net.py", "--config-file", "elsewhere.py"),
         "No such file .*common/trian.py'\nin .*elsewhere.py, line 1",
@@ -532,14 +873,29 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ((*DIGITS, "train.strategy=FSDP"), "no object named 'FSDP' .*'FSDPStrategy'"),
     ((*DIGITS, "train.log_period=0"), r"at least 1, but got 0 \(train.log_period\)"),
     ((*DIGITS, "+model.chanels=4"), "'chanels'.*did you mean 'channels'"),
-    ((*DIGITS, "optimizer._target_=torch.optim.Adamw"), "no 'Adamw'; did you mean 'Adam"),
+    (
+        (*DIGITS, "optimizer._target_=torch.optim.Adamw"),
+        "no 'Adamw'; did you mean 'Adam",
+    ),
     ((*DIGITS, "--num-gpus=0"), "num_gpus_per_machine must be at least 1, got 0"),
     (("hooktrain/__main__.py", "trian"), "no command 'trian'; there are train, eval"),
-    (("hooktrain/__main__.py", "new", "notes.txt"), "hooktrain: .*File exists: 'notes.txt'"),
+    (
+        ("hooktrain/__main__.py", "new", "notes.txt"),
+        "hooktrain: .*File exists: 'notes.txt'",
+    ),
     (("hooktrain/__main__.py", "new", "--help"), "usage: hooktrain new FOLDER"),
-    (("tools/checkpoint.py", "inspect", "model.pth"), "error: .*No such file .*'model.pth'"),
-    (("tools/checkpoint.py", "inspect", "run"), "error: run has no manifest.json: it is no check"),
-    (("tools/checkpoint.py", "weights", "notes.txt", "a.pth"), "notes.txt is no intact checkpoi"),
+    (
+        ("tools/checkpoint.py", "inspect", "model.pth"),
+        "error: .*No such file .*'model.pth'",
+    ),
+    (
+        ("tools/checkpoint.py", "inspect", "run"),
+        "error: run has no manifest.json: it is no check",
+    ),
+    (
+        ("tools/checkpoint.py", "weights", "notes.txt", "a.pth"),
+        "notes.txt is no intact checkpoi",
+    ),
     (("tools/plot.py", "run"), "error: .*No such file .*run/metrics.json"),
 ]
 

@@ -41,7 +41,9 @@ class OwnLoop(SimpleTrainer):
                 self.after_train()
 
 
-def make(kind: type[SimpleTrainer], folder: Path, evaluated: list[Any]) -> tuple[Any, Checkpointer]:
+def make(
+    kind: type[SimpleTrainer], folder: Path, evaluated: list[Any]
+) -> tuple[Any, Checkpointer]:
     model = Noisy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = kind(model, [torch.ones(2)], optimizer)
@@ -53,14 +55,18 @@ def make(kind: type[SimpleTrainer], folder: Path, evaluated: list[Any]) -> tuple
     return trainer, checkpointer
 
 
-def test_an_own_loop_counts_resumes_evaluates_and_saves_as_train_does(tmp_path: Path) -> None:
+def test_an_own_loop_counts_resumes_evaluates_and_saves_as_train_does(
+    tmp_path: Path,
+) -> None:
     reference, _ = make(SimpleTrainer, tmp_path / "train", expected := [])
     reference.train(max_iter=5)
 
     seen: list[int] = []
     first, _ = make(OwnLoop, tmp_path / "own", seen)
     first.train_loop(0, 4)
-    (tmp_path / "own" / "model_final.pth").rename(tmp_path / "own" / "model_0000003.pth")
+    (tmp_path / "own" / "model_final.pth").rename(
+        tmp_path / "own" / "model_0000003.pth"
+    )
     (tmp_path / "own" / "last_checkpoint").write_text("model_0000003.pth")
     trainer, checkpointer = make(OwnLoop, tmp_path / "own", seen)
     checkpointer.resume_or_load("")
@@ -114,6 +120,8 @@ def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | N
     return first, best.best_metric
 
 
-def test_a_run_resumes_with_a_best_checkpointer_on_the_main_rank_only(tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_best_checkpointer_on_the_main_rank_only(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(train_with_best_on_main, 2, tmp_path, 4) == [(0, 4), (0, None)]
     assert run_ranks(train_with_best_on_main, 2, tmp_path, 6) == [(3, 6), (3, None)]

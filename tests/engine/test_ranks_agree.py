@@ -27,7 +27,7 @@ from hooktrain.engine.hooks import (
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import local_tensor
+from hooktrain.utils.tensors import local_tensor
 from toy import LinearLoss, linear_trainer
 
 
@@ -66,7 +66,10 @@ def metrics_of_any_kind() -> list[float]:
         def forward(self, x: Tensor) -> Any:
             loss = super().forward(x)
             # An integer and a number that float32 cannot hold, and a loss with a dimension.
-            count, share = torch.tensor(16777217), torch.tensor(0.1, dtype=torch.float64)
+            count, share = (
+                torch.tensor(16777217),
+                torch.tensor(0.1, dtype=torch.float64),
+            )
             return {"loss": loss.reshape(1), "count": count, "share": share}
 
     model = Telling()
@@ -77,7 +80,9 @@ def metrics_of_any_kind() -> list[float]:
 
 def test_metrics_of_several_ranks_are_as_precise_as_those_of_one() -> None:
     assert (
-        run_ranks(metrics_of_any_kind, 2) == [[16777217.0, 0.1]] * 2 == [metrics_of_any_kind()] * 2
+        run_ranks(metrics_of_any_kind, 2)
+        == [[16777217.0, 0.1]] * 2
+        == [metrics_of_any_kind()] * 2
     )
 
 
@@ -111,7 +116,11 @@ def bad_loss_before_a_checkpoint_of_the_main_rank(folder: Path) -> str:
     model = BadOnce()
     trainer = SimpleTrainer(model, batches(4), sgd(model), gather_metric_period=8)
     trainer.register_hooks(
-        [CallbackHook(after_backward=lambda _: [p.grad.zero_() for p in model.parameters()])]
+        [
+            CallbackHook(
+                after_backward=lambda _: [p.grad.zero_() for p in model.parameters()]
+            )
+        ]
     )
     if comm.is_main_process():
         checkpointer = Checkpointer(model, folder, trainer=trainer)
@@ -123,7 +132,9 @@ def bad_loss_before_a_checkpoint_of_the_main_rank(folder: Path) -> str:
     return "trained to the end"
 
 
-def test_a_checkpoint_of_the_main_rank_alone_does_not_change_its_verdict(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_main_rank_alone_does_not_change_its_verdict(
+    tmp_path: Path,
+) -> None:
     verdicts = run_ranks(bad_loss_before_a_checkpoint_of_the_main_rank, 2, tmp_path)
     assert verdicts == ["Loss became infinite or NaN at iteration=2"] * 2
 
@@ -140,7 +151,9 @@ def trained_after_half_a_window(folder: Path) -> list[float]:
     return model.fc.weight.flatten().tolist()  # type: ignore[operator, union-attr]
 
 
-def test_a_window_that_an_error_cut_short_does_not_shift_those_that_follow(tmp_path: Path) -> None:
+def test_a_window_that_an_error_cut_short_does_not_shift_those_that_follow(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(trained_after_half_a_window, 2, tmp_path)
     assert first == second
 
@@ -187,7 +200,9 @@ def spoil_the_shard_of_rank_1(folder: Path) -> tuple[str, list[str]]:
     return str(caught.value), sorted(path.name for path in folder.iterdir())
 
 
-def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(tmp_path: Path) -> None:
+def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(
+    tmp_path: Path,
+) -> None:
     main, other = run_ranks(spoil_the_shard_of_rank_1, 2, tmp_path)
     assert main == other
     assert main[1] == ["last_checkpoint", "model_0000000"]
@@ -195,7 +210,10 @@ def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(tmp_path: Path
 
 class OfItsRank(HookBase):
     def state_dict(self) -> dict[str, Any]:
-        return {"rank": comm.get_rank(), "average": torch.full((3,), float(comm.get_rank()))}
+        return {
+            "rank": comm.get_rank(),
+            "average": torch.full((3,), float(comm.get_rank())),
+        }
 
 
 class OwnPosition(list[Tensor]):
@@ -222,6 +240,8 @@ def differ_by_rank(folder: Path) -> list[str]:
     return [text for text in told if "differ" in text]
 
 
-def test_what_differs_by_rank_and_is_saved_of_the_main_process_is_told_once(tmp_path: Path) -> None:
+def test_what_differs_by_rank_and_is_saved_of_the_main_process_is_told_once(
+    tmp_path: Path,
+) -> None:
     told = "Ranks differ in ['OfItsRank', 'data', 'own']. Of these a checkpoint holds what the main"
     assert run_ranks(differ_by_rank, 2, tmp_path) == [[f"{told} process has"]] * 2

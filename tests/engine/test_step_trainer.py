@@ -21,7 +21,9 @@ from toy import LinearLoss, linear_trainer
 class OwnStep(LinearLoss):
     """The usual step, with the noise that makes a lost random state visible."""
 
-    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapper
+    ) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             loss = self(data + 0.1 * torch.randn_like(data)).float()
         optim_wrapper.update_params(loss)
@@ -29,7 +31,9 @@ class OwnStep(LinearLoss):
 
 
 class Plain(LinearLoss):
-    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapper
+    ) -> dict[str, Tensor]:
         loss = self(data)
         optim_wrapper.update_params(loss)
         return {"loss": loss}
@@ -42,7 +46,9 @@ class Two(nn.Module):
         super().__init__()
         self.a, self.b = LinearLoss(), LinearLoss()
 
-    def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapperDict
+    ) -> dict[str, Tensor]:
         losses = {}
         for name in ("a", "b", "b"):
             losses[f"loss_{name}"] = loss = getattr(self, name)(data)
@@ -82,9 +88,13 @@ def test_what_the_step_returns_is_logged_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(at_once: bool) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(
+    at_once: bool,
+) -> None:
     class Broken(Plain):
-        def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        def train_step(
+            self, data: Tensor, optim_wrapper: OptimWrapper
+        ) -> dict[str, Tensor]:
             return {"ratio": torch.tensor(torch.inf), "loss_x": torch.tensor(torch.nan)}
 
     model = Broken()
@@ -102,7 +112,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(at_once: b
 def test_a_step_that_returns_no_dict_is_told_what_to_return(wrong: Any) -> None:
     model = Plain()
     model.train_step = lambda data, optim_wrapper: wrong  # type: ignore[method-assign, assignment]
-    with pytest.raises(TypeError, match="train_step must return a dict of values to log"):
+    with pytest.raises(
+        TypeError, match="train_step must return a dict of values to log"
+    ):
         StepTrainer(model, data(), sgd(model)).train(0, 1)
 
 
@@ -179,7 +191,13 @@ def test_a_run_that_is_asked_to_stop_inside_a_window_stops_at_its_end_and_resume
     part, saver = make()
     for stop in stops:
         part.register_hooks(
-            [CallbackHook(after_step=lambda t, at=stop: t.iter + 1 == at and t.request_stop("x"))]
+            [
+                CallbackHook(
+                    after_step=lambda t, at=stop: (
+                        t.iter + 1 == at and t.request_stop("x")
+                    )
+                )
+            ]
         )
         part.train(max_iter=8)
         assert part.iter == -(-stop // 3) * 3
@@ -193,16 +211,24 @@ def test_a_run_that_is_asked_to_stop_inside_a_window_stops_at_its_end_and_resume
     assert losses == [v for v, i in whole.storage.history("loss").values() if i >= 6]
 
 
-def test_a_run_that_ends_inside_of_a_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_ends_inside_of_a_window_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Rarely(Plain):
         calls = 0
 
-        def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        def train_step(
+            self, data: Tensor, optim_wrapper: OptimWrapper
+        ) -> dict[str, Tensor]:
             self.calls += 1
-            return super().train_step(data, optim_wrapper) if self.calls % 2 == 0 else {}
+            return (
+                super().train_step(data, optim_wrapper) if self.calls % 2 == 0 else {}
+            )
 
     model = Rarely()
-    StepTrainer(model, data(), OptimWrapper(sgd(model), accumulative_counts=4)).train(0, 6)
+    StepTrainer(model, data(), OptimWrapper(sgd(model), accumulative_counts=4)).train(
+        0, 6
+    )
     assert "its last backward passes made no update" in caplog.text
 
 
@@ -210,7 +236,9 @@ def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
     def failing(at: int) -> Callable[..., Any]:
         calls = [0]
 
-        def step(model: nn.Module, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        def step(
+            model: nn.Module, data: Tensor, optim_wrapper: OptimWrapper
+        ) -> dict[str, Tensor]:
             calls[0] += 1
             loss = model(data)
             if calls[0] == at:
@@ -231,12 +259,16 @@ def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
         trainer.train(0, 4)
     trainer.train(2, 4)
     reference = Plain()
-    StepTrainer(reference, batch, OptimWrapper(sgd(reference), accumulative_counts=2)).train(0, 4)
+    StepTrainer(
+        reference, batch, OptimWrapper(sgd(reference), accumulative_counts=2)
+    ).train(0, 4)
     assert torch.equal(weights(model), weights(reference))
 
 
 class Idle(LinearLoss):
-    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapper
+    ) -> dict[str, Tensor]:
         return {"loss": self(data)}
 
 
@@ -249,15 +281,23 @@ def test_hooks_see_the_last_batch_and_what_the_step_returned_if_anything() -> No
     for kind in (Plain, Silent):
         model, batches, seen = kind(), data()[:2], []  # type: ignore[var-annotated]
         trainer = StepTrainer(model, batches, sgd(model))
-        note = partial(lambda seen, t: seen.append((t.last_batch, t.last_outputs)), seen)
+        note = partial(
+            lambda seen, t: seen.append((t.last_batch, t.last_outputs)), seen
+        )
         trainer.register_hooks([CallbackHook(after_step=note)])
         trainer.train(0, 2)
-        assert all(batch is given for (batch, _), given in zip(seen, batches, strict=True))
-        assert [list(outputs) for _, outputs in seen] == [["loss"] if kind is Plain else []] * 2
+        assert all(
+            batch is given for (batch, _), given in zip(seen, batches, strict=True)
+        )
+        assert [list(outputs) for _, outputs in seen] == [
+            ["loss"] if kind is Plain else []
+        ] * 2
 
 
 class Counting(OptimWrapper):
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+    def initialize_count_status(
+        self, model: nn.Module, init_counts: int, max_counts: int
+    ) -> None:
         self.counts = init_counts, max_counts
 
 
@@ -296,7 +336,9 @@ class Adversaries(Two):
 
     clears = True
 
-    def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapperDict
+    ) -> dict[str, Tensor]:
         optim_wrapper["b"].update_params(self.b(data))
         loss = self.a(data) * self.b(data)
         optim_wrapper["a"].update_params(loss)
@@ -308,7 +350,9 @@ class Adversaries(Two):
 def adversaries(folder: Path) -> tuple[StepTrainer, Checkpointer]:
     torch.manual_seed(0)
     model = Adversaries()
-    wrappers = OptimWrapperDict(a=OptimWrapper(sgd(model.a)), b=OptimWrapper(sgd(model.b)))
+    wrappers = OptimWrapperDict(
+        a=OptimWrapper(sgd(model.a)), b=OptimWrapper(sgd(model.b))
+    )
     trainer = StepTrainer(model, Stream(), wrappers)
     return trainer, Checkpointer(model, folder, trainer=trainer)
 
@@ -319,7 +363,9 @@ def test_a_run_whose_gradients_live_on_after_a_step_resumes_exactly(
 ) -> None:
     monkeypatch.setattr(Adversaries, "clears", clears)
     whole, checkpointer = adversaries(tmp_path)
-    whole.register_hooks([CallbackHook(after_step=lambda t: checkpointer.save(f"at_{t.iter}"))])
+    whole.register_hooks(
+        [CallbackHook(after_step=lambda t: checkpointer.save(f"at_{t.iter}"))]
+    )
     whole.train(0, 5)
     resumed, checkpointer = adversaries(tmp_path)
     checkpointer.load(tmp_path / "at_2.pth")
@@ -329,8 +375,13 @@ def test_a_run_whose_gradients_live_on_after_a_step_resumes_exactly(
     assert len(content["gradients"]) == (0 if clears else 2)
 
 
-def test_a_step_that_updates_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_updates_nothing_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Idle()
     StepTrainer(model, data(), sgd(model)).train(0, 3)
     (record,) = caplog.records
-    assert record.getMessage() == "train_step has not called update_params: nothing may be trained"
+    assert (
+        record.getMessage()
+        == "train_step has not called update_params: nothing may be trained"
+    )

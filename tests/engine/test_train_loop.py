@@ -63,7 +63,9 @@ class Trainer(TrainerBase):
         self.after_backward()
 
 
-def test_events_come_in_the_documented_order_and_hooks_in_that_of_registration() -> None:
+def test_events_come_in_the_documented_order_and_hooks_in_that_of_registration() -> (
+    None
+):
     log: list[str] = []
     trainer = Trainer(log)
     trainer.register_hooks([Recorder(log, "a"), None, Recorder(log, "b")])
@@ -116,7 +118,9 @@ def test_a_run_that_is_already_complete_runs_no_step_and_ends_as_any_other() -> 
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 4), (-1, 4)])
-def test_a_start_outside_of_the_run_is_refused_with_both_numbers(start: int, end: int) -> None:
+def test_a_start_outside_of_the_run_is_refused_with_both_numbers(
+    start: int, end: int
+) -> None:
     with pytest.raises(ValueError, match=f"start_iter={start}.*max_iter={end}"):
         Trainer().train(start, end)
 
@@ -146,12 +150,16 @@ def test_a_failure_in_the_last_iteration_is_no_success() -> None:
 
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 def test_a_failing_hook_at_the_end_hides_neither_the_first_error_nor_the_other_hooks(
-    error: type[BaseException], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Recorder, "error", error)
     log: list[str] = []
     trainer = Trainer(log, fail_at=0)
-    trainer.register_hooks([Recorder(log, "a", fail_at="a after_train 0"), Recorder(log, "b")])
+    trainer.register_hooks(
+        [Recorder(log, "a", fail_at="a after_train 0"), Recorder(log, "b")]
+    )
     with pytest.raises(ValueError, match="broken at 0"):
         trainer.train(0, 2)
     assert log[-1] == "b after_train 0"
@@ -165,7 +173,9 @@ def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised(
     monkeypatch.setattr(Recorder, "error", error)
     log: list[str] = []
     trainer = Trainer(log)
-    trainer.register_hooks([Recorder(log, n, fail_at=f"{n} after_train 1") for n in "ab"])
+    trainer.register_hooks(
+        [Recorder(log, n, fail_at=f"{n} after_train 1") for n in "ab"]
+    )
     with pytest.raises(error, match="a after_train 1"):
         trainer.train(0, 1)
     assert log[-1] == "b after_train 1"
@@ -263,7 +273,9 @@ def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> Non
     trainer.register_hooks([Counter(key="zeroth")], before="first")
     trainer.register_hooks([Counter(key="third")], before=Recorder)
     trainer.register_hooks([Counter(key="fourth")], after=Counter)
-    keys = [line.split("|")[2].strip() for line in trainer.describe_hooks().splitlines()[2:]]
+    keys = [
+        line.split("|")[2].strip() for line in trainer.describe_hooks().splitlines()[2:]
+    ]
     assert keys == ["zeroth", "first", "second", "third", "fourth", "Recorder"]
 
 
@@ -278,7 +290,9 @@ def test_describe_hooks_shows_who_runs_when() -> None:
     trainer = Trainer()
     trainer.register_hooks([Counter(), Counter()])
     table = trainer.describe_hooks()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    ]
     assert rows[0] == [
         "",
         "hook",
@@ -292,7 +306,9 @@ def test_describe_hooks_shows_who_runs_when() -> None:
     assert rows[3] == ["1", "Counter#1", "", "", "", "x", ""]
 
 
-def test_a_hook_that_is_registered_during_a_run_begins_at_once_and_ends_with_the_others() -> None:
+def test_a_hook_that_is_registered_during_a_run_begins_at_once_and_ends_with_the_others() -> (
+    None
+):
     log: list[str] = []
 
     class Registers(HookBase):
@@ -330,7 +346,9 @@ def test_a_hook_has_one_place_in_one_trainer() -> None:
             other.register_hooks([hook])
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda h: loads(dumps(h))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda h: loads(dumps(h))]
+)
 def test_a_copy_of_a_hook_has_its_state_and_no_trainer(copied: Any) -> None:
     trainer, hook = Trainer(), Counter(3)
     trainer.register_hooks([hook])
@@ -339,14 +357,18 @@ def test_a_copy_of_a_hook_has_its_state_and_no_trainer(copied: Any) -> None:
     trainer.register_hooks([same])
 
 
-def test_methods_that_resemble_events_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_methods_that_resemble_events_are_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     names = ("after_steps", "before_steps", "after_train_iter", "on_train_start")
     others = ("measure", "_after_step", "after_step")
     methods = dict.fromkeys((*names, *others), lambda _: None)
     hook = type("Mine", (HookBase,), {**methods, "on_cpu": True})
     Trainer().register_hooks([hook()])
     told = [record.getMessage() for record in caplog.records]
-    assert [line.split()[0] for line in told] == [f"Mine.{name}" for name in sorted(names)]
+    assert [line.split()[0] for line in told] == [
+        f"Mine.{name}" for name in sorted(names)
+    ]
     assert "did you mean 'after_step'?" in told[0]
 
 
@@ -355,7 +377,9 @@ def test_a_trainer_that_was_not_constructed_is_told_so() -> None:
         def __init__(self) -> None:
             pass
 
-    with pytest.raises(RuntimeError, match=r"Mine.__init__ must call super\(\).__init__\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"Mine.__init__ must call super\(\).__init__\(\)"
+    ):
         Mine().register_hooks([])
 
 
@@ -396,7 +420,9 @@ def test_the_state_of_a_hook_that_is_gone_is_refused_by_name_unless_left_out() -
     assert loaded.state_dict()["iteration"] == 1
 
 
-def test_a_new_stateful_hook_is_told_that_it_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_stateful_hook_is_told_that_it_starts_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loaded = Trainer()
     loaded.register_hooks([Counter()])
     loaded.load_state_dict(Trainer().state_dict())
@@ -408,7 +434,9 @@ def test_unknown_parts_of_the_state_are_refused() -> None:
         Trainer().load_state_dict({}, only=["optimiser"])
 
 
-def test_train_continues_after_a_loaded_state_and_iter_is_the_last_finished_one() -> None:
+def test_train_continues_after_a_loaded_state_and_iter_is_the_last_finished_one() -> (
+    None
+):
     saved = Trainer()
     saved.train(0, 3)
     assert saved.state_dict()["iteration"] == 2
@@ -501,7 +529,9 @@ class Draws(Trainer):
         self.log.append(str((torch.rand(1).item(), np.random.rand(), random.random())))
 
 
-def resumed_with_hooks_on_the_main_rank_only() -> tuple[list[str], list[str], list[bool]]:
+def resumed_with_hooks_on_the_main_rank_only() -> tuple[
+    list[str], list[str], list[bool]
+]:
     def trainer() -> Draws:
         draws = Draws()
         main_only = Counter(key="main only") if comm.is_main_process() else None
@@ -519,10 +549,16 @@ def resumed_with_hooks_on_the_main_rank_only() -> tuple[list[str], list[str], li
     second.train(max_iter=4)
     counts = [hook.count for hook in second._hooks]  # type: ignore[attr-defined]
     assert counts == [4] * len(counts)
-    return whole.log, first.log + second.log, [hook.on_every_rank for hook in second._hooks]
+    return (
+        whole.log,
+        first.log + second.log,
+        [hook.on_every_rank for hook in second._hooks],
+    )
 
 
-def test_hooks_on_the_main_rank_only_resume_exactly_and_each_rank_draws_its_own_numbers() -> None:
+def test_hooks_on_the_main_rank_only_resume_exactly_and_each_rank_draws_its_own_numbers() -> (
+    None
+):
     main, other = run_ranks(resumed_with_hooks_on_the_main_rank_only, 2)
     assert main[0] == main[1]
     assert other[0] == other[1]

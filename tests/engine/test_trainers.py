@@ -43,7 +43,9 @@ def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], N
 
 
 @pytest.mark.parametrize("zero_first", [False, True])
-def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(zero_first: bool) -> None:
+def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(
+    zero_first: bool,
+) -> None:
     trainer = make(zero_grad_before_forward=zero_first)
     trainer.seed = 3
     trainer.train(0, 4)
@@ -52,7 +54,9 @@ def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(zero_first:
     assert torch.equal(trainer.model.fc.weight, model.fc.weight)
 
 
-def test_every_loss_of_every_iteration_is_kept_under_its_own_name_and_as_a_sum() -> None:
+def test_every_loss_of_every_iteration_is_kept_under_its_own_name_and_as_a_sum() -> (
+    None
+):
     trainer = make(two_losses=True)
     trainer.train(0, 4)
     a, b, total = (
@@ -85,7 +89,9 @@ def test_a_prefix_stands_before_every_name() -> None:
 
 def test_a_total_of_a_step_of_ones_own_is_recorded_as_it_is() -> None:
     trainer = make()
-    trainer._write_metrics({"loss_a": 1.0, "loss_b": 2.0, "total_loss": torch.tensor(2.5)}, 0.5)
+    trainer._write_metrics(
+        {"loss_a": 1.0, "loss_b": 2.0, "total_loss": torch.tensor(2.5)}, 0.5
+    )
     assert {k: v for k, (v, _) in trainer.storage.latest().items() if "loss" in k} == {
         "loss_a": 1.0,
         "loss_b": 2.0,
@@ -121,7 +127,10 @@ class OutputWithLoss(dict[str, Tensor]):
     [
         (LOSS, {"total_loss": 1}),
         ({"a": LOSS, "b": LOSS}, {"total_loss": 2, "a": 1, "b": 1}),  # detectron2's
-        ({"loss": LOSS, "accuracy": HALF}, {"total_loss": 1, "loss": 1, "accuracy": 0.5}),
+        (
+            {"loss": LOSS, "accuracy": HALF},
+            {"total_loss": 1, "loss": 1, "accuracy": 0.5},
+        ),
         (
             {"loss_a": LOSS, "loss_frozen": HALF},
             {"total_loss": 1.5, "loss_a": 1, "loss_frozen": 0.5},
@@ -160,7 +169,9 @@ def test_wrong_arguments_are_refused() -> None:
         SimpleTrainer(Net(), batches(1), OptimWrapperDict(a=OptimWrapper(sgd(Net()))))
     with pytest.raises(TypeError, match="a torch optimizer or a dict, but got 'sgd'"):
         SimpleTrainer(Net(), [], "sgd")
-    with pytest.raises(ValueError, match="gather_metric_period must be at least 1, but got 0"):
+    with pytest.raises(
+        ValueError, match="gather_metric_period must be at least 1, but got 0"
+    ):
         make(gather_metric_period=0)
 
 
@@ -287,7 +298,9 @@ def test_every_period_may_be_one_of_epochs(tmp_path: Path) -> None:
 def uneven_epochs() -> tuple[int, list[int]]:
     trainer = make(batches(2 + comm.get_rank()))
     evaluated: list[int] = []
-    trainer.register_hooks([hooks.EvalHook("1 epoch", lambda: evaluated.append(trainer.iter))])
+    trainer.register_hooks(
+        [hooks.EvalHook("1 epoch", lambda: evaluated.append(trainer.iter))]
+    )
     trainer.train(max_epochs=2)
     return trainer.iter, evaluated
 
@@ -299,7 +312,9 @@ def test_all_ranks_take_the_epochs_of_the_main_process() -> None:
 def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None:
     model, reference = Net().eval(), Net().eval()
     model.dropout.p = reference.dropout.p = 0.0
-    trainer = SimpleTrainer(model, batches(6), OptimWrapper(sgd(model), accumulative_counts=3))
+    trainer = SimpleTrainer(
+        model, batches(6), OptimWrapper(sgd(model), accumulative_counts=3)
+    )
     trainer.train(0, 2)
     optimizer, losses = sgd(reference), []
     for first in (0, 3):
@@ -320,7 +335,9 @@ def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
     dtype: torch.dtype,
 ) -> None:
     model, reference = Net(), Net()
-    trainer = AMPTrainer(model, batches(3), sgd(model), precision=dtype, log_grad_scaler=True)
+    trainer = AMPTrainer(
+        model, batches(3), sgd(model), precision=dtype, log_grad_scaler=True
+    )
     trainer.seed = 3
     trainer.train(0, 3)
     optimizer = sgd(reference)
@@ -383,7 +400,9 @@ def test_the_optimizer_alone_can_be_loaded() -> None:
     loaded.load_state_dict(saved.state_dict(), only={"optimizer"})
     assert loaded.state_dict()["iteration"] == -1
     state = loaded.optimizer.state_dict()["state"][0]["momentum_buffer"]
-    assert torch.equal(state, saved.optimizer.state_dict()["state"][0]["momentum_buffer"])
+    assert torch.equal(
+        state, saved.optimizer.state_dict()["state"][0]["momentum_buffer"]
+    )
 
 
 def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
@@ -402,7 +421,11 @@ def test_the_layouts_of_detectron2s_trainers_load() -> None:
     optimizer.step()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))  # makes it create its state
-    amp = {"iteration": 9, "optimizer": optimizer.state_dict(), "grad_scaler": scaler.state_dict()}
+    amp = {
+        "iteration": 9,
+        "optimizer": optimizer.state_dict(),
+        "grad_scaler": scaler.state_dict(),
+    }
     nested = {"iteration": 9, "hooks": {}, "_trainer": amp}
     for state in (amp, nested):
         other = Net()
@@ -411,7 +434,9 @@ def test_the_layouts_of_detectron2s_trainers_load() -> None:
         assert trainer.iter == 9
         assert trainer.grad_scaler.get_scale() == 8.0
         buffer = trainer.optimizer.state_dict()["state"][0]["momentum_buffer"]
-        assert torch.equal(buffer, optimizer.state_dict()["state"][0]["momentum_buffer"])
+        assert torch.equal(
+            buffer, optimizer.state_dict()["state"][0]["momentum_buffer"]
+        )
 
 
 def test_another_optimizer_can_be_put_in_between_two_runs() -> None:
@@ -446,7 +471,11 @@ def gathered_metrics() -> tuple[Any, ...]:
 
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             loss = self.fc(x).mean() * 0 + comm.get_rank() + 1
-            return {"loss": loss, "extra_loss": loss} if comm.get_rank() else {"loss": loss}
+            return (
+                {"loss": loss, "extra_loss": loss}
+                if comm.get_rank()
+                else {"loss": loss}
+            )
 
     model = OneMore()
     trainer = SimpleTrainer(model, batches(5), sgd(model), gather_metric_period=2)
@@ -455,11 +484,17 @@ def gathered_metrics() -> tuple[Any, ...]:
     class Read(HookBase):
         def after_step(self) -> None:
             histories = self.trainer.storage.histories()
-            read.append([i for _, i in histories["loss"].values()] if "loss" in histories else [])
+            read.append(
+                [i for _, i in histories["loss"].values()]
+                if "loss" in histories
+                else []
+            )
 
     trainer.register_hooks([Read()])
     trainer.train(0, 5)
-    values = {n: h.values() for n, h in trainer.storage.histories().items() if "loss" in n}
+    values = {
+        n: h.values() for n, h in trainer.storage.histories().items() if "loss" in n
+    }
     return read, values
 
 
@@ -510,7 +545,9 @@ def test_float16_has_a_scaler_however_it_is_spelled(dtype: torch.dtype | str) ->
 CONFIG = Path(__file__).parents[2] / "configs" / "digits_cnn.py"
 
 
-def test_a_default_trainer_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+def test_a_default_trainer_is_freed_without_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
     config = LazyConfig.load(str(CONFIG))
     config.train.output_dir = str(tmp_path)
     trainer = DefaultTrainer(config)

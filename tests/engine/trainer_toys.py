@@ -35,7 +35,9 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def make(data: Any = None, two_losses: bool = False, **kwargs: Any) -> SimpleTrainer:
     model = Net(two_losses)
-    return SimpleTrainer(model, batches(4) if data is None else data, sgd(model), **kwargs)
+    return SimpleTrainer(
+        model, batches(4) if data is None else data, sgd(model), **kwargs
+    )
 
 
 class Stream:

@@ -79,7 +79,9 @@ def double(x: int) -> int:
 
 def frozen_model() -> nn.Sequential:
     """In training mode, but for a BatchNorm layer."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(0.5)))
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(0.5))
+    )
     model[1].eval()
     return model
 
@@ -152,7 +154,9 @@ def evaluate_metrics() -> dict[str, Any]:
     return inference_on_dataset(lambda batch: batch[0], loader, metrics)
 
 
-def test_functions_and_objects_of_torchmetrics_judge_tuples_and_bring_the_ranks_together() -> None:
+def test_functions_and_objects_of_torchmetrics_judge_tuples_and_bring_the_ranks_together() -> (
+    None
+):
     first, second = run_ranks(evaluate_metrics, 2)
     assert first == second
     assert first["share_of_right_ones"] == first["acc"] == pytest.approx(0.6)
@@ -172,7 +176,9 @@ def test_an_evaluator_sees_batches_and_outputs_on_the_device_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = Recorder()
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)  # there is nothing
+    monkeypatch.setattr(
+        torch.accelerator, "synchronize", lambda device: None
+    )  # there is nothing
     inference_on_dataset(nn.Linear(2, 2, device="meta"), [torch.zeros(1, 2)], recorder)
     inputs, outputs = recorder.calls[1]
     assert (inputs.device.type, outputs.device.type) == ("meta", "meta")
@@ -205,7 +211,9 @@ def test_each_submodule_comes_back_to_its_own_mode_also_after_an_error() -> None
     assert modes(model) == [False, False, False, True, True]
 
 
-def test_modules_whose_train_does_more_than_set_the_flag_are_told_of_both_changes() -> None:
+def test_modules_whose_train_does_more_than_set_the_flag_are_told_of_both_changes() -> (
+    None
+):
     class Merging(nn.Linear):
         merged = False
 
@@ -232,7 +240,9 @@ def test_callbacks_are_called_around_the_loop_and_around_the_model() -> None:
     inference_on_dataset(model, ["one", "two"], None, callbacks)  # type: ignore[arg-type]
     around = ["before_inference", "one", "after_inference"]
     assert calls == ["on_start", *around, around[0], "two", around[2], "on_end"]
-    inference_on_dataset(model, ["three"], None, {"on_end": lambda: calls.append("alone")})
+    inference_on_dataset(
+        model, ["three"], None, {"on_end": lambda: calls.append("alone")}
+    )
     assert calls[-2:] == ["three", "alone"]
     with pytest.raises(ValueError, match="'on_stat'; did you mean 'on_start'"):
         inference_on_dataset(double, [1], None, {"on_stat": list})  # type: ignore[dict-item]
@@ -246,7 +256,9 @@ def test_a_loader_without_batches_is_an_error(loader: Any) -> None:
     assert recorder.calls == ["reset"]
 
 
-@pytest.mark.parametrize(("length", "total", "etas"), [(7, 7, "71"), (None, "?", ""), (4, 4, "10")])
+@pytest.mark.parametrize(
+    ("length", "total", "etas"), [(7, 7, "71"), (None, "?", ""), (4, 4, "10")]
+)
 def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has_a_length(
     length: int | None,
     total: Any,
@@ -276,10 +288,14 @@ def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has
 
 
 def test_who_watches_a_terminal_sees_a_bar_in_place_of_these_lines(
-    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(evaluator, "show_progress", lambda *args: drawn.append(args) or True)
+    monkeypatch.setattr(
+        evaluator, "show_progress", lambda *args: drawn.append(args) or True
+    )
     slow = Slow(clock, 3, (0.5, 1.0, 2.5))
     slow.__class__ = type("Sized", (Slow,), {"__len__": lambda self: 3})
     with caplog.at_level(logging.INFO, LOGGER):
@@ -299,7 +315,10 @@ def _evaluate_own_share() -> list[Any]:
 
 
 def test_ranks_with_fewer_batches_do_not_keep_others_waiting() -> None:
-    assert run_ranks(_evaluate_own_share, 2) == [[{"a": 1}, 5, True], [{"a": 1}, 2, True]]
+    assert run_ranks(_evaluate_own_share, 2) == [
+        [{"a": 1}, 5, True],
+        [{"a": 1}, 2, True],
+    ]
 
 
 # Models whose ranks can only compute together
@@ -329,7 +348,9 @@ SHARES = [[1, 3], [2, 0], [0, 2]]
 
 def evaluate_sharded() -> list[tuple[list[Tensor], bool]]:
     model = make_sharded()
-    logits = [inference_on_dataset(model, own_share(s), Logits())["logits"] for s in SHARES]
+    logits = [
+        inference_on_dataset(model, own_share(s), Logits())["logits"] for s in SHARES
+    ]
     return [(seen, computes_together(model)) for seen in logits]
 
 

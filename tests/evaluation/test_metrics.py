@@ -13,7 +13,9 @@ from hooktrain.evaluation import ClassificationEvaluator
 NAMES = ["cat", "dog", "007"]
 
 
-def evaluate(*batches: tuple[Any, Tensor], names: list[str] = NAMES) -> dict[str, float]:
+def evaluate(
+    *batches: tuple[Any, Tensor], names: list[str] = NAMES
+) -> dict[str, float]:
     evaluator = ClassificationEvaluator(names, topk=(2,))
     for labels, logits in batches:
         evaluator.process({"label": labels}, logits)
@@ -31,7 +33,9 @@ def logits_for(predictions: list[int], classes: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [101, 1, 7, 64])
-def test_the_loss_is_the_mean_cross_entropy_whatever_the_size_of_the_batches(size: int) -> None:
+def test_the_loss_is_the_mean_cross_entropy_whatever_the_size_of_the_batches(
+    size: int,
+) -> None:
     labels, logits = random_samples(101)
     results = evaluate(*zip(labels.split(size), logits.split(size), strict=True))
     expected = F.cross_entropy(logits.double(), labels).item()
@@ -51,7 +55,9 @@ def test_labels_may_be_integers_of_any_kind(kind: Any) -> None:
     labels, logits = random_samples(40, classes=200)
     names = [str(i) for i in range(200)]
     given = labels.tolist() if kind is list else labels.to(kind)
-    assert evaluate((given, logits), names=names) == evaluate((labels, logits), names=names)
+    assert evaluate((given, logits), names=names) == evaluate(
+        (labels, logits), names=names
+    )
 
 
 def test_accuracies_are_in_percent_and_a_table_of_the_classes_is_logged(
@@ -71,7 +77,9 @@ def test_accuracies_are_in_percent_and_a_table_of_the_classes_is_logged(
     assert results["mean_class_accuracy"] == pytest.approx((200 / 3 + 100) / 2)
 
 
-def test_a_label_may_be_among_the_highest_logits_of_a_batch_of_images_and_labels() -> None:
+def test_a_label_may_be_among_the_highest_logits_of_a_batch_of_images_and_labels() -> (
+    None
+):
     labels, logits = random_samples(101, classes=8)
     evaluator = ClassificationEvaluator([*"abcdefgh"], topk=(1, 5))
     for own, outputs in zip(labels.split(40), logits.split(40), strict=True):
@@ -83,7 +91,9 @@ def test_a_label_may_be_among_the_highest_logits_of_a_batch_of_images_and_labels
     assert 20 < results["accuracy@5"] < 80
 
 
-def test_more_than_a_hundred_classes_have_no_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_than_a_hundred_classes_have_no_table(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     labels, logits = random_samples(8, classes=101)
     with caplog.at_level(logging.DEBUG):
         evaluate((labels, logits), names=[str(i) for i in range(101)])
@@ -152,7 +162,9 @@ def evaluate_shares() -> list[Any]:
 def test_ranks_get_the_same_results_or_errors_from_uneven_shares() -> None:
     labels, logits = random_samples(32)
     whole = evaluate((labels[:30], logits[:30]))
-    for (_, error), *outcomes in zip(SHARES, *run_ranks(evaluate_shares, 2), strict=True):
+    for (_, error), *outcomes in zip(
+        SHARES, *run_ranks(evaluate_shares, 2), strict=True
+    ):
         if error:
             assert outcomes == [error, error]
         else:

@@ -16,12 +16,23 @@ def printed(caplog: pytest.LogCaptureFixture, results: dict[str, Any]) -> list[s
 
 def test_nested_results_get_keys_with_slashes() -> None:
     nested = {"a": {"b": {"c": 1}, "d": 2.5}, "e": "text", 7: {8: None}, "f": {}}
-    assert flatten_results_dict(nested) == {"a/b/c": 1, "a/d": 2.5, "e": "text", "7/8": None}
+    assert flatten_results_dict(nested) == {
+        "a/b/c": 1,
+        "a/d": 2.5,
+        "e": "text",
+        "7/8": None,
+    }
     assert nested["a"] == {"b": {"c": 1}, "d": 2.5}  # left as it was
 
 
 def test_results_are_printed_as_rows_to_paste(caplog: pytest.LogCaptureFixture) -> None:
-    box = {"AP-person": 40.123456, "AR": 7, "note": "n/a", "none": None, "deep": {"er": 1}}
+    box = {
+        "AP-person": 40.123456,
+        "AR": 7,
+        "note": "n/a",
+        "none": None,
+        "deep": {"er": 1},
+    }
     assert printed(caplog, {"bbox": box, "seconds": 3}) == [
         "copypaste: Task: bbox",
         "copypaste: AP-person,AR,note,none,deep/er",
@@ -35,10 +46,15 @@ def test_results_are_printed_as_rows_to_paste(caplog: pytest.LogCaptureFixture) 
     [
         [],
         [("classification", "accuracy", 99.0, 0.25)],
-        [("classification", "accuracy", 99.5, 0.25), ("ema/classification", "val_loss", 0.0, 0.1)],
+        [
+            ("classification", "accuracy", 99.5, 0.25),
+            ("ema/classification", "val_loss", 0.0, 0.1),
+        ],
     ],
 )
-def test_results_within_the_tolerance_are_verified_nested_ones_by_slashes(expected: Any) -> None:
+def test_results_within_the_tolerance_are_verified_nested_ones_by_slashes(
+    expected: Any,
+) -> None:
     assert verify_results(expected, {**RESULTS, "ema": RESULTS}) is True
 
 

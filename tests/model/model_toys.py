@@ -29,13 +29,18 @@ class ToyModel(BaseModel):
 class PairPreprocessor(nn.Module):
     """Gives a pair, in another form and other numbers than it came."""
 
-    def forward(self, data: dict[str, Tensor], training: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, data: dict[str, Tensor], training: bool = False
+    ) -> tuple[Tensor, Tensor]:
         return data["x"] * (2 if training else 3), data["y"]
 
 
 def batch(count: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)]
+    return [
+        torch.randn(count, 3, generator=generator),
+        torch.randn(count, 1, generator=generator),
+    ]
 
 
 def sgd(model: nn.Module, **options: Any) -> OptimWrapper:
@@ -48,14 +53,18 @@ class Pairs(BaseModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.generator = nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        )
         self.discriminator = nn.Linear(3, 1)
         self.teacher = nn.Linear(3, 3).requires_grad_(False)
         self.activation = nn.Tanh()
         self.nothing: nn.Module | None = None
         self.register_buffer("offset", torch.randn(3))
 
-    def forward(self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+    def forward(
+        self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor"
+    ) -> Any:
         return self.generator(inputs + self.offset)
 
     def train_step(self, data: Tensor, optim_wrapper: Any) -> dict[str, Tensor]:
@@ -65,7 +74,9 @@ class Pairs(BaseModel):
         with wrapper.optim_context(self.discriminator):
             with torch.no_grad():
                 drawn = self(data)
-            real_score, drawn_score = self.discriminator(torch.cat([real, drawn])).chunk(2)
+            real_score, drawn_score = self.discriminator(
+                torch.cat([real, drawn])
+            ).chunk(2)
             values["loss_d"] = (drawn_score - real_score).mean()
             wrapper.update_params(values["loss_d"])
         wrapper = optim_wrapper["generator"]

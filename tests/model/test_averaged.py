@@ -21,7 +21,7 @@ from hooktrain.model import (
     update_bn_stats,
 )
 from hooktrain.model.sharding import full_state_dict
-from hooktrain.utils.dtensor import full_tensors, load_full_state_dict
+from hooktrain.utils.tensors import full_tensors, load_full_state_dict
 from sharding_toys import batches, make_model, make_sharded, own_part
 
 with warnings.catch_warnings():
@@ -82,11 +82,19 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-COPIED = {"index", "scale", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+COPIED = {
+    "index",
+    "scale",
+    "norm.running_mean",
+    "norm.running_var",
+    "norm.num_batches_tracked",
+}
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-def test_weights_are_averaged_and_the_rest_is_copied_and_a_reset_starts_over(warmup: bool) -> None:
+def test_weights_are_averaged_and_the_rest_is_copied_and_a_reset_starts_over(
+    warmup: bool,
+) -> None:
     model = Net()
     ema = ExponentialMovingAverage(model, 0.5, warmup=warmup)
     expected = values(model)
@@ -95,7 +103,11 @@ def test_weights_are_averaged_and_the_rest_is_copied_and_a_reset_starts_over(war
         ema.update_parameters(model)
         decay = min(0.5, (1 + n) / (10 + n)) if warmup else 0.5
         for name, weight in values(model).items():
-            lerp = torch.lerp(expected[name], weight, 1 - decay) if name not in COPIED else weight
+            lerp = (
+                torch.lerp(expected[name], weight, 1 - decay)
+                if name not in COPIED
+                else weight
+            )
             expected[name] = lerp
     assert same(values(ema.module), expected)
     assert ema.steps == 12
@@ -120,7 +132,9 @@ def test_the_averaged_model_is_a_separate_one_for_evaluation() -> None:
     assert same(values(ema.module), before)
 
 
-def test_swap_puts_the_average_in_and_the_same_weights_back_also_after_an_error() -> None:
+def test_swap_puts_the_average_in_and_the_same_weights_back_also_after_an_error() -> (
+    None
+):
     model = Net()
     ema = ExponentialMovingAverage(model, 0.5)
     run(ema, model, 1)
@@ -191,9 +205,16 @@ def test_another_model_is_refused_by_naming_the_difference() -> None:
     ema = ExponentialMovingAverage(Plain())
     before = values(ema.module)
     other = Plain()
-    for name, layer in (("bias", nn.Linear(3, 4, bias=False)), ("weight", nn.Linear(2, 4))):
+    for name, layer in (
+        ("bias", nn.Linear(3, 4, bias=False)),
+        ("weight", nn.Linear(2, 4)),
+    ):
         other.stem = layer
-        for use in (ema.update_parameters, ema.reset, lambda m: ema.swap(m).__enter__()):
+        for use in (
+            ema.update_parameters,
+            ema.reset,
+            lambda m: ema.swap(m).__enter__(),
+        ):
             with pytest.raises(ValueError, match=f"differ .*'stem.{name}'"):
                 use(other)
     assert same(values(ema.module), before)
@@ -216,10 +237,18 @@ def averages(average: BaseAveragedModel, values: list[float]) -> list[float]:
 @pytest.mark.parametrize(
     ("average", "weights", "expected"),
     [
-        (ExponentialMovingAverage(scalar(1.0), 0.25), [2, 4, 0], [1.25, 1.9375, 1.453125]),
+        (
+            ExponentialMovingAverage(scalar(1.0), 0.25),
+            [2, 4, 0],
+            [1.25, 1.9375, 1.453125],
+        ),
         (StochasticWeightAverage(scalar(100.0)), [4, 0, 8, 4, 24], [4, 2, 4, 4, 8]),
         # The weights are 3/3, 3/4, 3/5, and from there 1/2.
-        (MomentumAnnealingEMA(scalar(100.0), 0.5, gamma=3), [4, 8, 2, 3, 4], [4, 7, 4, 3.5, 3.75]),
+        (
+            MomentumAnnealingEMA(scalar(100.0), 0.5, gamma=3),
+            [4, 8, 2, 3, 4],
+            [4, 7, 4, 3.5, 3.75],
+        ),
         # The warm-up counts all updates, those between two intervals too.
         (
             ExponentialMovingAverage(scalar(0.0), 0.1, warmup=True, interval=4),
@@ -271,11 +300,15 @@ def exponential_momentum(base: Any) -> Any:
     """The average of YOLOX in MMDetection, as it is written there."""
 
     class ExpMomentumEMA(base):  # type: ignore[misc]
-        def __init__(self, model: Any, momentum: float, gamma: int, **kwargs: Any) -> None:
+        def __init__(
+            self, model: Any, momentum: float, gamma: int, **kwargs: Any
+        ) -> None:
             super().__init__(model=model, momentum=momentum, **kwargs)
             self.gamma = gamma
 
-        def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: int) -> None:
+        def avg_func(
+            self, averaged_param: Tensor, source_param: Tensor, steps: int
+        ) -> None:
             momentum = (1 - self.momentum) * math.exp(-float(1 + steps) / self.gamma)
             averaged_param.lerp_(source_param, momentum + self.momentum)
 
@@ -372,10 +405,19 @@ def test_a_kind_of_ones_own_says_only_how_much_comes_in() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: StochasticWeightAverage(m, interval=0), "interval must be .* at least 1: 0"),
-        (lambda m: StochasticWeightAverage(m, interval=1.5), "interval must be an integer.*: 1.5"),
+        (
+            lambda m: StochasticWeightAverage(m, interval=0),
+            "interval must be .* at least 1: 0",
+        ),
+        (
+            lambda m: StochasticWeightAverage(m, interval=1.5),
+            "interval must be an integer.*: 1.5",
+        ),
         (lambda m: MomentumAnnealingEMA(m, 0.0), r"momentum must be in \(0, 1\]: 0.0"),
-        (lambda m: ExponentialMovingAverage(m, 99), r"momentum must be in \(0, 1\]: 99"),
+        (
+            lambda m: ExponentialMovingAverage(m, 99),
+            r"momentum must be in \(0, 1\]: 99",
+        ),
         (lambda m: ExponentialMovingAverage(m, math.nan), "momentum must .*: nan"),
         (lambda m: MomentumAnnealingEMA(m, gamma=0), "gamma must be positive: 0"),
         (lambda m: MomentumAnnealingEMA(m, gamma=math.nan), "gamma must .*: nan"),
@@ -392,12 +434,18 @@ def test_an_update_between_two_intervals_copies_buffers_only() -> None:
     model = Plain()
     swa = StochasticWeightAverage(model, interval=2)
     swa.update_parameters(model)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         swa.update_parameters(model)
         swa.update_parameters(model)
     calls = {e.key: e.count for e in profile.key_averages() if "foreach" in e.key}
     assert calls == {"aten::_foreach_lerp_": 1, "aten::_foreach_copy_": 4}
-    assert not [e.key for e in profile.key_averages() if e.key in ("aten::item", "aten::nonzero")]
+    assert not [
+        e.key
+        for e in profile.key_averages()
+        if e.key in ("aten::item", "aten::nonzero")
+    ]
 
 
 def averaged_run(model: nn.Module) -> tuple[Any, ExponentialMovingAverage]:
@@ -405,7 +453,8 @@ def averaged_run(model: nn.Module) -> tuple[Any, ExponentialMovingAverage]:
     average = ExponentialMovingAverage(model, 0.25)
     for step in range(3):
         state = {
-            name: value + (step + 1) * torch.linspace(0, 1, value.numel()).view_as(value)
+            name: value
+            + (step + 1) * torch.linspace(0, 1, value.numel()).view_as(value)
             for name, value in make_model().state_dict().items()
         }
         load_full_state_dict(model, state)
@@ -468,7 +517,9 @@ def test_swapping_puts_the_average_in_and_the_raw_weights_back_after_an_evaluati
     average = {f"module.{name}": value for name, value in result["swapped"].items()}
     assert same({"steps": torch.tensor(3), **average}, result["average"])
     assert same(result["after"], result["raw"])
-    assert not torch.equal(result["raw"]["head.weight"], result["swapped"]["head.weight"])
+    assert not torch.equal(
+        result["raw"]["head.weight"], result["swapped"]["head.weight"]
+    )
     alone = make_model()
     alone.load_state_dict(result["swapped"])
     torch.testing.assert_close(result["logits"], logits(alone))

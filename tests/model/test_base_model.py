@@ -54,7 +54,9 @@ def test_the_model_of_the_guide_learns_in_a_trainer() -> None:
 IMAGES = {"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]}
 
 
-def test_a_preprocessor_is_the_base_one_a_module_or_built_from_a_dict_that_stays() -> None:
+def test_a_preprocessor_is_the_base_one_a_module_or_built_from_a_dict_that_stays() -> (
+    None
+):
     assert type(ToyModel().data_preprocessor) is BaseDataPreprocessor
     cfg = dict(IMAGES)
     preprocessor = ToyModel(cfg).data_preprocessor
@@ -66,7 +68,9 @@ def test_a_preprocessor_is_the_base_one_a_module_or_built_from_a_dict_that_stays
     assert model.data_preprocessor is layer
     assert "data_preprocessor.weight" in dict(model.named_parameters())
     for wrong in (3, "ImgDataPreprocessor", ImgDataPreprocessor, [1]):
-        with pytest.raises(TypeError, match="data_preprocessor must be a module or a dict"):
+        with pytest.raises(
+            TypeError, match="data_preprocessor must be a module or a dict"
+        ):
             ToyModel(wrong)
 
 
@@ -87,7 +91,9 @@ def test_steps_of_validation_and_test_predict_and_leave_the_mode_alone() -> None
 def test_a_subclass_may_weigh_its_losses_by_its_own_parse_losses() -> None:
     class Weighted(ToyModel):
         def parse_losses(self, losses: Any) -> Any:
-            return super().parse_losses({"loss1": losses["loss1"] * 0, "loss2": losses["loss2"]})
+            return super().parse_losses(
+                {"loss1": losses["loss1"] * 0, "loss2": losses["loss2"]}
+            )
 
     model = Weighted()
     log_vars = model.train_step(batch(2), sgd(model))
@@ -96,7 +102,9 @@ def test_a_subclass_may_weigh_its_losses_by_its_own_parse_losses() -> None:
     assert log_vars["loss2"].item() > 0
 
 
-def test_the_preprocessor_goes_where_the_model_goes_without_a_state_of_its_own() -> None:
+def test_the_preprocessor_goes_where_the_model_goes_without_a_state_of_its_own() -> (
+    None
+):
     with torch.device("meta"):
         assert ToyModel().data_preprocessor.device.type == "meta"
     model = ToyModel(IMAGES)
@@ -126,13 +134,26 @@ T = torch.tensor
                 "aux_loss": [T([[2.0], [4.0]]), T(5.0)],
                 "losses": (T(0.5),),
             },
-            {"loss": 10.5, "loss_a": 2.0, "accuracy": 0.5, "aux_loss": 8.0, "losses": 0.5},
+            {
+                "loss": 10.5,
+                "loss_a": 2.0,
+                "accuracy": 0.5,
+                "aux_loss": 8.0,
+                "losses": 0.5,
+            },
         ),
         # A model's own "loss" beside others does not hide the sum; alone it is the sum.
-        ({"loss_b": T(2.0), "loss": T(1.0)}, {"total_loss": 3.0, "loss_b": 2.0, "loss": 1.0}),
+        (
+            {"loss_b": T(2.0), "loss": T(1.0)},
+            {"total_loss": 3.0, "loss_b": 2.0, "loss": 1.0},
+        ),
         ({"accuracy": T(0.5), "loss": T(2.0)}, {"loss": 2.0, "accuracy": 0.5}),
         (  # what is counted in whole numbers
-            {"loss": T(1.0), "correct": T([True, False]), "count": [T([1, 2]), T([1, 2])]},
+            {
+                "loss": T(1.0),
+                "correct": T([True, False]),
+                "count": [T([1, 2]), T([1, 2])],
+            },
             {"loss": 1.0, "correct": 0.5, "count": 3.0},
         ),
     ],
@@ -156,15 +177,29 @@ def test_values_to_log_have_no_gradient_and_the_sum_has() -> None:
     ("losses", "error", "message"),
     [
         *(
-            ({"loss_b": T(1.0), "loss_a": wrong}, TypeError, "'loss_a' must be a tensor or a list")
+            (
+                {"loss_b": T(1.0), "loss_a": wrong},
+                TypeError,
+                "'loss_a' must be a tensor or a list",
+            )
             for wrong in (3.0, None, [], [T(1.0), 2.0], {"a": T(1.0)}, "x")
         ),
-        ({"ce": T(1.0), "acc": T(1.0)}, ValueError, r"'loss' in its name.*\['ce', 'acc'\]"),
+        (
+            {"ce": T(1.0), "acc": T(1.0)},
+            ValueError,
+            r"'loss' in its name.*\['ce', 'acc'\]",
+        ),
         ({}, ValueError, r"'loss' in its name.*\[\]"),
-        ({"loss": T(1.0), "total_loss": T(1.0)}, ValueError, "'total_loss' is the name of the sum"),
+        (
+            {"loss": T(1.0), "total_loss": T(1.0)},
+            ValueError,
+            "'total_loss' is the name of the sum",
+        ),
     ],
 )
-def test_losses_without_a_sum_are_refused_by_name(losses: Any, error: Any, message: str) -> None:
+def test_losses_without_a_sum_are_refused_by_name(
+    losses: Any, error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         ToyModel().parse_losses(losses)
 
@@ -191,7 +226,9 @@ def test_a_step_is_the_one_written_by_hand() -> None:
 class Named(nn.Module):
     """Gives arguments by name."""
 
-    def forward(self, data: dict[str, Tensor], training: bool = False) -> dict[str, Any]:
+    def forward(
+        self, data: dict[str, Tensor], training: bool = False
+    ) -> dict[str, Any]:
         return {**data, "label": torch.zeros(1), "training": training}
 
 
@@ -264,7 +301,9 @@ def test_the_backward_pass_is_outside_of_the_context_of_the_forward_pass() -> No
 def test_inside_a_wrapper_that_one_is_called_and_the_models_parts_are_used() -> None:
     wrapper, model, img = Traced(), ToyModel(), batch(2)
     around: Any = nn.Sequential()
-    around._run_forward = lambda data, mode: model(*data, mode=mode) | {"loss3": torch.ones(1)}
+    around._run_forward = lambda data, mode: (
+        model(*data, mode=mode) | {"loss3": torch.ones(1)}
+    )
     log_vars = train_step(model, img, wrapper, around)
     assert wrapper.model is around
     assert "loss3" in log_vars
@@ -305,12 +344,17 @@ def test_parameters_that_were_not_used_are_logged_as_errors_by_a_step_if_that_is
     assert names == ["never", "dropped.weight", "dropped.bias"]
     shapes = zip(["extra.weight", *names], ([2, 3], [3, 2], [1, 2], [1]), strict=True)
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("ERROR", f"{name} with shape torch.Size({shape}) is not in the computational graph")
+        (
+            "ERROR",
+            f"{name} with shape torch.Size({shape}) is not in the computational graph",
+        )
         for name, shape in shapes
     ]
 
 
-@pytest.mark.parametrize("nest", [lambda a, b: {"a": a, "b": [b]}, lambda a, b: [(a,), {"b": b}]])
+@pytest.mark.parametrize(
+    "nest", [lambda a, b: {"a": a, "b": [b]}, lambda a, b: [(a,), {"b": b}]]
+)
 def test_losses_in_dicts_and_lists_count_together(nest: Any) -> None:
     model = Net()
     hidden, dropped = model(torch.ones(1, 2))
@@ -318,7 +362,9 @@ def test_losses_in_dicts_and_lists_count_together(nest: Any) -> None:
     assert detect_anomalous_params(nest(*both), model) == ["never"]
     found = detect_anomalous_params(nest(torch.ones(1), hidden), model)
     assert found == ["never", "dropped.weight", "dropped.bias"]
-    assert "never" not in detect_anomalous_params(model.never, model)  # is the loss itself
+    assert "never" not in detect_anomalous_params(
+        model.never, model
+    )  # is the loss itself
     both[1].backward()
     assert detect_anomalous_params(both[1], model) == ["never"]
 

@@ -23,7 +23,9 @@ def model() -> nn.Module:
     model = nn.Sequential(
         nn.Conv2d(2, 3, 1),
         nn.BatchNorm2d(3, eps=1e-3, momentum=0.3),
-        nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.BatchNorm3d(2, momentum=None)),
+        nn.Sequential(
+            nn.BatchNorm1d(4, affine=False), nn.BatchNorm3d(2, momentum=None)
+        ),
         nn.BatchNorm2d(3, track_running_stats=False),
     )
     norm = model[1]
@@ -50,7 +52,12 @@ def test_there_and_back_everything_but_the_type_stays(model: nn.Module) -> None:
         (revert_sync_batchnorm, BatchNormXd),
     ]:
         assert change(model) is model
-        assert [type(model[1]), type(model[2][0]), type(model[2][1]), type(model[3])] == [kind] * 4
+        assert [
+            type(model[1]),
+            type(model[2][0]),
+            type(model[2][1]),
+            type(model[3]),
+        ] == [kind] * 4
         after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         assert after.keys() == tensors.keys()
         assert all(after[name] is tensor for name, tensor in tensors.items())
@@ -65,7 +72,9 @@ def test_a_reverted_norm_takes_any_number_of_dimensions(
     shape: tuple[int, ...], training: bool
 ) -> None:
     reverted = revert_sync_batchnorm(nn.SyncBatchNorm(3)).train(training)
-    reference = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(shape) - 2](3)
+    reference = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[
+        len(shape) - 2
+    ](3)
     x = torch.randn(shape)
     assert torch.equal(reverted(x), reference.train(training)(x))
     assert torch.equal(reverted.running_var, reference.running_var)
@@ -97,7 +106,9 @@ def test_a_norm_stays_one_at_several_places_and_others_stay_what_they_are(
 
 
 def test_another_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="implementation must be 'torch', but got 'mmcv'"):
+    with pytest.raises(
+        ValueError, match="implementation must be 'torch', but got 'mmcv'"
+    ):
         convert_sync_batchnorm(nn.BatchNorm1d(2), "mmcv")
 
 
@@ -106,7 +117,9 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(
+        torch.equal(buffer, before[name]) for name, buffer in model.named_buffers()
+    )
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
@@ -118,7 +131,9 @@ def assert_statistics(layer: Any, values: Tensor, rtol: float = 1e-5) -> None:
     torch.testing.assert_close(layer.running_var.double(), var, rtol=rtol, atol=1e-7)
 
 
-def batches(*sizes: int, channels: int = 3, shape: tuple[int, ...] = ()) -> list[Tensor]:
+def batches(
+    *sizes: int, channels: int = 3, shape: tuple[int, ...] = ()
+) -> list[Tensor]:
     return [torch.randn(n, channels, *shape) * 2 + k for k, n in enumerate(sizes)]
 
 
@@ -199,7 +214,9 @@ def test_batches_that_pass_a_layer_by_do_not_count_for_it() -> None:
 
 def test_only_training_layers_that_keep_statistics_are_concerned() -> None:
     model = nn.Sequential(
-        nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)
+        nn.BatchNorm1d(3),
+        nn.BatchNorm1d(3).eval(),
+        nn.BatchNorm1d(3, track_running_stats=False),
     )
     model.append(nn.InstanceNorm1d(3, track_running_stats=True))
     assert get_bn_modules(model) == [model[0]]
@@ -246,7 +263,9 @@ def test_no_more_batches_are_drawn_than_asked_for_and_too_few_are_an_error_and_c
     assert list(drawn) == [4, 5, 6, 7, 8, 9]
 
 
-def test_a_layer_used_twice_in_a_forward_pass_is_named_and_nothing_has_changed() -> None:
+def test_a_layer_used_twice_in_a_forward_pass_is_named_and_nothing_has_changed() -> (
+    None
+):
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -295,7 +314,9 @@ def ranks() -> list[Any]:
 
 def test_a_short_loader_on_one_rank_is_an_error_on_all(ranks: list[Any]) -> None:
     start = "a data_loader is too short: this gave"
-    assert [rank[1] for rank in ranks] == [f"{start} {n} of num_iters=5" for n in (5, 3)]
+    assert [rank[1] for rank in ranks] == [
+        f"{start} {n} of num_iters=5" for n in (5, 3)
+    ]
 
 
 def test_statistics_are_those_of_all_ranks(ranks: list[Any]) -> None:

@@ -13,9 +13,14 @@ from hooktrain.utils.registry import MODELS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from mmengine.model import BaseDataPreprocessor as TheirBase, ImgDataPreprocessor as TheirImages
+    from mmengine.model import (
+        BaseDataPreprocessor as TheirBase,
+        ImgDataPreprocessor as TheirImages,
+    )
 
-SAME_EACH_TIME = settings(deadline=None, derandomize=True, database=None, max_examples=60)
+SAME_EACH_TIME = settings(
+    deadline=None, derandomize=True, database=None, max_examples=60
+)
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -51,7 +56,11 @@ def there(data: Any) -> Any:
 
 def test_tensors_are_moved_wherever_they_are_and_containers_keep_their_types() -> None:
     one = torch.ones(1)
-    data = {"a": [one, (one, "text"), Boxes()], "b": Point(one, 2), "c": OrderedDict(d=one)}
+    data = {
+        "a": [one, (one, "text"), Boxes()],
+        "b": Point(one, 2),
+        "c": OrderedDict(d=one),
+    }
     moved = there(data)
     assert moved["a"][2].device == torch.device("meta")  # what has `to` is moved by it
     for each, is_meta in ((moved, True), (data, False)):
@@ -118,7 +127,9 @@ def test_non_blocking_is_asked_for_when_it_is_wanted() -> None:
 
 
 TENSORS = st.integers(0, 5).map(lambda value: torch.tensor(value))
-LEAVES = st.one_of(TENSORS, st.none(), st.text(max_size=3), st.binary(max_size=3), st.integers())
+LEAVES = st.one_of(
+    TENSORS, st.none(), st.text(max_size=3), st.binary(max_size=3), st.integers()
+)
 DATA = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -152,7 +163,9 @@ def image_cases(draw: st.DrawFn) -> tuple[dict[str, Any], list[Tensor] | Tensor]
         options |= {"mean": draw(CHANNELS)[:length], "std": draw(CHANNELS)[:length]}
     swap = draw(st.sampled_from(["bgr_to_rgb", "rgb_to_bgr", None]))
     options |= {swap: True} if swap else {}
-    channels = 3 if swap or len(options.get("mean", [])) == 3 else draw(st.integers(1, 4))
+    channels = (
+        3 if swap or len(options.get("mean", [])) == 3 else draw(st.integers(1, 4))
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     dtype = draw(st.sampled_from([torch.uint8, torch.float32, torch.float64]))
 
@@ -160,7 +173,9 @@ def image_cases(draw: st.DrawFn) -> tuple[dict[str, Any], list[Tensor] | Tensor]
         return (torch.rand(*size, generator=generator) * 255).to(dtype)
 
     sizes = draw(
-        st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4)
+        st.lists(
+            st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4
+        )
     )
     if draw(st.booleans()):
         return options, image(len(sizes), channels, *sizes[0])
@@ -169,7 +184,9 @@ def image_cases(draw: st.DrawFn) -> tuple[dict[str, Any], list[Tensor] | Tensor]
 
 @SAME_EACH_TIME
 @given(image_cases())
-def test_batches_of_images_are_those_of_mmengine(case: tuple[dict[str, Any], Any]) -> None:
+def test_batches_of_images_are_those_of_mmengine(
+    case: tuple[dict[str, Any], Any],
+) -> None:
     options, images = case
     data = {"inputs": images, "labels": [1]}
     ours = ImgDataPreprocessor(**options)(data)
@@ -204,7 +221,9 @@ def test_the_mean_keeps_its_digits_in_a_model_of_half_precision() -> None:
     images = torch.full((1, 1, 1, 1), 200.0)
     expected = (torch.tensor(200.0) - torch.tensor(123.675)) / torch.tensor(58.395)
     assert torch.equal(preprocessor({"inputs": images})["inputs"].squeeze(), expected)
-    ImgDataPreprocessor()({"inputs": images})["inputs"] += 1  # writes to no batch of others
+    ImgDataPreprocessor()({"inputs": images})["inputs"] += (
+        1  # writes to no batch of others
+    )
     assert images.item() == 200.0
 
 
@@ -214,11 +233,19 @@ def test_the_mean_keeps_its_digits_in_a_model_of_half_precision() -> None:
         ({"bgr_to_rgb": True, "rgb_to_bgr": True}, "give one of them"),
         ({"mean": [1.0]}, r"belong together, but got \[1.0\] and None"),
         ({"std": [1.0]}, r"belong together, but got None and \[1.0\]"),
-        ({"mean": [1.0, 2.0], "std": [1.0]}, r"mean must be a list of 1 or 3 .* \[1.0, 2.0\]"),
-        ({"mean": [1.0], "std": []}, r"std must be a list of 1 or 3 numbers, but got \[\]"),
+        (
+            {"mean": [1.0, 2.0], "std": [1.0]},
+            r"mean must be a list of 1 or 3 .* \[1.0, 2.0\]",
+        ),
+        (
+            {"mean": [1.0], "std": []},
+            r"std must be a list of 1 or 3 numbers, but got \[\]",
+        ),
     ],
 )
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+def test_arguments_out_of_range_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ImgDataPreprocessor(**options)
 
@@ -241,18 +268,26 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: st
         ),
     ],
 )
-def test_other_batches_are_refused(data: Any, error: type[Exception], message: str) -> None:
+def test_other_batches_are_refused(
+    data: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         ImgDataPreprocessor()(data)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"mean": [1, 1, 1], "std": [1, 1, 1]}, {"mean": [1], "std": [1, 1, 1]}, {"rgb_to_bgr": True}],
+    [
+        {"mean": [1, 1, 1], "std": [1, 1, 1]},
+        {"mean": [1], "std": [1, 1, 1]},
+        {"rgb_to_bgr": True},
+    ],
 )
 def test_images_with_other_than_three_channels_are_refused_where_three_are_needed(
     options: dict[str, Any],
 ) -> None:
     for images in (torch.ones(2, 1, 2, 2), [torch.ones(4, 2, 2)]):
-        with pytest.raises(ValueError, match="must have 3 channels, but their shapes are"):
+        with pytest.raises(
+            ValueError, match="must have 3 channels, but their shapes are"
+        ):
             ImgDataPreprocessor(**options)({"inputs": images})

@@ -31,13 +31,20 @@ from hooktrain.model.sharding import (
     shard_model,
 )
 from hooktrain.solver import OptimWrapper
-from hooktrain.utils.dtensor import (
+from hooktrain.utils.tensors import (
     full_tensor,
     full_tensors,
     load_full_state_dict,
     local_tensor,
 )
-from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part, train
+from sharding_toys import (
+    batches,
+    make_model,
+    make_sharded,
+    make_wrapper,
+    own_part,
+    train,
+)
 
 CLIP = {"max_norm": 0.5}
 DATA = batches(2) * 3
@@ -45,7 +52,9 @@ DATA = batches(2) * 3
 
 def same_states(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_states(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(
+            same_states(one[k], other[k]) for k in one
+        )
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same_states, one, other))
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
@@ -110,7 +119,9 @@ def _losses(*names: str) -> dict[str, list[float]]:
         "offloaded": lambda: make_sharded(offload=True),
     }
     models = {name: makers[name]() for name in names}
-    return {k: train(m, make_wrapper(m, clip_grad=CLIP), DATA) for k, m in models.items()}
+    return {
+        k: train(m, make_wrapper(m, clip_grad=CLIP), DATA) for k, m in models.items()
+    }
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
@@ -131,7 +142,9 @@ def _structure() -> dict[str, Any]:
     parameters = dict(model.named_parameters())
     return {
         "names": list(model.state_dict()),
-        "units": [name for name, m in model.named_modules() if isinstance(m, FSDPModule)],
+        "units": [
+            name for name, m in model.named_modules() if isinstance(m, FSDPModule)
+        ],
         "sharded": all(isinstance(p, DTensor) for p in parameters.values()),
         "rows": parameters["head.weight"].to_local().shape[0],  # type: ignore[attr-defined]
     }
@@ -147,7 +160,9 @@ def _options(**given: Any) -> list[tuple[Any, Any]]:
 def test_options_reach_every_unit(two: list[dict[str, Any]]) -> None:
     assert two[0]["options"] == [(OffloadPolicy(), None)] * 3
     # There is nothing to pin memory for without an accelerator.
-    assert two[0]["offload options"] == [(CPUOffloadPolicy(pin_memory=False), False)] * 3
+    assert (
+        two[0]["offload options"] == [(CPUOffloadPolicy(pin_memory=False), False)] * 3
+    )
 
 
 def test_each_rank_holds_its_rows_under_the_names_of_the_bare_model(
@@ -170,13 +185,18 @@ def save_and_go_on(folder: str, model: nn.Module) -> dict[str, Any]:
 
 def load_and_go_on(folder: str, model: nn.Module) -> dict[str, Any]:
     wrapper = make_wrapper(model)
-    load_full_state_dict(model, {k: v * 0 for k, v in make_model().state_dict().items()})
+    load_full_state_dict(
+        model, {k: v * 0 for k, v in make_model().state_dict().items()}
+    )
     Checkpointer(model, folder, optimizer=wrapper).load(f"{folder}/model.pth")
     return state_and_losses(model, wrapper)
 
 
 def state_and_losses(model: nn.Module, wrapper: OptimWrapper) -> dict[str, Any]:
-    states = {"model": full_state_dict(model), "optimizer": full_tensors(wrapper.state_dict())}
+    states = {
+        "model": full_state_dict(model),
+        "optimizer": full_tensors(wrapper.state_dict()),
+    }
     states = copy.deepcopy(states)
     return {**states, "losses": train(model, wrapper, batches(5)[3:])}
 
@@ -199,7 +219,11 @@ def test_a_file_saved_on_any_number_of_ranks_goes_on_on_any_other(
     assert all(value.any() for value in saved["model"].values())
     assert same_states(loaded["model"], saved["model"])
     assert len(saved["optimizer"]["state"]) == len(saved["model"])
-    assert set(saved["optimizer"]["state"]["head.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(saved["optimizer"]["state"]["head.weight"]) == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert same_states(loaded["optimizer"], saved["optimizer"])
     assert loaded["losses"] == pytest.approx(saved["losses"], abs=1e-5)
 
@@ -207,10 +231,14 @@ def test_a_file_saved_on_any_number_of_ranks_goes_on_on_any_other(
 def _full_states() -> list[dict[str, Any]]:
     model = make_sharded()
     state = full_state_dict(model)
-    twos = {name: torch.full_like(v, 2.0) for name, v in make_model().state_dict().items()}
+    twos = {
+        name: torch.full_like(v, 2.0) for name, v in make_model().state_dict().items()
+    }
     load_full_state_dict(model, twos)
     with pytest.raises(RuntimeError, match=r"Missing key.*head\.weight"):
-        load_full_state_dict(model, {k: v for k, v in twos.items() if k != "head.weight"})
+        load_full_state_dict(
+            model, {k: v for k, v in twos.items() if k != "head.weight"}
+        )
     with pytest.raises(RuntimeError, match=r"Unexpected key.*what"):
         load_full_state_dict(model, {**twos, "what": torch.zeros(1)})
     return [state, full_state_dict(model)]
@@ -223,7 +251,9 @@ def test_the_full_state_is_in_the_memory_of_the_main_process_only(
     assert others == [{}, {}]
     assert same_states(state, dict(make_model().state_dict()))
     assert state["head.weight"].shape == (17, 16)
-    assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in loaded.values())
+    assert all(
+        torch.equal(value, torch.full_like(value, 2.0)) for value in loaded.values()
+    )
 
 
 def _checkpointed(rule: Any) -> Any:
@@ -250,7 +280,9 @@ def test_checkpointed_activations_are_computed_twice_and_nothing_else_changes(
 
 
 def _precisions() -> list[torch.dtype]:
-    model = make_sharded(mp_policy={"param_dtype": "bfloat16", "reduce_dtype": "float32"})
+    model = make_sharded(
+        mp_policy={"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    )
     seen: list[torch.dtype] = []
     inner = model.get_submodule("blocks.0.mlp_in")
     inner.register_forward_hook(lambda *arguments: seen.append(arguments[-1].dtype))
@@ -260,7 +292,9 @@ def _precisions() -> list[torch.dtype]:
     return [*seen, parameter.dtype, parameter.grad.dtype]
 
 
-def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(two: list[dict[str, Any]]) -> None:
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
+    two: list[dict[str, Any]],
+) -> None:
     assert two[0]["precisions"] == [torch.bfloat16, torch.float32, torch.float32]
 
 
@@ -299,7 +333,9 @@ def test_a_mesh_of_two_dimensions_replicates_what_it_shards(
 
 def test_a_policy_of_mixed_precision_is_built_of_names() -> None:
     policy = build_mp_policy({"param_dtype": "bfloat16", "cast_forward_inputs": False})
-    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    assert policy == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, cast_forward_inputs=False
+    )
     assert build_mp_policy(policy) is policy
     assert build_mp_policy(None) == MixedPrecisionPolicy()
     with pytest.raises(TypeError, match="unexpected keyword argument 'param_type'"):
@@ -311,7 +347,9 @@ def test_a_policy_of_mixed_precision_is_built_of_names() -> None:
 def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
     model = make_model()
     assert select_modules(model, {Block}) == list(model.blocks)
-    assert select_modules(model, lambda name, _: name.endswith(".1")) == [model.blocks[1]]
+    assert select_modules(model, lambda name, _: name.endswith(".1")) == [
+        model.blocks[1]
+    ]
     assert select_modules(model, ()) == []
     with pytest.raises(
         ValueError, match=r"selects none of the model's modules: \['Block', 'Dropout"
@@ -398,7 +436,8 @@ class Filled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "build"), [("layers", Layers), ("transformer", make_model), ("filled", Filled)]
+    ("name", "build"),
+    [("layers", Layers), ("transformer", make_model), ("filled", Filled)],
 )
 def test_sharded_models_get_the_weights_of_one_process_whatever_the_other_ranks_draw(
     two: list[dict[str, Any]], name: str, build: Any
@@ -407,7 +446,9 @@ def test_sharded_models_get_the_weights_of_one_process_whatever_the_other_ranks_
     assert same_states(two[0][name], build().state_dict())
 
 
-def test_what_no_method_initialises_is_named_on_every_rank(two: list[dict[str, Any]]) -> None:
+def test_what_no_method_initialises_is_named_on_every_rank(
+    two: list[dict[str, Any]],
+) -> None:
     message = "no reset_parameters() or init_weights() initialises ['table', 'weight']"
     assert [result["forgotten"] for result in two] == [message, message]
 
@@ -423,5 +464,7 @@ def test_a_model_that_has_weights_keeps_them() -> None:
 def test_shared_parameters_of_a_model_that_is_not_sharded_are_refused() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[1].weight = model[0].weight  # type: ignore[index, union-attr]
-    with pytest.raises(ValueError, match=r"\['0.weight', '1.weight'\].* would come apart"):
+    with pytest.raises(
+        ValueError, match=r"\['0.weight', '1.weight'\].* would come apart"
+    ):
         init_deferred(model, "cpu")

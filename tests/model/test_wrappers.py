@@ -33,7 +33,9 @@ def toy(seed: int, preprocessor: nn.Module | None = None) -> ToyModel:
 
 
 def close(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], rtol=0, atol=1e-6) for k in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[k], b[k], rtol=0, atol=1e-6) for k in a
+    )
 
 
 def halves(seed: int) -> list[Tensor]:
@@ -72,7 +74,9 @@ def accumulate_whole() -> tuple[list[int], State]:
     return made, {**model.module.state_dict()}
 
 
-def test_ranks_communicate_in_the_last_backward_pass_of_a_window_only(ranks: Any) -> None:
+def test_ranks_communicate_in_the_last_backward_pass_of_a_window_only(
+    ranks: Any,
+) -> None:
     model = toy(0)
     wrapper = sgd(model, accumulative_counts=3)
     wrapper.initialize_count_status(model, 0, 5)
@@ -111,7 +115,9 @@ def unused() -> tuple[str, list[str], list[str]]:
     return message, records, losses[1]
 
 
-def test_unused_parameters_are_named_when_ddp_fails_and_when_asked_for(ranks: Any) -> None:
+def test_unused_parameters_are_named_when_ddp_fails_and_when_asked_for(
+    ranks: Any,
+) -> None:
     message, records, losses = ranks[1]["unused"]
     assert "grad for rank 1: left_out.bias, left_out.weight" in message
     assert "find_unused_parameters=True" in message
@@ -157,7 +163,9 @@ def predict_on_one_rank() -> tuple[bool, list[str]]:
     if dist.get_rank() == 1:
         img, label = batch(3)
         for step in (model.val_step, model.test_step):
-            same = same and torch.equal(torch.stack(step([img, label])), model.module.linear(img))
+            same = same and torch.equal(
+                torch.stack(step([img, label])), model.module.linear(img)
+            )
     return same, list(model.state_dict())
 
 
@@ -214,7 +222,9 @@ def counted(calls: list[None], bucket: dist.GradBucket) -> torch.futures.Future[
     return allreduce_hook(dist.group.WORLD, bucket)
 
 
-def train_parts(accumulative_counts: int = 1) -> tuple[State, list[int], dict[str, bool]]:
+def train_parts(
+    accumulative_counts: int = 1,
+) -> tuple[State, list[int], dict[str, bool]]:
     # Other random numbers on each rank: the first one's are to be everywhere.
     model = separate(dist.get_rank()).eval()
     calls: list[None] = []
@@ -225,7 +235,10 @@ def train_parts(accumulative_counts: int = 1) -> tuple[State, list[int], dict[st
         values = model.train_step(my_half(seed), optimizers)
         made.append(len(calls))
     assert list(values) == ["loss_d", "loss_g"]
-    kinds = {n: isinstance(c, DistributedDataParallel) for n, c in model.module.named_children()}
+    kinds = {
+        n: isinstance(c, DistributedDataParallel)
+        for n, c in model.module.named_children()
+    }
     state = {**model.module.state_dict(), "offset": model.module.offset}
     return state, made, kinds
 
@@ -251,7 +264,10 @@ def test_two_parts_on_two_ranks_learn_what_one_process_learns(
     assert same(first, second)
     # One exchange a part in each iteration, or in each second one.
     assert made == ([2, 4, 6, 8] if accumulative_counts == 1 else [0, 2, 2, 4])
-    assert [name for name, is_ddp in kinds.items() if is_ddp] == ["generator", "discriminator"]
+    assert [name for name, is_ddp in kinds.items() if is_ddp] == [
+        "generator",
+        "discriminator",
+    ]
 
 
 def gradients_inside_of_no_sync() -> tuple[list[Tensor], list[Tensor], bool, bool]:
@@ -281,7 +297,9 @@ def test_no_sync_covers_all_parts_and_ends(ranks: Any) -> None:
     for a, b, c, d in zip(alone_0, alone_1, together_0, together_1, strict=True):
         assert torch.equal(c, d)
         assert torch.allclose((a + b) / 2, c, atol=1e-6)
-    assert any(not torch.equal(a, b) for a, b in zip(alone_0[:6], alone_1[:6], strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(alone_0[:6], alone_1[:6], strict=True)
+    )
     assert not torch.equal(alone_0[6], alone_1[6])
     assert trained
     assert evaluated
@@ -321,10 +339,17 @@ def average_and_groups() -> tuple[list[str], list[str], Tensor, Tensor]:
     groups = get_default_optimizer_params(model)
     names = [name for group in groups for name in group["param_names"]]
     average = ema.module.state_dict()
-    return list(average), names, average["discriminator.weight"], ema.module(torch.ones(2, 3))
+    return (
+        list(average),
+        names,
+        average["discriminator.weight"],
+        ema.module(torch.ones(2, 3)),
+    )
 
 
-def test_averages_and_parameter_groups_have_the_names_of_the_bare_model(ranks: Any) -> None:
+def test_averages_and_parameter_groups_have_the_names_of_the_bare_model(
+    ranks: Any,
+) -> None:
     bare = toy_gan(0)
     keys, names, weight, drawn = ranks[0]["average_and_groups"]
     assert keys == list(bare.state_dict())
@@ -349,7 +374,8 @@ def wrap_aliased_and_step() -> tuple[bool, bool, list[str]]:
     values = gan.train_step({"image": torch.rand(2, 1, 8, 8)}, wrappers(gan.module))
     return (
         aliased.net is aliased.again,
-        isinstance(aliased.net, StepDistributedDataParallel) and aliased.net.find_unused_parameters,
+        isinstance(aliased.net, StepDistributedDataParallel)
+        and aliased.net.find_unused_parameters,
         list(values),
     )
 
@@ -358,14 +384,21 @@ def test_a_child_with_two_names_stays_one_and_options_are_passed_on(ranks: Any) 
     one, passed_on, values = ranks[0]["wrap_aliased_and_step"]
     assert one
     assert passed_on
-    assert values == ["loss_discriminator", "logit_real", "logit_fake", "loss_generator"]
+    assert values == [
+        "loss_discriminator",
+        "logit_real",
+        "logit_fake",
+        "loss_generator",
+    ]
 
 
 def test_parameters_outside_of_the_children_are_refused_by_name() -> None:
     model = Pairs()
     model.scale = nn.Parameter(torch.ones(1))
     model.constant = nn.Parameter(torch.ones(1), requires_grad=False)
-    with pytest.raises(ValueError, match=r"move \['scale'\] of Pairs itself into a child"):
+    with pytest.raises(
+        ValueError, match=r"move \['scale'\] of Pairs itself into a child"
+    ):
         SeparateDistributedDataParallel(model)
     assert type(model.generator) is nn.Sequential
 
@@ -393,7 +426,7 @@ def test_a_wrapper_is_told_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None
     registry = Registry("model wrappers")
     registry.register(lambda model: model, name="a function")
     registry.register(Mine)
-    monkeypatch.setattr("hooktrain.utils.registry.MODEL_WRAPPERS", registry)
+    monkeypatch.setattr("hooktrain.model.wrappers.MODEL_WRAPPERS", registry)
     assert is_model_wrapper(Mine())
 
 

@@ -17,8 +17,13 @@ with warnings.catch_warnings():
 
 ours, theirs = hooktrain.solver.param_scheduler, mmengine.optim.scheduler
 TheirWrapper = mmengine.optim.OptimWrapper
-THEIR_MIXINS = (lr_scheduler.LRSchedulerMixin, momentum_scheduler.MomentumSchedulerMixin)
-SAME_EACH_TIME = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+THEIR_MIXINS = (
+    lr_scheduler.LRSchedulerMixin,
+    momentum_scheduler.MomentumSchedulerMixin,
+)
+SAME_EACH_TIME = settings(
+    deadline=None, derandomize=True, database=None, max_examples=40
+)
 
 Spec = tuple[str, dict[str, Any]]
 
@@ -26,10 +31,13 @@ FACTORS = st.floats(0.05, 1.0)
 FLOORS = st.sampled_from([{}, {"eta_min": 0.003}, {"eta_min_ratio": 0.02}])
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "Constant": st.fixed_dictionaries({}, optional={"factor": FACTORS}),
-    "Linear": st.fixed_dictionaries({"end_factor": FACTORS}, optional={"start_factor": FACTORS}),
+    "Linear": st.fixed_dictionaries(
+        {"end_factor": FACTORS}, optional={"start_factor": FACTORS}
+    ),
     "Step": st.fixed_dictionaries({"step_size": st.integers(1, 20), "gamma": FACTORS}),
     "MultiStep": st.fixed_dictionaries(
-        {"milestones": st.lists(st.integers(0, 40), max_size=4)}, optional={"gamma": FACTORS}
+        {"milestones": st.lists(st.integers(0, 40), max_size=4)},
+        optional={"gamma": FACTORS},
     ),
     "Exponential": st.fixed_dictionaries({"gamma": st.floats(0.9, 1.0)}),
     "CosineAnnealing": st.builds(
@@ -37,7 +45,9 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         FLOORS,
         st.fixed_dictionaries({}, optional={"T_max": st.integers(60, 120)}),
     ),
-    "Poly": st.fixed_dictionaries({"power": st.floats(0.5, 2.0), "eta_min": st.floats(0, 0.01)}),
+    "Poly": st.fixed_dictionaries(
+        {"power": st.floats(0.5, 2.0), "eta_min": st.floats(0, 0.01)}
+    ),
     "CosineRestart": st.builds(
         lambda floor, periods: {
             "periods": [length for length, _ in periods],
@@ -105,7 +115,9 @@ def values(
     with warnings.catch_warnings():
         # MMEngine wants optimizer.step() to be called first, which needs gradients.
         warnings.simplefilter("ignore")
-        made = [getattr(library, family + form)(optimizer, **args) for family, args in specs]
+        made = [
+            getattr(library, family + form)(optimizer, **args) for family, args in specs
+        ]
         for step in range(steps):
             seen.append([float(read(group)) for group in optimizer.param_groups])
             change(step, optimizer)

@@ -50,7 +50,9 @@ def test_updates_equal_autocast_a_scaler_and_clipping_by_hand(
 def test_an_update_skipped_by_the_scaler_is_returned_and_counted(fused: bool) -> None:
     model = linear()
     before = copy.deepcopy(model)
-    wrapper = AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), "float16")
+    wrapper = AmpOptimWrapper(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), "float16"
+    )
     good = batches(1)[0]
     assert not wrapper.update_params(model(good).mean() * torch.inf)
     assert same(model, before)
@@ -60,7 +62,9 @@ def test_an_update_skipped_by_the_scaler_is_returned_and_counted(fused: bool) ->
     assert not same(model, before)
 
 
-def test_the_scaler_and_the_count_of_skipped_updates_resume_those_of_mmengine_too() -> None:
+def test_the_scaler_and_the_count_of_skipped_updates_resume_those_of_mmengine_too() -> (
+    None
+):
     model = linear()
     wrapper = AmpOptimWrapper(sgd(model), "float16")
     wrapper.update_params(model(batches(1)[0]).mean() * torch.inf)
@@ -71,11 +75,15 @@ def test_the_scaler_and_the_count_of_skipped_updates_resume_those_of_mmengine_to
         other = AmpOptimWrapper(sgd(linear()), "float16")
         other.load_state_dict(saved)
         assert other.skipped_updates == 1
-        assert other.grad_scaler.get_scale() == wrapper.grad_scaler.get_scale() == 32768.0
+        assert (
+            other.grad_scaler.get_scale() == wrapper.grad_scaler.get_scale() == 32768.0
+        )
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_who_looks_between_backward_and_update_sees_true_gradients(dtype: str | None) -> None:
+def test_who_looks_between_backward_and_update_sees_true_gradients(
+    dtype: str | None,
+) -> None:
     model, reference = linear(), linear()
     clip = {"max_norm": 1e-3}
     wrapper = (
@@ -108,12 +116,17 @@ def test_other_types_and_scales_are_refused() -> None:
 
 
 def test_the_device_is_that_of_the_first_parameter_wherever_it_is() -> None:
-    groups = [{"params": []}, {"params": [torch.nn.Parameter(torch.ones(1, device="meta"))]}]
+    groups = [
+        {"params": []},
+        {"params": [torch.nn.Parameter(torch.ones(1, device="meta"))]},
+    ]
     wrapper = AmpOptimWrapper(torch.optim.SGD(groups, lr=0.1), "bfloat16")
     assert wrapper.device_type == "meta"
 
 
-def test_a_scale_is_fixed_or_a_scaler_with_the_arguments_of_a_dict_or_the_given_one() -> None:
+def test_a_scale_is_fixed_or_a_scaler_with_the_arguments_of_a_dict_or_the_given_one() -> (
+    None
+):
     options = {"init_scale": 4.0, "growth_interval": 1}
     scaler = torch.amp.GradScaler("cpu", **options)  # type: ignore[arg-type]
     scales: list[Any] = [8, options, scaler]
@@ -128,7 +141,9 @@ def test_a_scale_is_fixed_or_a_scaler_with_the_arguments_of_a_dict_or_the_given_
             assert updated == (factor == 1.0)
         assert fixed.grad_scaler.get_scale() == 8.0
     assert given.grad_scaler is scaler
-    assert grown.grad_scaler.get_scale() == scaler.get_scale() == 16.0  # 4 * 2 / 2 * 2 * 2
+    assert (
+        grown.grad_scaler.get_scale() == scaler.get_scale() == 16.0
+    )  # 4 * 2 / 2 * 2 * 2
     assert same(models[1], models[2])
     assert [wrapper.skipped_updates for wrapper in wrappers] == [1, 1, 1]
     assert options == {"init_scale": 4.0, "growth_interval": 1}

@@ -57,10 +57,19 @@ def construct(model: nn.Module, cfg: Any, paramwise_cfg: Any = None) -> OptimWra
 
 
 def test_every_optimizer_of_torch_is_registered_by_its_name() -> None:
-    found = {name: cls for name, cls in OPTIMIZERS if cls.__module__.startswith("torch.optim")}
-    public = {n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type)}
+    found = {
+        name: cls
+        for name, cls in OPTIMIZERS
+        if cls.__module__.startswith("torch.optim")
+    }
+    public = {
+        n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type)
+    }
     assert set(found) == public - {"Optimizer"} | {"TorchAdafactor"}
-    assert (found["SGD"], found["TorchAdafactor"]) == (torch.optim.SGD, torch.optim.Adafactor)
+    assert (found["SGD"], found["TorchAdafactor"]) == (
+        torch.optim.SGD,
+        torch.optim.Adafactor,
+    )
 
 
 # The constructor
@@ -79,8 +88,14 @@ def test_without_rules_there_is_one_group_of_all_parameters() -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
 def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) -> None:
-    cfg = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "clip_grad": {"max_norm": 1.0}}
-    wrapper = construct(nn.Linear(1, 1), {**cfg, "optimizer": {"type": kind, "betas": (0.5, 0.9)}})
+    cfg = {
+        "type": "AmpOptimWrapper",
+        "dtype": "bfloat16",
+        "clip_grad": {"max_norm": 1.0},
+    }
+    wrapper = construct(
+        nn.Linear(1, 1), {**cfg, "optimizer": {"type": kind, "betas": (0.5, 0.9)}}
+    )
     assert type(wrapper.optimizer) is torch.optim.AdamW
     assert wrapper.optimizer.defaults["betas"] == (0.5, 0.9)
     assert isinstance(wrapper, AmpOptimWrapper)
@@ -103,7 +118,10 @@ def test_an_optimizer_of_your_own_may_be_registered_and_call_its_parameters_othe
 
 
 def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
-    cfg = {"optimizer": {**SGD, "weight_decay": 1.0}, "clip_grad": {"type": "norm", "max_norm": 1}}
+    cfg = {
+        "optimizer": {**SGD, "weight_decay": 1.0},
+        "clip_grad": {"type": "norm", "max_norm": 1},
+    }
     rules = {"custom_keys": {"bias": {"lr_mult": 2.0}}, "norm_decay_mult": 0.0}
     before = copy.deepcopy((cfg, rules))
     constructor = DefaultOptimWrapperConstructor(cfg, rules)
@@ -116,14 +134,28 @@ def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        ({"optimiser": SGD}, ValueError, "give 'optimizer', a dict with 'type', not {'optimiser'"),
+        (
+            {"optimiser": SGD},
+            ValueError,
+            "give 'optimizer', a dict with 'type', not {'optimiser'",
+        ),
         ({"optimizer": "SGD"}, ValueError, "give 'optimizer', a dict with 'type'"),
-        ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type', not .*{'lr': 0.1}"),
+        (
+            {"optimizer": {"lr": 0.1}},
+            ValueError,
+            "a dict with 'type', not .*{'lr': 0.1}",
+        ),
         ({"optimizer": {"type": "SDG"}}, KeyError, "'optimizers'; did you mean 'SGD'"),
-        ({"optimizer": SGD, "type": "AmpOptimWraper"}, KeyError, "mean 'AmpOptimWrapper'"),
+        (
+            {"optimizer": SGD, "type": "AmpOptimWraper"},
+            KeyError,
+            "mean 'AmpOptimWrapper'",
+        ),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(cfg: Any, error: Any, message: str) -> None:
+def test_a_configuration_that_makes_no_sense_is_refused(
+    cfg: Any, error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         construct(nn.Linear(1, 1), cfg)
 
@@ -131,7 +163,12 @@ def test_a_configuration_that_makes_no_sense_is_refused(cfg: Any, error: Any, me
 def test_a_subclass_makes_groups_of_its_own_by_rules_of_its_own() -> None:
     class HeadOnly(DefaultOptimWrapperConstructor):
         def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-            return [{"params": list(model.get_submodule("generator").parameters()), "lr": 0.5}]
+            return [
+                {
+                    "params": list(model.get_submodule("generator").parameters()),
+                    "lr": 0.5,
+                }
+            ]
 
     class ByLayer(DefaultOptimWrapperConstructor):
         def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
@@ -165,9 +202,17 @@ def test_what_is_built_is_taken_as_it_is_alone_or_by_name() -> None:
     cfg = {"type": "AmpOptimWrapper", "optimizer": optimizer, "accumulative_counts": 3}
     before = dict(cfg)
     amp = built(None, cfg)
-    assert (type(amp), amp.optimizer, amp.accumulative_counts) == (AmpOptimWrapper, optimizer, 3)
+    assert (type(amp), amp.optimizer, amp.accumulative_counts) == (
+        AmpOptimWrapper,
+        optimizer,
+        3,
+    )
     assert cfg == before
-    by_name = {"a": OptimWrapper(sgd(gan)), "b": {"optimizer": optimizer}, "generator": sgd(gan)}
+    by_name = {
+        "a": OptimWrapper(sgd(gan)),
+        "b": {"optimizer": optimizer},
+        "generator": sgd(gan),
+    }
     for model in (None, gan):
         wrappers = built_dict(model, by_name)
         assert list(wrappers) == ["a", "b", "generator"]
@@ -184,7 +229,9 @@ def test_a_configuration_of_an_optimizer_needs_a_model(cfg: Any) -> None:
         build_optim_wrapper(None, cfg)
 
 
-def test_a_constructor_gets_the_rest_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constructor_gets_the_rest_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     registered = dict(OPTIM_WRAPPER_CONSTRUCTORS)
     monkeypatch.setattr(OPTIM_WRAPPER_CONSTRUCTORS, "_objects", registered)
 
@@ -198,33 +245,45 @@ def test_a_constructor_gets_the_rest_of_the_configuration(monkeypatch: pytest.Mo
             return OptimWrapperDict(a=OptimWrapper(sgd(model, lr=0.5)))
 
     for constructor in ("Own", Own):
-        cfg = OrderedDict(constructor=constructor, lr=0.5, more=[1], paramwise_cfg={"rule": 2})
+        cfg = OrderedDict(
+            constructor=constructor, lr=0.5, more=[1], paramwise_cfg={"rule": 2}
+        )
         before = copy.deepcopy(cfg)
         assert built_dict(linear(), cfg).get_lr() == {"a.lr": [0.5]}
         assert cfg == before
 
 
-def test_lazy_calls_of_a_configuration_are_made_and_its_values_can_be_saved(tmp_path: Any) -> None:
+def test_lazy_calls_of_a_configuration_are_made_and_its_values_can_be_saved(
+    tmp_path: Any,
+) -> None:
     model = linear()
     lazy = LazyCall(torch.optim.SGD)(params=model.parameters(), lr="${lr}")
     cfg = resolve(ConfigDict(lr=0.5, optim_wrapper={"optimizer": lazy}))
     assert built(model, cfg.optim_wrapper).get_lr() == {"lr": [0.5]}
-    lazy = LazyCall(OptimWrapper)(LazyCall(torch.optim.SGD)(model.parameters(), lr=0.25))
+    lazy = LazyCall(OptimWrapper)(
+        LazyCall(torch.optim.SGD)(model.parameters(), lr=0.25)
+    )
     assert built(model, lazy).get_lr() == {"lr": [0.25]}
     rules = {"custom_keys": {"bias": {"tags": ["a", {"b": 1}]}}}
-    plain = ConfigDict(optimizer={"type": "Adafactor", "eps": [1e-30, 1e-3]}, paramwise_cfg=rules)
+    plain = ConfigDict(
+        optimizer={"type": "Adafactor", "eps": [1e-30, 1e-3]}, paramwise_cfg=rules
+    )
     torch.save(built(model, plain).state_dict(), tmp_path / "state.pth")
     groups = torch.load(tmp_path / "state.pth", weights_only=True)["param_groups"]
     assert (groups[1]["eps"], groups[1]["tags"]) == ([1e-30, 1e-3], ["a", {"b": 1}])
 
 
-def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_wrappers() -> None:
+def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_wrappers() -> (
+    None
+):
     gan, cfg = GAN(), copy.deepcopy(GAN_CFG)
     wrappers = built_dict(gan, cfg)
     assert cfg == GAN_CFG
     generator, discriminator = wrappers["generator"], wrappers["discriminator"]
     assert type(generator.optimizer) is torch.optim.Adam
-    assert generator.optimizer.param_groups[0]["params"] == [*gan.generator.parameters()]
+    assert generator.optimizer.param_groups[0]["params"] == [
+        *gan.generator.parameters()
+    ]
     assert generator.optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
     assert isinstance(discriminator, AmpOptimWrapper)
     names = [g["param_names"] for g in discriminator.optimizer.param_groups]
@@ -244,9 +303,17 @@ def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
         ({}, ValueError, "at least one wrapper"),
         ({"optimizer": None}, TypeError, "expected an OptimWrapper, .*but got None"),
-        ({"type": "OptimWrapper", "optimiser": 1}, ValueError, "; did you mean 'optimiser'"),
+        (
+            {"type": "OptimWrapper", "optimiser": 1},
+            ValueError,
+            "; did you mean 'optimiser'",
+        ),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
-        ({"constructor": "DefaultCnstructor"}, KeyError, "mean 'DefaultOptimWrapperCons"),
+        (
+            {"constructor": "DefaultCnstructor"},
+            KeyError,
+            "mean 'DefaultOptimWrapperCons",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> None:

@@ -25,7 +25,9 @@ def two() -> OptimWrapperDict:
     return OptimWrapperDict(a=OptimWrapper(sgd(1.0)), b=OptimWrapper(sgd(2.0)))
 
 
-@pytest.mark.parametrize("kind", ["StepLR", StepLR, "hooktrain.solver.param_scheduler.StepLR"])
+@pytest.mark.parametrize(
+    "kind", ["StepLR", StepLR, "hooktrain.solver.param_scheduler.StepLR"]
+)
 def test_one_configuration_becomes_a_list_of_one(kind: Any) -> None:
     optimizer = sgd(1.0)
     config = {"type": kind, "step_size": 3, "by_epoch": False, "begin": 1, "end": 9}
@@ -43,7 +45,11 @@ def test_a_list_may_mix_configurations_with_schedulers_that_are_built_and_classe
             self.speed = speed
 
     optimizer = sgd(1.0)
-    built = [StepLR(optimizer, 2), TorchStepLR(optimizer, 2), ConstantParamScheduler(1.0)]
+    built = [
+        StepLR(optimizer, 2),
+        TorchStepLR(optimizer, 2),
+        ConstantParamScheduler(1.0),
+    ]
     more = [{"type": "LinearLR"}, {"type": Mine, "speed": 3}]
     result = build_param_scheduler([*built, *more], optimizer, RUN)
     assert result[:3] == built
@@ -52,7 +58,9 @@ def test_a_list_may_mix_configurations_with_schedulers_that_are_built_and_classe
 
 def test_a_schedule_ends_with_the_run_unless_it_says_otherwise() -> None:
     def end(run: Any = RUN, **config: Any) -> Any:
-        return build_param_scheduler({"type": "LinearLR", **config}, sgd(1.0), run)[0].end
+        return build_param_scheduler({"type": "LinearLR", **config}, sgd(1.0), run)[
+            0
+        ].end
 
     assert end() == end(end=None) == 12
     assert end(by_epoch=False) == end({**RUN, "by_epoch": False}) == 48
@@ -72,7 +80,9 @@ def test_a_schedule_ends_with_the_run_unless_it_says_otherwise() -> None:
         {"type": "ReduceOnPlateauLR"},
     ],
 )
-def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(config: Any) -> None:
+def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(
+    config: Any,
+) -> None:
     (scheduler,) = build_param_scheduler(config, sgd(1.0))
     assert scheduler.end == config.get("end", 10**9)
 
@@ -81,9 +91,15 @@ def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(config:
     ("config", "message"),
     [
         ({"type": "LinearLR"}, "LinearLR needs end, or the run's max_epochs"),
-        ({"type": "PolyMomentum", "by_epoch": False}, "PolyMomentum needs end, or the run's max_"),
+        (
+            {"type": "PolyMomentum", "by_epoch": False},
+            "PolyMomentum needs end, or the run's max_",
+        ),
         ({"type": "CosineAnnealingLR"}, "CosineAnnealingLR needs end or T_max"),
-        ({"type": "OneCycleLR", "eta_max": 1.0}, "needs end or total_steps, or the run's"),
+        (
+            {"type": "OneCycleLR", "eta_max": 1.0},
+            "needs end or total_steps, or the run's",
+        ),
     ],
 )
 def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
@@ -96,10 +112,23 @@ def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
 
 
 def test_epochs_become_iterations_if_asked_for() -> None:
-    config = {"type": "MultiStepLR", "milestones": [1, 2], "end": 3, "convert_to_iter_based": True}
+    config = {
+        "type": "MultiStepLR",
+        "milestones": [1, 2],
+        "end": 3,
+        "convert_to_iter_based": True,
+    }
     (scheduler,) = build_param_scheduler(config, sgd(1.0), RUN)
-    assert (scheduler.milestones, scheduler.end, scheduler.by_epoch) == ([4, 8], 12, False)
-    config = {"type": "CosineAnnealingLR", "convert_to_iter_based": True, "epoch_length": 10}
+    assert (scheduler.milestones, scheduler.end, scheduler.by_epoch) == (
+        [4, 8],
+        12,
+        False,
+    )
+    config = {
+        "type": "CosineAnnealingLR",
+        "convert_to_iter_based": True,
+        "epoch_length": 10,
+    }
     assert build_param_scheduler(config, sgd(1.0), RUN)[0].end == 120
     config = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
     with pytest.raises(ValueError, match="epoch_length must be at least 1: None"):
@@ -111,12 +140,18 @@ def test_epochs_become_iterations_if_asked_for() -> None:
 def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
     wrappers, defaults = two(), {**RUN}
     same = [{"type": "LinearLR"}, {"type": "LinearMomentum", "by_epoch": False}]
-    different = {"b": StepLR(wrappers["b"], 2), "a": [{"type": "LinearLR"}, {"type": "PolyLR"}]}
+    different = {
+        "b": StepLR(wrappers["b"], 2),
+        "a": [{"type": "LinearLR"}, {"type": "PolyLR"}],
+    }
     before = copy.deepcopy(same)
     result: Any = build_param_scheduler(same, wrappers, defaults)
     kinds = {name: [(type(s), s.end) for s in made] for name, made in result.items()}
     assert kinds == {name: [(LinearLR, 12), (LinearMomentum, 48)] for name in "ab"}
-    assert [result[name][0].optimizer for name in ("a", "b")] == [wrappers["a"], wrappers["b"]]
+    assert [result[name][0].optimizer for name in ("a", "b")] == [
+        wrappers["a"],
+        wrappers["b"],
+    ]
     assert (same, defaults) == (before, RUN)
     result = build_param_scheduler(different, wrappers, defaults)
     assert list(result) == ["a", "b"]
@@ -127,10 +162,14 @@ def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
 def test_several_optimizers_need_schedulers_by_their_names_or_configurations() -> None:
     for names in (["a"], ["a", "b", "c"], ["a", "B"]):
         with pytest.raises(KeyError, match=r"and optimizers are \['a', 'b'\]"):
-            build_param_scheduler({name: {"type": "LinearLR"} for name in names}, two(), RUN)
+            build_param_scheduler(
+                {name: {"type": "LinearLR"} for name in names}, two(), RUN
+            )
     wrappers = two()
     with pytest.raises(ValueError, match=r"by name of the optimizer: \['a', 'b'\]"):
-        build_param_scheduler([{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN)
+        build_param_scheduler(
+            [{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN
+        )
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from scheduler_toys import (
     theirs,
 )
 
-from hooktrain.solver.group_scheduler import GroupParamScheduler
 from hooktrain.solver.param_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
+    GroupParamScheduler,
     LinearLR,
     PolyLR,
     StepLR,
@@ -62,9 +62,13 @@ class SawToothLR(GroupParamScheduler):
     ],
     ids=["a warm-up", "held", "composed", "of your own"],
 )
-def test_shares_of_0_and_shares_of_your_own_compose(make: Any, expected: list[float]) -> None:
+def test_shares_of_0_and_shares_of_your_own_compose(
+    make: Any, expected: list[float]
+) -> None:
     optimizer = sgd(1.0)
-    assert run(optimizer, make(optimizer), len(expected)) == pytest.approx(expected, rel=1e-12)
+    assert run(optimizer, make(optimizer), len(expected)) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_the_base_stays_where_a_change_cannot_be_divided_by_0() -> None:
@@ -94,10 +98,15 @@ def test_alone_it_does_not_drift_and_logs_each_change_if_asked_for(
 
 
 @SAME_EACH_TIME
-@given(st.one_of(chains(), st.lists(schedulers(), min_size=1, max_size=3)), st.integers(0, 90))
+@given(
+    st.one_of(chains(), st.lists(schedulers(), min_size=1, max_size=3)),
+    st.integers(0, 90),
+)
 def test_a_resumed_run_has_the_same_bits(specs: Any, at: int) -> None:
     def make(optimizer: Any) -> list[Any]:
-        return [getattr(ours, family + "LR")(optimizer, **args) for family, args in specs]
+        return [
+            getattr(ours, family + "LR")(optimizer, **args) for family, args in specs
+        ]
 
     def optimizers() -> Any:
         return sgd(0.1, torch.tensor(0.37))
@@ -133,7 +142,9 @@ def test_states_of_mmengine_load(specs: Any, at: int) -> None:
         run(reference, before, at)
         for scheduler, old in zip(after, before, strict=True):
             scheduler.load_state_dict(old.state_dict())
-        mine, expected = (run(o, s, 100 - at) for o, s in ((optimizer, after), (reference, before)))
+        mine, expected = (
+            run(o, s, 100 - at) for o, s in ((optimizer, after), (reference, before))
+        )
     assert mine == pytest.approx(expected, rel=1e-11, abs=1e-15)
 
 
@@ -153,7 +164,9 @@ def test_resumed_and_copied_schedulers_keep_their_initial_values() -> None:
 
 def test_a_plateau_goes_on_where_it_was_and_loads_the_state_of_mmengine() -> None:
     def make(library: Any) -> Any:
-        return library.ReduceOnPlateauLR(sgd(1.0), "loss", factor=0.5, patience=3, cooldown=2)
+        return library.ReduceOnPlateauLR(
+            sgd(1.0), "loss", factor=0.5, patience=3, cooldown=2
+        )
 
     def feed(scheduler: Any, times: int) -> list[float]:
         seen = []
@@ -207,7 +220,9 @@ def test_a_foreign_state_is_refused_and_changes_nothing(change: dict[str, Any]) 
     before = scheduler.state_dict()
     ((key, value),) = change.items()
     with pytest.raises(ValueError, match=f"{key}={value!r}, and this is StepLR"):
-        scheduler.load_state_dict({**before, "_global_step": 7, "_last_value": [5.0] * 2, **change})
+        scheduler.load_state_dict(
+            {**before, "_global_step": 7, "_last_value": [5.0] * 2, **change}
+        )
     assert scheduler.state_dict() == before
     assert rates(optimizer) == [0.1, 0.2]
 
@@ -244,7 +259,9 @@ def subclasses_for_mmengine(library: Any, mixins: Any) -> dict[str, Any]:
             **kw: Any,
         ) -> None:
             self.total_iters, self.power = end - begin, power
-            super().__init__(optimizer=optimizer, param_name=param_name, begin=begin, end=end, **kw)
+            super().__init__(
+                optimizer=optimizer, param_name=param_name, begin=begin, end=end, **kw
+            )
 
         def _get_value(self) -> list[Any]:
             rise = (2 * self.last_step + 1) / self.total_iters**self.power
@@ -266,18 +283,26 @@ def subclasses_for_mmengine(library: Any, mixins: Any) -> dict[str, Any]:
     class HalvingLR(library.StepLR):  # type: ignore[misc]
         def _get_value(self) -> list[Any]:
             factor = 0.5 if self.last_step % self.step_size == 1 else 1.0
-            return [group[self.param_name] * factor for group in self.optimizer.param_groups]
+            return [
+                group[self.param_name] * factor for group in self.optimizer.param_groups
+            ]
 
     return {
         "QuadraticLR": lambda o: QuadraticLR(o, begin=3, end=13, by_epoch=False),
         "QuadraticMomentum": lambda o: QuadraticMomentum(o, 2, 0),
         "HalvingLR": lambda o: HalvingLR(o, step_size=4, end=30),
-        "converted": lambda o: HalvingLR.build_iter_from_epoch(o, step_size=2, epoch_length=3),
+        "converted": lambda o: HalvingLR.build_iter_from_epoch(
+            o, step_size=2, epoch_length=3
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["QuadraticLR", "QuadraticMomentum", "HalvingLR", "converted"])
-@pytest.mark.parametrize("make", [sgd, lambda *lrs: torch.optim.Adam(sgd(*lrs).param_groups)])
+@pytest.mark.parametrize(
+    "name", ["QuadraticLR", "QuadraticMomentum", "HalvingLR", "converted"]
+)
+@pytest.mark.parametrize(
+    "make", [sgd, lambda *lrs: torch.optim.Adam(sgd(*lrs).param_groups)]
+)
 @pytest.mark.parametrize("at", [1, 7, 25])
 def test_a_subclass_written_for_mmengine_has_its_values_here_and_resumes(
     name: str, make: Any, at: int
@@ -286,17 +311,26 @@ def test_a_subclass_written_for_mmengine_has_its_values_here_and_resumes(
         seen = []
         for _ in range(steps):
             scheduler.step()
-            seen.append([(group["lr"], group.get("momentum")) for group in optimizer.param_groups])
+            seen.append(
+                [
+                    (group["lr"], group.get("momentum"))
+                    for group in optimizer.param_groups
+                ]
+            )
         return seen
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = make(0.1, 0.37)
         expected = values(
-            reference, subclasses_for_mmengine(theirs, THEIR_MIXINS)[name](reference), 40
+            reference,
+            subclasses_for_mmengine(theirs, THEIR_MIXINS)[name](reference),
+            40,
         )
     whole, resumed = make(0.1, 0.37), make(0.1, 0.37)
-    first, second = (subclasses_for_mmengine(ours, OUR_MIXINS)[name](o) for o in (whole, resumed))
+    first, second = (
+        subclasses_for_mmengine(ours, OUR_MIXINS)[name](o) for o in (whole, resumed)
+    )
     assert values(whole, first, at) == expected[:at]
     resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
     second.load_state_dict(first.state_dict())
@@ -312,12 +346,16 @@ def test_what_cannot_be_scheduled_is_refused() -> None:
     optimizer = sgd(1.0)
     scheduler = StepLR(optimizer, 2)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match=r"are 2 parameter groups now: make a new StepLR"):
+    with pytest.raises(
+        ValueError, match=r"are 2 parameter groups now: make a new StepLR"
+    ):
         scheduler.step()
     several: Any = SimpleNamespace(param_groups={"a": [], "b": []})
     with pytest.raises(TypeError, match="one optimizer or OptimWrapper"):
         StepLR(several, 2)
-    with pytest.raises(NotImplementedError, match=r"must define _share\(k\) or _get_value\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"must define _share\(k\) or _get_value\(\)"
+    ):
         GroupParamScheduler(sgd(1.0), "lr")
 
 

@@ -24,7 +24,9 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "Adam": lambda groups: torch.optim.Adam(groups, lr=0.1),
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, foreach=True),
+    "AdamW": lambda groups: torch.optim.AdamW(
+        groups, lr=0.1, amsgrad=True, foreach=True
+    ),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),
 }
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -40,7 +42,9 @@ def groups_of(model: nn.Module, *prefixes: str) -> list[dict[str, Any]]:
     found = []
     for prefix in prefixes or ("",):
         named = [(n, p) for n, p in model.named_parameters() if n.startswith(prefix)]
-        found.append({"params": [p for _, p in named], "param_names": [n for n, _ in named]})
+        found.append(
+            {"params": [p for _, p in named], "param_names": [n for n, _ in named]}
+        )
     return found
 
 
@@ -52,7 +56,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.step()
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: state for parameter, state in optimizer.state.items()}
 
@@ -78,8 +84,14 @@ def changes(caplog: pytest.LogCaptureFixture) -> Callable[[], list[list[str]]]:
 
     def rows() -> list[list[str]]:
         lines = [line for line in caplog.text.splitlines() if line.startswith("|")]
-        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-        return [row for row in cells if row[1] not in ("change", "setting") and ":-" not in row[0]]
+        cells = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in lines
+        ]
+        return [
+            row
+            for row in cells
+            if row[1] not in ("change", "setting") and ":-" not in row[0]
+        ]
 
     return rows
 
@@ -108,7 +120,9 @@ def check_that_training_goes_on(
     expected_model, expected_groups = copy.deepcopy((model, new[1]))
     expected = make(expected_groups)
     saved = state_of(old_model, old_optimizer)
-    optimized = {parameter for group in expected.param_groups for parameter in group["params"]}
+    optimized = {
+        parameter for group in expected.param_groups for parameter in group["params"]
+    }
     for name, parameter in expected_model.named_parameters():
         if name in saved and name not in without and parameter in optimized:
             expected.state[parameter] = copy.deepcopy(saved[name])
@@ -120,7 +134,9 @@ def check_that_training_goes_on(
     assert same(state_of(model, optimizer), state_of(expected_model, expected))
     train(model, optimizer, 2)
     train(expected_model, expected, 2)
-    for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+    for ours, theirs in zip(
+        model.parameters(), expected_model.parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -147,11 +163,15 @@ def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> No
         state = optimizer_state_dict(optimizer, parameter_names(nn.DataParallel(model)))
         assert state["param_groups"][0]["params"] == ["b.weight", "b.bias"]
     assert "param_names" not in nameless.param_groups[0]
-    nameless.add_param_group({"params": [*model.a.parameters()]})  # torch would refuse with names
+    nameless.add_param_group(
+        {"params": [*model.a.parameters()]}
+    )  # torch would refuse with names
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
     state = optimizer_state_dict(foreign, parameter_names(model))
     assert state["param_groups"][0]["params"] == [0, 1, 2, 3, 4]
-    twice = sgd([*groups_of(net("a")), *groups_of(net("a"))])  # the names are not unique
+    twice = sgd(
+        [*groups_of(net("a")), *groups_of(net("a"))]
+    )  # the names are not unique
     state = optimizer_state_dict(twice)
     assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2, 3]]
     load_optimizer_state(twice, state)
@@ -160,7 +180,8 @@ def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> No
 def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
     old, new = net("a", "b"), net("b", "c")
     wrapper, loaded = (
-        OptimWrapper(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (old, new)
+        OptimWrapper(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+        for m in (old, new)
     )
     wrapper.name_parameters(old)
     train(old, wrapper.optimizer)
@@ -174,7 +195,9 @@ def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
     assert wrapper.state_dict()["param_groups"][1]["params"] == ["d.weight", "d.bias"]
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: model], ids=["both", "compile"])
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda model: model], ids=["both", "compile"]
+)
 def test_what_wrappers_add_to_names_does_not_count(
     wrap: Callable[[Any], nn.Module], changes: Changes
 ) -> None:
@@ -182,37 +205,56 @@ def test_what_wrappers_add_to_names_does_not_count(
     inside = torch.optim.SGD(model.parameters(), momentum=0.9)
     outside = torch.optim.SGD(list(model.parameters())[:2], momentum=0.9)
     names = parameter_names(wrap(torch.compile(model, backend="eager")))
-    load_optimizer_state(inside, optimizer_state_dict(outside, names), parameter_names(model))
+    load_optimizer_state(
+        inside, optimizer_state_dict(outside, names), parameter_names(model)
+    )
     assert changes() == of("b", "new", "-", "no state")
 
 
-def test_states_by_position_load_where_the_groups_have_the_same_sizes_or_names() -> None:
+def test_states_by_position_load_where_the_groups_have_the_same_sizes_or_names() -> (
+    None
+):
     old, new = net("a", "b"), net("a", "b")
     optimizer = torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9)
     train(old, optimizer)
-    states = [optimizer.state_dict(), optimizer_state_dict(optimizer, parameter_names(old))]
+    states = [
+        optimizer.state_dict(),
+        optimizer_state_dict(optimizer, parameter_names(old)),
+    ]
     for saved, names in product(states, (None, parameter_names(new))):
         ours = torch.optim.SGD(new.parameters(), lr=0.1, momentum=0.9)
         load_optimizer_state(ours, through_a_file(saved), names)
         assert same(state_of(new, ours), state_of(old, optimizer))
     torchs = {"state": {11 + i: state for i, state in states[0]["state"].items()}}
     names = [*parameter_names(old).values()]
-    group = {**states[0]["param_groups"][0], "params": [11, 12, 13, 14], "param_names": names}
+    group = {
+        **states[0]["param_groups"][0],
+        "params": [11, 12, 13, 14],
+        "param_names": names,
+    }
     only_b = sgd(groups_of(net("b")))
     load_optimizer_state(only_b, {**torchs, "param_groups": [group]})
-    assert [same(s, torchs["state"][13 + i]) for i, s in enumerate(only_b.state.values())] == [
-        True
-    ] * 2
+    assert [
+        same(s, torchs["state"][13 + i]) for i, s in enumerate(only_b.state.values())
+    ] == [True] * 2
 
 
-def test_other_names_and_without_names_other_groups_are_refused_with_a_way_out() -> None:
+def test_other_names_and_without_names_other_groups_are_refused_with_a_way_out() -> (
+    None
+):
     old, new = net("a"), net("a", "b")
     nameless = torch.optim.SGD(old.parameters())
-    with pytest.raises(ValueError, match=r"saved state has no names.*sizes \[2\], not \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"saved state has no names.*sizes \[2\], not \[4\]"
+    ):
         load_optimizer_state(sgd(groups_of(new)), nameless.state_dict())
-    with pytest.raises(ValueError, match=r"this optimizer has no names.*train\.resume_parts"):
+    with pytest.raises(
+        ValueError, match=r"this optimizer has no names.*train\.resume_parts"
+    ):
         load_optimizer_state(nameless, sgd(groups_of(new)).state_dict())
-    with pytest.raises(ValueError, match=r"'b.weight', 'b.bias'\], .* has none of .*'a.weight"):
+    with pytest.raises(
+        ValueError, match=r"'b.weight', 'b.bias'\], .* has none of .*'a.weight"
+    ):
         load_optimizer_state(sgd(groups_of(old)), sgd(groups_of(net("b"))).state_dict())
 
 
@@ -226,7 +268,9 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> Non
     for before, after in ((old, new), (new, old)):
         groups = [get_default_optimizer_params(model) for model in (before, after)]
         check_that_training_goes_on(make, (before, groups[0]), (after, groups[1]))
-    assert changes() == of("a", "missing", "dropped", "-") + of("a", "new", "-", "no state")
+    assert changes() == of("a", "missing", "dropped", "-") + of(
+        "a", "new", "-", "no state"
+    )
 
 
 @every_optimizer
@@ -236,7 +280,11 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> Non
         (["a", "b"], ["a", "b"], []),
         (["ac"], ["abc"], of("b", "new", "-", "no state")),
         (["abc"], ["ac"], of("b", "missing", "dropped", "-")),
-        (["a", "b"], ["b"], of("a", "missing", "dropped", "-")),  # b's group has another number
+        (
+            ["a", "b"],
+            ["b"],
+            of("a", "missing", "dropped", "-"),
+        ),  # b's group has another number
         (["ab"], ["a", "b"], of("b", "moved", "group 0", "group 1")),
         (["ab"], ["b", "a"], of("a", "moved", "group 0", "group 1")),
         (["a", "b"], ["ab"], of("b", "moved", "group 1", "group 0")),
@@ -244,7 +292,11 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> Non
     ],
 )
 def test_layers_and_groups_may_change(
-    before: list[str], after: list[str], told: list[list[str]], make: Make, changes: Changes
+    before: list[str],
+    after: list[str],
+    told: list[list[str]],
+    make: Make,
+    changes: Changes,
 ) -> None:
     old, new = (net(*sorted("".join(groups))) for groups in (before, after))
     split = [
@@ -258,19 +310,28 @@ def test_layers_and_groups_may_change(
 
 
 @every_optimizer
-def test_the_state_of_a_parameter_of_another_shape_is_dropped(make: Make, changes: Changes) -> None:
+def test_the_state_of_a_parameter_of_another_shape_is_dropped(
+    make: Make, changes: Changes
+) -> None:
     old, new = net("a", "b"), net("a", "b")
     old.b, new.b = nn.Linear(3, 1), nn.Linear(3, 5)
     without = ("b.weight", "b.bias")
-    check_that_training_goes_on(make, (old, groups_of(old)), (new, groups_of(new)), without)
+    check_that_training_goes_on(
+        make, (old, groups_of(old)), (new, groups_of(new)), without
+    )
     assert changes() == [
         ["b.weight", "reshaped", "(1, 3), dropped", "(5, 3)"],
         ["b.bias", "reshaped", "(1,), dropped", "(5,)"],
     ]
-    nameless = [torch.optim.SGD(model.parameters(), momentum=0.9) for model in (old, new)]
+    nameless = [
+        torch.optim.SGD(model.parameters(), momentum=0.9) for model in (old, new)
+    ]
     train(old, nameless[0])
     load_optimizer_state(nameless[1], nameless[0].state_dict())
-    assert [row[:2] for row in changes()[2:]] == [["#2", "reshaped"], ["#3", "reshaped"]]
+    assert [row[:2] for row in changes()[2:]] == [
+        ["#2", "reshaped"],
+        ["#3", "reshaped"],
+    ]
 
 
 def test_what_an_optimizer_of_others_keeps_is_not_judged(changes: Changes) -> None:
@@ -337,12 +398,20 @@ def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> No
     assert changes()[1:] == [["0", "initial_lr", "0.2", "0.1"]]
 
 
-def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state(changes: Changes) -> None:
-    saved = torch.optim.SGD(linear().parameters(), lr=0.1, foreach=True, weight_decay=0.5)
+def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state(
+    changes: Changes,
+) -> None:
+    saved = torch.optim.SGD(
+        linear().parameters(), lr=0.1, foreach=True, weight_decay=0.5
+    )
     loaded = torch.optim.SGD(linear().parameters(), lr=0.1, fused=True)
     load_optimizer_state(loaded, saved.state_dict())
     group = loaded.param_groups[0]
-    assert (group["foreach"], group["fused"], group["weight_decay"]) == (None, True, 0.5)
+    assert (group["foreach"], group["fused"], group["weight_decay"]) == (
+        None,
+        True,
+        0.5,
+    )
     assert [row[1] for row in changes()] == ["weight_decay"]
 
 
@@ -356,7 +425,8 @@ def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() 
     plain = nn.Conv2d(3, 4, 3)
     turned = copy.deepcopy(plain).to(memory_format=torch.channels_last)
     optimizers = [
-        torch.optim.AdamW(conv.parameters(), lr=0.1, fused=True) for conv in (plain, turned)
+        torch.optim.AdamW(conv.parameters(), lr=0.1, fused=True)
+        for conv in (plain, turned)
     ]
     step(plain, optimizers[0])
     turned.load_state_dict(plain.state_dict())
@@ -372,5 +442,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_with_both_names() -> 
 
     saved = optimizer_state_dict(torch.optim.SGD(net("a").parameters(), lr=0.1))
     load_optimizer_state(Own(net("a").parameters(), lr=0.1), saved)
-    with pytest.raises(ValueError, match=r"that of SGD, and this is AdamW: .*train\.resume_parts"):
+    with pytest.raises(
+        ValueError, match=r"that of SGD, and this is AdamW: .*train\.resume_parts"
+    ):
         load_optimizer_state(torch.optim.AdamW(net("a").parameters()), saved)

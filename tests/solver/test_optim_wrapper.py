@@ -15,8 +15,8 @@ import sharding_toys as sharded
 from gloo import run_ranks
 from hooktrain.model.sharding import full_state_dict
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
-from hooktrain.utils.dtensor import full_tensors
 from hooktrain.utils.events import EventStorage
+from hooktrain.utils.tensors import full_tensors
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,19 @@ from hooktrain.utils.events import EventStorage
     [
         (None, lambda p: None),
         ({"max_norm": 0.01}, lambda p: nn.utils.clip_grad_norm_(p, 0.01)),
-        ({"max_norm": 0.01, "norm_type": 1}, lambda p: nn.utils.clip_grad_norm_(p, 0.01, 1)),
-        ({"type": "value", "clip_value": 0.01}, lambda p: nn.utils.clip_grad_value_(p, 0.01)),
+        (
+            {"max_norm": 0.01, "norm_type": 1},
+            lambda p: nn.utils.clip_grad_norm_(p, 0.01, 1),
+        ),
+        (
+            {"type": "value", "clip_value": 0.01},
+            lambda p: nn.utils.clip_grad_value_(p, 0.01),
+        ),
     ],
 )
-def test_updates_equal_a_loop_written_by_hand_bit_for_bit(clip: Any, by_hand: Any) -> None:
+def test_updates_equal_a_loop_written_by_hand_bit_for_bit(
+    clip: Any, by_hand: Any
+) -> None:
     ours, reference, before = linear(), linear(), copy.copy(clip)
     wrapper, optimizer = OptimWrapper(sgd(ours), clip_grad=clip), sgd(reference)
     assert clip == before  # it may serve other wrappers too
@@ -40,7 +48,9 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(clip: Any, by_hand: An
             assert wrapper.update_params(ours(batch).square().mean())
         reference(batch).square().mean().backward()
         norm = by_hand(list(reference.parameters()))
-        assert storage.latest() == ({} if norm is None else {"grad_norm": (norm.item(), 0)})
+        assert storage.latest() == (
+            {} if norm is None else {"grad_norm": (norm.item(), 0)}
+        )
         optimizer.step()
         optimizer.zero_grad()
     assert same(ours, reference)
@@ -62,7 +72,9 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
     calls: list[str] = []
-    own = type("Own", (torch.optim.SGD,), {"zero_grad": lambda self: calls.append("zero_grad")})
+    own = type(
+        "Own", (torch.optim.SGD,), {"zero_grad": lambda self: calls.append("zero_grad")}
+    )
     wrapper = OptimWrapper(sgd(linear()))
     wrapper.optimizer = own(linear().parameters())
     wrapper.zero_grad()
@@ -137,7 +149,9 @@ def test_the_momentum_is_that_of_sgd_or_the_first_beta_or_none() -> None:
     assert grouped().get_momentum() == {"momentum": [0.9, 0.9]}
     adam = OptimWrapper(torch.optim.Adam(parameters, betas=(0.8, 0.99)))
     assert adam.get_momentum() == {"momentum": [0.8]}
-    assert OptimWrapper(torch.optim.Adagrad(parameters)).get_momentum() == {"momentum": [0.0]}
+    assert OptimWrapper(torch.optim.Adagrad(parameters)).get_momentum() == {
+        "momentum": [0.0]
+    }
 
 
 # Accumulation
@@ -176,10 +190,16 @@ def test_the_last_window_is_shorter_and_still_a_mean_as_is_known_in_each_pass() 
     model = linear()
     wrapper = OptimWrapper(sgd(model), accumulative_counts=4)
     passes = []
-    for start, end in ((0, 6), (6, 10)):  # a longer run begins a whole window after a shorter one
+    for start, end in (
+        (0, 6),
+        (6, 10),
+    ):  # a longer run begins a whole window after a shorter one
         wrapper.initialize_count_status(model, start, end)
         for batch in data[start:end]:
-            known = (wrapper.should_sync(), wrapper.scale_loss(torch.tensor(12.0)).item())
+            known = (
+                wrapper.should_sync(),
+                wrapper.scale_loss(torch.tensor(12.0)).item(),
+            )
             passes.append((*known, wrapper.update_params(loss_of(model, batch))))
     whole, short = (
         [(False, 3.0, False)] * 3 + [(True, 3.0, True)],
@@ -221,7 +241,9 @@ def test_a_run_resumed_after_a_window_continues_bit_for_bit(dtype: str | None) -
     options: Any = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.1}}
     models = [linear(), linear()]
     whole, resumed = (
-        AmpOptimWrapper(sgd(m), dtype, **options) if dtype else OptimWrapper(sgd(m), **options)
+        AmpOptimWrapper(sgd(m), dtype, **options)
+        if dtype
+        else OptimWrapper(sgd(m), **options)
         for m in models
     )
 
@@ -254,7 +276,9 @@ class Exchanges(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += "reduce_scatter" in str(func)
         return func(*args, **(kwargs or {}))
 
@@ -271,9 +295,13 @@ def _accumulated() -> tuple[list[int], dict[str, Any]]:
     return exchanges, full_state_dict(model)
 
 
-def clipped(model: nn.Module, clip_grad: dict[str, Any]) -> tuple[Any, list[Tensor | None]]:
+def clipped(
+    model: nn.Module, clip_grad: dict[str, Any]
+) -> tuple[Any, list[Tensor | None]]:
     """What is logged as the norm, and the gradients that the update sees."""
-    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.0), clip_grad=clip_grad)
+    wrapper = OptimWrapper(
+        torch.optim.SGD(model.parameters(), lr=0.0), clip_grad=clip_grad
+    )
     with EventStorage(0) as storage:
         model(sharded.own_part(DATA[0]))["loss_lm"].backward()
         wrapper.step()
@@ -331,23 +359,35 @@ def test_shards_are_exchanged_at_the_end_of_a_window_and_updated_as_in_one_proce
     two: list[dict[str, Any]],
 ) -> None:
     model = sharded.make_model()
-    sharded.train(model, sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP), DATA)
+    sharded.train(
+        model, sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP), DATA
+    )
     assert [result["accumulated"][0] for result in two] == [[0, 3] * 3] * 2  # 3 units
     # The main process has the full tensors.
     expected = dict(model.state_dict())
     torch.testing.assert_close(two[0]["accumulated"][1], expected, atol=1e-5, rtol=0)
 
 
-def test_clipping_sees_the_norm_of_the_whole_gradient(two: list[dict[str, Any]]) -> None:
+def test_clipping_sees_the_norm_of_the_whole_gradient(
+    two: list[dict[str, Any]],
+) -> None:
     for index, config in enumerate(NORMS):
         norm, gradients = clipped(sharded.make_model(), config)
-        (norm_0, gradients_0), (norm_1, _) = (result["clipped"][index] for result in two)
+        (norm_0, gradients_0), (norm_1, _) = (
+            result["clipped"][index] for result in two
+        )
         assert (norm is None) == (config.get("type") == "value")
-        assert norm_0 == norm_1 == (norm if norm is None else pytest.approx(norm, rel=1e-5))
+        assert (
+            norm_0
+            == norm_1
+            == (norm if norm is None else pytest.approx(norm, rel=1e-5))
+        )
         torch.testing.assert_close(gradients_0, gradients, atol=1e-7, rtol=1e-5)
 
 
-def test_an_overflow_on_one_rank_skips_the_update_on_all(two: list[dict[str, Any]]) -> None:
+def test_an_overflow_on_one_rank_skips_the_update_on_all(
+    two: list[dict[str, Any]],
+) -> None:
     expected = {"updated": [False, True], "skipped": 1, "scale": 2.0}
     for result in two:
         assert result["overflow"].items() >= expected.items()

@@ -60,7 +60,10 @@ NAMES = [name for name, _ in Net().named_parameters()]
 
 def by_name(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The options of each parameter."""
-    rest = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    rest = [
+        {k: v for k, v in g.items() if k not in ("params", "param_names")}
+        for g in groups
+    ]
     return {n: o for g, o in zip(groups, rest, strict=True) for n in g["param_names"]}
 
 
@@ -90,7 +93,12 @@ def test_every_kind_of_norm_has_the_weight_decay_of_norms() -> None:
 
     norms = [nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.InstanceNorm3d(2, affine=True)]
     model = nn.Sequential(
-        *norms, nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), OwnNorm(2), nn.Linear(2, 2)
+        *norms,
+        nn.GroupNorm(1, 2),
+        nn.LayerNorm(2),
+        nn.RMSNorm(2),
+        OwnNorm(2),
+        nn.Linear(2, 2),
     )
     found = options(model, weight_decay=0.1, weight_decay_norm=0.0)
     mmengines = ours(model, {"norm_decay_mult": 0.5})
@@ -111,10 +119,16 @@ def test_biases_have_their_own_rate_and_decay_those_of_norms_too() -> None:
     )
     assert found["backbone.stem.weight"] == {"lr": 0.5, "weight_decay": 0.1}
     assert found["backbone.norm.weight"] == {"lr": 0.5, "weight_decay": 0.0}
-    assert found["backbone.norm.bias"] == found["head.bias"] == {"lr": 1.0, "weight_decay": 0.3}
+    assert (
+        found["backbone.norm.bias"]
+        == found["head.bias"]
+        == {"lr": 1.0, "weight_decay": 0.3}
+    )
 
 
-def test_the_factor_of_the_rate_depends_on_the_full_name_and_multiplies_that_of_biases() -> None:
+def test_the_factor_of_the_rate_depends_on_the_full_name_and_multiplies_that_of_biases() -> (
+    None
+):
     asked = []
 
     def factor(name: str) -> float:
@@ -134,14 +148,18 @@ def test_an_override_of_one_parameter_wins_over_that_of_all_of_its_last_name() -
     before = copy.deepcopy(rules)
     forwards = options(Net(), base_lr=9.0, overrides=rules)
     assert rules == before
-    assert forwards == options(Net(), base_lr=9.0, overrides=dict(reversed(rules.items())))
+    assert forwards == options(
+        Net(), base_lr=9.0, overrides=dict(reversed(rules.items()))
+    )
     assert forwards["head.weight"] == {"lr": 9.0}
     assert forwards["head.bias"] == {"lr": 1.0, "momentum": 0.5}
     assert forwards["backbone.stem.bias"] == {"lr": 4.0, "momentum": 0.5}
     # The full name of a parameter of the root is a last name of others.
     model = nn.Module()
     model.weight, model.head = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
-    found = options(model, overrides={"weight": {"lr": 1.0}, "head.weight": {"lr": 2.0}})
+    found = options(
+        model, overrides={"weight": {"lr": 1.0}, "head.weight": {"lr": 2.0}}
+    )
     assert (found["weight"], found["head.weight"]) == ({"lr": 1.0}, {"lr": 2.0})
 
 
@@ -150,8 +168,14 @@ def test_an_override_of_one_parameter_wins_over_that_of_all_of_its_last_name() -
     [
         ({"bias_lr_factor": 2.0}, "and bias_lr_factor need base_lr"),
         ({"lr_factor_func": len}, "lr_factor_func and .* need base_lr"),
-        ({"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}}, "biases are set twice"),
-        ({"overrides": {"head.wieght": {}}}, "is no parameter.*did you mean 'head.weight'"),
+        (
+            {"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}},
+            "biases are set twice",
+        ),
+        (
+            {"overrides": {"head.wieght": {}}},
+            "is no parameter.*did you mean 'head.weight'",
+        ),
         ({"overrides": {"scales": {}}}, "did you mean 'scale'"),
         ({"overrides": {"head": {}}}, "'head' is no parameter"),
     ],
@@ -161,7 +185,9 @@ def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> No
         get_default_optimizer_params(Net(), **kwargs)
 
 
-def test_frozen_parameters_are_left_out_and_shared_ones_answer_to_each_of_their_names() -> None:
+def test_frozen_parameters_are_left_out_and_shared_ones_answer_to_each_of_their_names() -> (
+    None
+):
     found = options(half_frozen(), base_lr=1.0, overrides={"head.weight": {"lr": 0.1}})
     assert list(found) == NAMES[:-2]
     shared = options(Tied(), overrides={"head.weight": {"lr": 1.0}})
@@ -180,8 +206,14 @@ def test_wrappers_do_not_show_in_names() -> None:
 
     names = ["left.weight", "left.bias", "right.weight", "right.bias"]
     names += ["module.weight", "module.bias"]
-    for model in (Pair(), nn.DataParallel(Pair()), torch.compile(Pair(), backend="eager")):
-        found = options(model, weight_decay_norm=0.0, overrides={"left.weight": {"lr": 1.0}})
+    for model in (
+        Pair(),
+        nn.DataParallel(Pair()),
+        torch.compile(Pair(), backend="eager"),
+    ):
+        found = options(
+            model, weight_decay_norm=0.0, overrides={"left.weight": {"lr": 1.0}}
+        )
         assert sorted(found) == sorted(names)
         assert found["left.weight"] == {"lr": 1.0}
         assert found["module.bias"] == {"weight_decay": 0.0}
@@ -198,7 +230,13 @@ def test_expanding_gives_each_parameter_its_latest_options() -> None:
         {"params": iter([a]), "momentum": 3.0},
     ]
     assert expand_param_groups(groups) == [
-        {"params": [a], "param_names": ["a"], "lr": 2.0, "weight_decay": 4.0, "momentum": 3.0},
+        {
+            "params": [a],
+            "param_names": ["a"],
+            "lr": 2.0,
+            "weight_decay": 4.0,
+            "momentum": 3.0,
+        },
         {"params": [b], "param_names": ["b"], "lr": 1.0, "weight_decay": 4.0},
     ]
     assert groups[0].keys() == {"params", "param_names", "lr", "weight_decay"}
@@ -212,7 +250,12 @@ def test_reducing_joins_groups_of_equal_options_by_first_appearance() -> None:
         {"betas": [0.9, 0.99], "params": [c, d], "param_names": ["c", "d"], "lr": 1.0},
     ]
     assert reduce_param_groups(groups) == [
-        {"params": [a, c, d], "param_names": ["a", "c", "d"], "lr": 1.0, "betas": [0.9, 0.99]},
+        {
+            "params": [a, c, d],
+            "param_names": ["a", "c", "d"],
+            "lr": 1.0,
+            "betas": [0.9, 0.99],
+        },
         {"params": [b], "param_names": ["b"], "lr": 2.0},
     ]
     assert groups[0]["params"] == [a]
@@ -255,7 +298,9 @@ def ours(model: nn.Module, paramwise_cfg: Any, **options: Any) -> Settings:
     return settings(model, wrapper.optimizer.param_groups)
 
 
-def paramwise(model: nn.Module, paramwise_cfg: Any, **options: Any) -> list[dict[str, Any]]:
+def paramwise(
+    model: nn.Module, paramwise_cfg: Any, **options: Any
+) -> list[dict[str, Any]]:
     cfg = {"optimizer": {"type": "SGD", "lr": 1.0, **options}}
     wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
     return wrapper.optimizer.param_groups
@@ -265,12 +310,20 @@ DECAYS = [f"{part}_decay_mult" for part in ("bias", "norm", "dwconv", "flat")]
 
 
 def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() -> None:
-    found = paramwise(Net(), {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}, weight_decay=1.0)
+    found = paramwise(
+        Net(), {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}, weight_decay=1.0
+    )
     assert [g["weight_decay"] for g in found] == [0.0, 1.0]
-    assert found[1]["param_names"][:3] == ["scale", "backbone.stem.weight", "backbone.norm.weight"]
+    assert found[1]["param_names"][:3] == [
+        "scale",
+        "backbone.stem.weight",
+        "backbone.norm.weight",
+    ]
     keys = {"head": {"lr_mult": 1, "decay_mult": 1}}
     assert len(paramwise(Net(), {"custom_keys": keys}, weight_decay=1.0)) == 1
-    keys = {"head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}}  # are options of a group
+    keys = {
+        "head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}
+    }  # are options of a group
     last = paramwise(Net(), {"custom_keys": keys})[-1]
     assert last["param_names"] == ["head.weight", "head.bias"]
     assert (last["lr"], last["momentum"], last["anything"]) == (2.0, 0.5, "x")
@@ -288,7 +341,10 @@ def test_groups_are_logged_and_frozen_parameters_and_keys_without_a_match_warned
         "2 parameters are frozen and not optimized: ['head.weight', 'head.bias']",
         "custom_keys: 'backbone.blok' is in no parameter's name; did you mean 'backbone'?",
     ]
-    assert "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias', 'backbone.stem" in caplog.text
+    assert (
+        "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias', 'backbone.stem"
+        in caplog.text
+    )
 
 
 def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
@@ -311,17 +367,36 @@ def test_a_learning_rate_may_be_a_tensor_or_torchs_default() -> None:
     [
         ({"norm_decay_mul": 0.0}, "no rule 'norm_decay_mul'; did you mean 'norm_dec"),
         ({"dcn_offset_lr_mult": 0.1}, "no rule 'dcn_offset_lr_mult'"),
-        ({"bias_lr_mult": -1.0}, "bias_lr_mult must be finite and not negative, but got -1.0"),
-        ({"custom_keys": {"a": {"decay_mult": float("nan")}}}, r"keys\['a'\].decay_mult .* nan"),
+        (
+            {"bias_lr_mult": -1.0},
+            "bias_lr_mult must be finite and not negative, but got -1.0",
+        ),
+        (
+            {"custom_keys": {"a": {"decay_mult": float("nan")}}},
+            r"keys\['a'\].decay_mult .* nan",
+        ),
         ({"custom_keys": {"a": {"lr_mul": 0.1}}}, "'lr_mul' should be 'lr_mult'"),
-        ({"custom_keys": {"a": {"decay_mult": 1}}}, "_mult multiplies weight_decay: the optimiz"),
-        ({"norm_decay_mult": 0.0}, "_mult multiplies weight_decay: the optimizer's must be"),
-        ({"bias_lr_mult": 2.0}, "_mult multiplies lr: the optimizer's must be configured"),
+        (
+            {"custom_keys": {"a": {"decay_mult": 1}}},
+            "_mult multiplies weight_decay: the optimiz",
+        ),
+        (
+            {"norm_decay_mult": 0.0},
+            "_mult multiplies weight_decay: the optimizer's must be",
+        ),
+        (
+            {"bias_lr_mult": 2.0},
+            "_mult multiplies lr: the optimizer's must be configured",
+        ),
     ],
 )
-def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(rules: Any, message: str) -> None:
+def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(
+    rules: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)(nn.Linear(1, 1))
+        DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)(
+            nn.Linear(1, 1)
+        )
 
 
 # The same as MMEngine, for random rules
@@ -341,11 +416,26 @@ def theirs(model: nn.Module, paramwise_cfg: Any) -> Settings:
     return settings(model, constructor(model).optimizer.param_groups)
 
 
-KEYS = ["backbone", "norm", ".norm", "norm.weight", "head", "head.weight", "bias", ".bias"]
+KEYS = [
+    "backbone",
+    "norm",
+    ".norm",
+    "norm.weight",
+    "head",
+    "head.weight",
+    "bias",
+    ".bias",
+]
 KEYS += [".scale", "weight", "conv", "embed", "branch", "a", "", "stem", "no such part"]
 MULT = st.sampled_from([0, 0.0, 0.1, 1, 1.0, 0.3, 2.5])
 SETTINGS = st.fixed_dictionaries(
-    {}, optional={"lr_mult": MULT, "decay_mult": MULT, "momentum": st.just(0.5), "lr": MULT}
+    {},
+    optional={
+        "lr_mult": MULT,
+        "decay_mult": MULT,
+        "momentum": st.just(0.5),
+        "lr": MULT,
+    },
 )
 RULES = {
     "custom_keys": st.dictionaries(st.sampled_from(KEYS), SETTINGS, max_size=4),
@@ -383,4 +473,6 @@ def test_of_parameters_with_several_names_the_first_counts_as_in_mmengine(
         refusal = str(error)
     assert found == expected
     assert not refusal or "rules differ for" in refusal
-    assert not refusal or cfg["custom_keys"]  # the other rules look at the layer, not at the name
+    assert (
+        not refusal or cfg["custom_keys"]
+    )  # the other rules look at the layer, not at the name

@@ -63,25 +63,41 @@ def test_schedulers_in_any_company_have_the_values_of_mmengine_and_take_changes_
 
 @SAME_EACH_TIME
 @given(st.lists(schedulers(), min_size=1, max_size=2))
-def test_base_settings_of_a_wrapper_and_any_number_of_the_groups_are_scheduled(specs: Any) -> None:
+def test_base_settings_of_a_wrapper_and_any_number_of_the_groups_are_scheduled(
+    specs: Any,
+) -> None:
     mine, reference = OptimWrapper(sgd(0.1, 0.37)), TheirWrapper(sgd(0.1, 0.37))
     seen = values(ours, specs, mine)
     assert seen == near(values(theirs, specs, reference))
     assert len(seen[0]) == 3
     assert mine.base_param_settings is not None
-    assert mine.base_param_settings["lr"] == pytest.approx(reference.base_param_settings["lr"])
+    assert mine.base_param_settings["lr"] == pytest.approx(
+        reference.base_param_settings["lr"]
+    )
 
     def decays(library: Any) -> Values:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], weight_decay=0.02)
-        named = [(family, {"param_name": "weight_decay", **args}) for family, args in specs]
-        return values(library, named, optimizer, lambda g: g["weight_decay"], form="ParamScheduler")
+        optimizer = torch.optim.SGD(
+            [torch.nn.Parameter(torch.zeros(1))], weight_decay=0.02
+        )
+        named = [
+            (family, {"param_name": "weight_decay", **args}) for family, args in specs
+        ]
+        return values(
+            library,
+            named,
+            optimizer,
+            lambda g: g["weight_decay"],
+            form="ParamScheduler",
+        )
 
     assert decays(ours) == near(decays(theirs))
 
 
 @SAME_EACH_TIME
 @given(st.lists(schedulers(), min_size=1, max_size=2))
-def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(specs: Any) -> None:
+def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(
+    specs: Any,
+) -> None:
     def momentum(group: dict[str, Any]) -> Any:
         return group["momentum"]
 
@@ -97,7 +113,9 @@ def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(specs: Any
 
 
 @SAME_EACH_TIME
-@given(st.integers(1, 30), st.sampled_from([{}, {"eta_min": 0.01}, {"eta_min_ratio": 0.3}]))
+@given(
+    st.integers(1, 30), st.sampled_from([{}, {"eta_min": 0.01}, {"eta_min_ratio": 0.3}])
+)
 def test_a_cosine_rises_again_after_its_floor(length: int, floor: Any) -> None:
     assert_same([("CosineAnnealing", {"T_max": length, **floor})])
 
@@ -129,7 +147,11 @@ def test_an_epoch_may_be_a_fraction_and_a_range_without_an_end_has_none() -> Non
     make = ours.MultiStepLR.build_iter_from_epoch
     for end in ({}, {"end": 10**9}):
         scheduler = make(sgd(0.1), milestones=[1, 2], begin=0.5, **end, epoch_length=4)
-        assert (scheduler.milestones, scheduler.begin, scheduler.end) == ([4, 8], 2, 10**9)
+        assert (scheduler.milestones, scheduler.begin, scheduler.end) == (
+            [4, 8],
+            2,
+            10**9,
+        )
 
 
 @SAME_EACH_TIME
@@ -151,7 +173,9 @@ def test_one_cycle_has_the_values_of_mmengine(
     assert_same([spec], steps=begin + total + 2)
 
 
-METRICS = st.lists(st.sampled_from([1.0, 0.9, 0.8999, 0.85, 0.5, -0.2, 2.0]), max_size=40)
+METRICS = st.lists(
+    st.sampled_from([1.0, 0.9, 0.8999, 0.85, 0.5, -0.2, 2.0]), max_size=40
+)
 
 
 def plateau(library: Any, metrics: list[float], **args: Any) -> Values:
@@ -210,7 +234,11 @@ def test_a_plateau_asks_an_overridden_is_better_as_in_mmengine() -> None:
     assert values[:3] == values[3:]
 
 
-NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Momentum", "Scheduler")) and n[0] != "_"]
+NAMES = [
+    n
+    for n in dir(theirs)
+    if n.endswith(("LR", "Momentum", "Scheduler")) and n[0] != "_"
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -228,10 +256,14 @@ def test_classes_have_mmengines_names_and_arguments_all_but_the_range_also_by_po
     parameters = inspect.signature(getattr(ours, name)).parameters
     mine = {key: parameter.default for key, parameter in parameters.items()}
     if name.startswith("OneCycle"):
-        assert mine.pop("eta_max") is inspect.Parameter.empty  # 0 there, which trains nothing
+        assert (
+            mine.pop("eta_max") is inspect.Parameter.empty
+        )  # 0 there, which trains nothing
         del expected["eta_max"]
     assert mine == expected
-    positional = [key for key in mine if parameters[key].kind.name == "POSITIONAL_OR_KEYWORD"]
+    positional = [
+        key for key in mine if parameters[key].kind.name == "POSITIONAL_OR_KEYWORD"
+    ]
     assert positional == list(expected)[: len(positional)]
     by_keyword = {"begin", "end", "last_step", "by_epoch", "verbose", "eta_min_ratio"}
     assert set(mine) - set(positional) <= by_keyword
@@ -241,7 +273,9 @@ def test_classes_have_mmengines_names_and_arguments_all_but_the_range_also_by_po
     assert pickle.loads(pickle.dumps(getattr(ours, name))) is getattr(ours, name)
 
 
-def test_a_cycle_ends_has_a_maximum_for_each_group_and_overwrites_what_others_set() -> None:
+def test_a_cycle_ends_has_a_maximum_for_each_group_and_overwrites_what_others_set() -> (
+    None
+):
     optimizer = OptimWrapper(sgd(1.0, 1.0))
     scheduler = OneCycleLR(optimizer, [1.0, 3.0], 10, div_factor=10.0)
     assert rates(optimizer) == pytest.approx([0.1, 0.3, 0.3])
@@ -280,16 +314,38 @@ def test_the_last_step_has_exactly_the_final_value(
             ValueError,
             "eta_min=0.1 or eta_min_ratio=0.2, not both",
         ),
-        (lambda o: CosineRestartLR(o, [3, 3]), ValueError, r"periods .*\[3, 3\], .*\(1,\)"),
-        (lambda o: OneCycleLR(o, [1.0, 2.0]), ValueError, r"each of the 1 .*\[1.0, 2.0\]"),
-        (lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"), ValueError, "'cos' or .*: 'cosine'"),
-        (lambda o: ReduceOnPlateauLR(o, rule="min"), ValueError, "'less' or 'greater': 'min'"),
-        (lambda o: ReduceOnPlateauLR(o, threshold_rule="x"), ValueError, "'rel' or 'abs': 'x'"),
+        (
+            lambda o: CosineRestartLR(o, [3, 3]),
+            ValueError,
+            r"periods .*\[3, 3\], .*\(1,\)",
+        ),
+        (
+            lambda o: OneCycleLR(o, [1.0, 2.0]),
+            ValueError,
+            r"each of the 1 .*\[1.0, 2.0\]",
+        ),
+        (
+            lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"),
+            ValueError,
+            "'cos' or .*: 'cosine'",
+        ),
+        (
+            lambda o: ReduceOnPlateauLR(o, rule="min"),
+            ValueError,
+            "'less' or 'greater': 'min'",
+        ),
+        (
+            lambda o: ReduceOnPlateauLR(o, threshold_rule="x"),
+            ValueError,
+            "'rel' or 'abs': 'x'",
+        ),
         (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"in \[0, 1\): 1.0"),
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
         (lambda o: LinearParamScheduler(o, "weight_decya"), KeyError, "weight_decya"),
         (
-            lambda o: StepLR.build_iter_from_epoch(o, step_size=2, by_epoch=False, epoch_length=3),
+            lambda o: StepLR.build_iter_from_epoch(
+                o, step_size=2, by_epoch=False, epoch_length=3
+            ),
             ValueError,
             "by_epoch=False: these arguments of StepLR are iterations",
         ),

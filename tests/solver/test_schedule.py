@@ -48,7 +48,12 @@ FINAL: list[tuple[ParamScheduler, float]] = [
         0.3,
     ),
     (WarmupParamScheduler(CosineParamScheduler(1.0, 0.2), 0.001, 0.1), 0.2),
-    (WarmupParamScheduler(StepParamScheduler(9, [1.0, 0.5]), 0.0, 0.1, "constant", True), 0.5),
+    (
+        WarmupParamScheduler(
+            StepParamScheduler(9, [1.0, 0.5]), 0.0, 0.1, "constant", True
+        ),
+        0.5,
+    ),
 ]
 
 
@@ -92,7 +97,9 @@ def test_schedules_can_be_pickled_written_down_and_compared(
 @pytest.mark.parametrize("steps", [90_000, 999_983, 20_000_000])
 def test_a_milestone_takes_effect_at_exactly_its_iteration(steps: int) -> None:
     milestones = [steps // 3, steps // 2 + 1, steps - 1]
-    scheduler = MultiStepParamScheduler([3, 2, 1, 0], num_updates=steps, milestones=milestones)
+    scheduler = MultiStepParamScheduler(
+        [3, 2, 1, 0], num_updates=steps, milestones=milestones
+    )
     around = [scheduler((m + offset) / steps) for m in milestones for offset in (-1, 0)]
     assert around == [3, 2, 2, 1, 1, 0]
     # An uneven split rounds up all parts but the last.
@@ -102,9 +109,13 @@ def test_a_milestone_takes_effect_at_exactly_its_iteration(steps: int) -> None:
 # Schedules made of others
 
 
-def test_fixed_parts_see_the_progress_of_the_whole_run_and_rescaled_ones_their_own() -> None:
+def test_fixed_parts_see_the_progress_of_the_whole_run_and_rescaled_ones_their_own() -> (
+    None
+):
     line, constant = LinearParamScheduler(0.0, 1.0), ConstantParamScheduler(0.42)
-    scheduler = CompositeParamScheduler([line, constant, line], [0.2, 0.3, 0.5], ["fixed"] * 3)
+    scheduler = CompositeParamScheduler(
+        [line, constant, line], [0.2, 0.3, 0.5], ["fixed"] * 3
+    )
     expected = [0, 0.1, 0.42, 0.42, 0.42, 0.5, 0.6, 0.7, 0.8, 0.9]
     assert values(scheduler, 10) == pytest.approx(expected)
     parts = [line, CosineParamScheduler(1.0, 0.0)]
@@ -118,7 +129,9 @@ def test_parts_meet_where_their_lengths_say_despite_rounding() -> None:
     scheduler = CompositeParamScheduler(parts, [0.1] * 10, ["rescaled"] * 10)
     assert values(scheduler, 10) == list(range(10))
     line = LinearParamScheduler(0.0, 1.0)
-    scheduler = CompositeParamScheduler([parts[5], line], [0.9999, 0.0001], ["rescaled"] * 2)
+    scheduler = CompositeParamScheduler(
+        [parts[5], line], [0.9999, 0.0001], ["rescaled"] * 2
+    )
     assert (scheduler(0.9999 - 5e-10), scheduler(1.0)) == (0.0, 1.0)
 
 
@@ -127,11 +140,18 @@ def test_parts_of_length_zero_are_never_used(lengths: list[float]) -> None:
     line = LinearParamScheduler(0.0, 1.0)
     parts = [ConstantParamScheduler(7), line, ConstantParamScheduler(8)]
     scheduler = CompositeParamScheduler(parts, lengths, ["rescaled"] * 3)
-    assert [scheduler(w) for w in (0.0, 0.5, 1.0)] == pytest.approx([0.0, 0.5, 1.0], abs=1e-3)
+    assert [scheduler(w) for w in (0.0, 0.5, 1.0)] == pytest.approx(
+        [0.0, 0.5, 1.0], abs=1e-3
+    )
     # Not for the rounding of the others either.
-    parts = [*[ConstantParamScheduler(k) for k in range(10)], ConstantParamScheduler(99)]
+    parts = [
+        *[ConstantParamScheduler(k) for k in range(10)],
+        ConstantParamScheduler(99),
+    ]
     assert [*accumulate([0.1] * 10)][-1] != 1.0
-    assert CompositeParamScheduler(parts, [0.1] * 10 + [0.0], ["rescaled"] * 11)(1.0) == 9
+    assert (
+        CompositeParamScheduler(parts, [0.1] * 10 + [0.0], ["rescaled"] * 11)(1.0) == 9
+    )
 
 
 def test_composite_leaves_the_lists_of_its_caller_alone() -> None:
@@ -151,10 +171,16 @@ def test_composite_leaves_the_lists_of_its_caller_alone() -> None:
         # It covers the beginning: from 0.1 * 1.0 to the value at 0.4, which is 0.6.
         ((0.1, 0.4), [0.1, 0.225, 0.35, 0.475, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         # It comes before.
-        ((0.2, 0.5, "linear", True), [0.2, 0.36, 0.52, 0.68, 0.84, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        (
+            (0.2, 0.5, "linear", True),
+            [0.2, 0.36, 0.52, 0.68, 0.84, 1.0, 0.8, 0.6, 0.4, 0.2],
+        ),
         ((0.5, 0.2, "constant"), [0.5, 0.5, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         # It may last the whole run.
-        ((0.5, 1.0, "linear", True), [0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]),
+        (
+            (0.5, 1.0, "linear", True),
+            [0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95],
+        ),
         ((0.5, 1.0), [0.5 - 0.05 * step for step in range(10)]),
     ],
 )
@@ -189,25 +215,67 @@ ONE = ConstantParamScheduler(1.0)
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: PolynomialDecayParamScheduler(1.0, -1), "power must not be negative: -1"),
+        (
+            lambda: PolynomialDecayParamScheduler(1.0, -1),
+            "power must not be negative: -1",
+        ),
         (lambda: MultiStepParamScheduler([1, 2]), "one of num_updates and milestones"),
-        (lambda: MultiStepParamScheduler([1, 2], milestones=[3]), r"2 values need 2 milestones"),
-        (lambda: MultiStepParamScheduler([1, 2, 3], num_updates=2), r"\(0, 2\): \[1, 2\]"),
+        (
+            lambda: MultiStepParamScheduler([1, 2], milestones=[3]),
+            r"2 values need 2 milestones",
+        ),
+        (
+            lambda: MultiStepParamScheduler([1, 2, 3], num_updates=2),
+            r"\(0, 2\): \[1, 2\]",
+        ),
         (lambda: MultiStepParamScheduler([1, 2], 9, [0]), r"must increase.*\[0\]"),
-        (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"must increase.*\[6, 3\]"),
+        (
+            lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]),
+            r"must increase.*\[6, 3\]",
+        ),
         (lambda: StepParamScheduler(9, []), r"values must be at least one.*\[\]"),
-        (lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9), "must be positive: StepWith"),
-        (lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9), "must be positive: StepWith"),
-        (lambda: StepWithFixedGammaParamScheduler(1, 1, 0.1, -9), "must be positive: StepWith"),
+        (
+            lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9),
+            "must be positive: StepWith",
+        ),
+        (
+            lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9),
+            "must be positive: StepWith",
+        ),
+        (
+            lambda: StepWithFixedGammaParamScheduler(1, 1, 0.1, -9),
+            "must be positive: StepWith",
+        ),
         (lambda: CompositeParamScheduler([], [], []), r"sum to 1: \[\]"),
-        (lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]), "one length and one"),
+        (
+            lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]),
+            "one length and one",
+        ),
         (lambda: CompositeParamScheduler([ONE], [1.0], []), "one length and one"),
-        (lambda: CompositeParamScheduler([ONE] * 2, [0.5, 0.4], ["fixed"] * 2), r"sum to 1: \[0.5"),
-        (lambda: CompositeParamScheduler([ONE] * 2, [1.5, -0.5], ["fixed"] * 2), "not be negative"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], ["linear"]), "interval_scaling.*'linear'"),
-        (lambda: WarmupParamScheduler(ONE, -0.1, 0.1), "warmup_factor must not be negative: -0.1"),
-        (lambda: WarmupParamScheduler(ONE, 0.1, 1000), r"in \[0, 1\]: .*warmup_length=1000"),
-        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or 'constant': .*'exp'"),
+        (
+            lambda: CompositeParamScheduler([ONE] * 2, [0.5, 0.4], ["fixed"] * 2),
+            r"sum to 1: \[0.5",
+        ),
+        (
+            lambda: CompositeParamScheduler([ONE] * 2, [1.5, -0.5], ["fixed"] * 2),
+            "not be negative",
+        ),
+        (
+            lambda: CompositeParamScheduler([ONE], [1.0], ["linear"]),
+            "interval_scaling.*'linear'",
+        ),
+        (
+            lambda: WarmupParamScheduler(ONE, -0.1, 0.1),
+            "warmup_factor must not be negative: -0.1",
+        ),
+        (
+            lambda: WarmupParamScheduler(ONE, 0.1, 1000),
+            r"in \[0, 1\]: .*warmup_length=1000",
+        ),
+        (
+            lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"),
+            "'linear' or 'constant': .*'exp'",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(
@@ -243,7 +311,9 @@ def test_each_group_gets_its_base_rate_times_the_schedule_without_warnings() -> 
         for _ in range(4):
             seen.append(rates(optimizer))
             scheduler.step()
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces its groups
+            optimizer.load_state_dict(
+                copy.deepcopy(optimizer.state_dict())
+            )  # replaces its groups
     assert seen == [[0.5, 2.0], [0.375, 1.5], [0.25, 1.0], [0.125, 0.5]]
     assert optimizer.step.__func__ is step  # type: ignore[attr-defined]
 
@@ -297,14 +367,18 @@ def test_a_run_continues_from_its_last_iteration_without_any_saved_state() -> No
     whole = run(LRMultiplier(before, LINE, max_iter=10), 10)
     after.load_state_dict(before.state_dict())  # has the base rate
     for optimizer in (sgd(0.3), after):
-        assert run(LRMultiplier(optimizer, LINE, max_iter=10, last_iter=5), 4) == whole[6:]
+        assert (
+            run(LRMultiplier(optimizer, LINE, max_iter=10, last_iter=5), 4) == whole[6:]
+        )
 
 
 def test_a_group_added_later_is_an_error() -> None:
     optimizer = sgd(1.0)
     scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="are 2 parameter groups now: make a new scheduler"):
+    with pytest.raises(
+        ValueError, match="are 2 parameter groups now: make a new scheduler"
+    ):
         scheduler.step()
 
 

@@ -17,7 +17,9 @@ def batches(count: int, size: int = 8) -> list[Tensor]:
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+    return torch.optim.SGD(
+        model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options}
+    )
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -26,4 +28,6 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True)
+    )

@@ -37,10 +37,15 @@ class Regression(BaseModel):
 
 def batch(count: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)]
+    return [
+        torch.randn(count, 3, generator=generator),
+        torch.randn(count, 1, generator=generator),
+    ]
 
 
-def train(model: Any, optim_wrapper: Any, steps: range, share: slice = slice(None)) -> list[float]:
+def train(
+    model: Any, optim_wrapper: Any, steps: range, share: slice = slice(None)
+) -> list[float]:
     """The loss of each step, of this rank's share of a batch of 8."""
     losses = []
     for step in steps:

@@ -61,9 +61,19 @@ def test_the_constructor_only_stores(tmp_path: Any) -> None:
     made = strategy(work_dir=tmp_path / "runs", env_kwargs={"seed": 3}, log_kwargs={})
     assert torch.equal(torch.get_rng_state(), state)
     assert list(tmp_path.iterdir()) == []
-    for name in ("seed", "timestamp", "log_dir", "experiment_name", "launcher", "device", "model"):
+    for name in (
+        "seed",
+        "timestamp",
+        "log_dir",
+        "experiment_name",
+        "launcher",
+        "device",
+        "model",
+    ):
         assert not hasattr(made, name)
-    with pytest.raises(ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"):
+    with pytest.raises(
+        ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"
+    ):
         strategy(sync_bn="mmcv")
 
 
@@ -78,7 +88,9 @@ def test_a_model_is_a_module_a_dict_a_lazy_call_or_a_function() -> None:
     )
     assert made.build_model(lambda: module) is module
     for wrong in (3, {"type": dict}, lambda: 3):
-        with pytest.raises(TypeError, match=r"model should be a nn\.Module object, dict or f"):
+        with pytest.raises(
+            TypeError, match=r"model should be a nn\.Module object, dict or f"
+        ):
             made.build_model(wrong)  # type: ignore[arg-type]
 
 
@@ -87,7 +99,9 @@ def test_what_was_prepared_is_returned() -> None:
     model = made.prepare({"type": "StrategyToy"})
     assert model is made.model
     assert made.prepare(model, optim_wrapper=SGD) == [model, made.optim_wrapper]
-    again = made.prepare(model, param_scheduler=steps(), dispatch_kwargs={"max_iters": 4})
+    again = made.prepare(
+        model, param_scheduler=steps(), dispatch_kwargs={"max_iters": 4}
+    )
     assert again == [model, made.optim_wrapper, made.param_schedulers]
 
 
@@ -100,7 +114,9 @@ def test_evaluating_first_and_training_later_works() -> None:
     assert model.initialized == 1
     loaded = {"init_weights_for_test_or_val": False}
     assert strategy().prepare(Regression(), dispatch_kwargs=loaded).initialized == 0
-    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(weights[name], value) for name, value in model.state_dict().items()
+    )
     losses = train(trained, wrapper, range(6))
     assert sum(losses[3:]) < sum(losses[:3])
 
@@ -136,7 +152,9 @@ def test_compile_model_is_always_called_and_a_model_prepared_again_is_not_compil
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, calls = strategy(), []
-    monkeypatch.setattr(made, "compile_model", lambda model, how: calls.append(how) or model)
+    monkeypatch.setattr(
+        made, "compile_model", lambda model, how: calls.append(how) or model
+    )
     model = made.prepare(Regression())
     for how in (True, {"target": "train_step"}):
         made.prepare(model, compile=how)
@@ -164,8 +182,12 @@ def test_the_method_asked_for_is_compiled_each_time(
         strategy().compile_model(Regression(), {"target": "train_stp"})
 
 
-@pytest.mark.parametrize("compile", [False, {"disable": True}, {"disable": True, "mode": "x"}])
-def test_no_compiler_is_asked_unless_wanted(compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "compile", [False, {"disable": True}, {"disable": True, "mode": "x"}]
+)
+def test_no_compiler_is_asked_unless_wanted(
+    compile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", None)
     model = Regression()
     assert strategy().compile_model(model, compile) is model
@@ -185,7 +207,9 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
 SCALING = {"enable": True, "base_batch_size": 4}
 
 
-def test_learning_rates_and_the_base_rate_are_scaled_before_schedules_are_built() -> None:
+def test_learning_rates_and_the_base_rate_are_scaled_before_schedules_are_built() -> (
+    None
+):
     made = strategy(auto_scale_lr=SCALING)
     rules = {"custom_keys": {"last": {"lr_mult": 2.0}}}
     _, wrapper, (schedule,) = made.prepare(
@@ -215,11 +239,18 @@ def test_the_rates_of_several_optimizers_are_scaled() -> None:
 
 def test_no_rate_is_scaled_unless_enabled_and_without_a_size_it_is_an_error() -> None:
     for config in (None, {}, {"enable": False}, {"base_batch_size": 4}):
-        _, wrapper = strategy(auto_scale_lr=config).prepare(Regression(), optim_wrapper=SGD)
+        _, wrapper = strategy(auto_scale_lr=config).prepare(
+            Regression(), optim_wrapper=SGD
+        )
         assert wrapper.get_lr() == {"lr": [0.1]}
-    with pytest.raises(ValueError, match=r"base_batch_size=4, .*_gpu=None in dispatch_kwargs"):
+    with pytest.raises(
+        ValueError, match=r"base_batch_size=4, .*_gpu=None in dispatch_kwargs"
+    ):
         strategy(auto_scale_lr=SCALING).prepare(Regression(), optim_wrapper=SGD)
-    made, known = strategy(auto_scale_lr={"enable": True}), {"train_micro_batch_size_per_gpu": 2}
+    made, known = (
+        strategy(auto_scale_lr={"enable": True}),
+        {"train_micro_batch_size_per_gpu": 2},
+    )
     with pytest.raises(ValueError, match="base_batch_size=None"):
         made.prepare(Regression(), optim_wrapper=SGD, dispatch_kwargs=known)
 
@@ -230,7 +261,9 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     schedule = StepLR(wrapper, step_size=1)
     for given in (None, schedule):
         made = strategy(auto_scale_lr=SCALING)
-        with pytest.raises(RuntimeError, match="noted the learning rates before they were scaled"):
+        with pytest.raises(
+            RuntimeError, match="noted the learning rates before they were scaled"
+        ):
             made.prepare(
                 model,
                 optim_wrapper=wrapper,
@@ -254,7 +287,9 @@ def test_each_of_several_optimizers_and_its_schedule_know_where_the_run_ends() -
     for member in wrapper.values():
         updated = []
         for _ in range(6):
-            updated.append(member.update_params(torch.ones(1, requires_grad=True).sum()))
+            updated.append(
+                member.update_params(torch.ones(1, requires_grad=True).sum())
+            )
         assert updated == [False, False, False, True, False, True]
 
 

@@ -7,7 +7,11 @@ from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
 def test_auto_is_ddp_with_its_options_for_several_processes_and_a_single_device_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = {"model_wrapper": {"static_graph": True}, "sync_bn": "torch", "work_dir": "/here"}
+    config = {
+        "model_wrapper": {"static_graph": True},
+        "sync_bn": "torch",
+        "work_dir": "/here",
+    }
     for auto in ("auto", {}, {"type": "auto"}, config):
         made = build_strategy(auto, fp16_compression=True)
         assert type(made) is SingleDeviceStrategy
@@ -23,7 +27,11 @@ def test_auto_is_ddp_with_its_options_for_several_processes_and_a_single_device_
 
 def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
     assert type(build_strategy("DDPStrategy")) is DDPStrategy
-    config = {"type": "DDPStrategy", "work_dir": "/here", "model_wrapper": {"static_graph": True}}
+    config = {
+        "type": "DDPStrategy",
+        "work_dir": "/here",
+        "model_wrapper": {"static_graph": True},
+    }
     before = dict(config)
     made = build_strategy(config, work_dir="/there", experiment_name="x")
     assert isinstance(made, DDPStrategy)
@@ -33,7 +41,9 @@ def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
     assert build_strategy({"type": DDPStrategy}, work_dir="/there").work_dir == "/there"
 
 
-def test_defaults_for_ddp_reach_no_other_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_for_ddp_reach_no_other_strategy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ddp = {"fp16_compression": True, "model_wrapper": {"static_graph": True}}
     for strategy in ("auto", "SingleDeviceStrategy", "FSDPStrategy"):
         made = build_strategy(strategy, ddp=ddp, work_dir="/here")

@@ -15,11 +15,11 @@ from hooktrain.model import (
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
 )
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.registry import unwrap_model
 
 HALVES = [slice(0, 4), slice(4, 8)]
 
@@ -126,7 +126,9 @@ def options() -> dict[str, Any]:
 def save(folder: str) -> dict[str, Any]:
     made = strategy(work_dir=folder)
     options = {"type": "StrategyToy", "dropout": 0.5}
-    model, wrapper = made.prepare(options, optim_wrapper={**SGD, "accumulative_counts": 2})
+    model, wrapper = made.prepare(
+        options, optim_wrapper={**SGD, "accumulative_counts": 2}
+    )
     train(model, wrapper, range(4), HALVES[made.rank])
     seed_step(made.seed, 4, made.rank)
     if made.rank == 0:
@@ -141,7 +143,9 @@ def accumulated(made: Any, share: slice = slice(None), **known: int) -> Tensor:
     """The weights after updates of four batches each, by a trainer that knows no such number."""
     accumulating = {**SGD, "accumulative_counts": 4}
     torch.manual_seed(0)
-    model, wrapper = made.prepare(Loss(1, 1), optim_wrapper=accumulating, dispatch_kwargs=known)
+    model, wrapper = made.prepare(
+        Loss(1, 1), optim_wrapper=accumulating, dispatch_kwargs=known
+    )
     data = [batch(8, seed)[1][share] for seed in range(8)]
     SimpleTrainer(model, data, wrapper).train(0, 4)
     weights: Tensor = unwrap_model(model).weight.detach()
@@ -175,11 +179,15 @@ def test_losses_on_two_ranks_are_those_of_one_with_the_whole_batch(ranks: Any) -
     assert mean.tolist() == pytest.approx(train(model, wrapper, range(5)), abs=1e-6)
 
 
-def test_weights_are_those_of_the_first_rank_after_one_coalesced_broadcast(ranks: Any) -> None:
+def test_weights_are_those_of_the_first_rank_after_one_coalesced_broadcast(
+    ranks: Any,
+) -> None:
     (seed, time, calls, first, weight), other = (rank["weights"] for rank in ranks)
     assert seed == other[0] == 3
     assert time == other[1]
-    assert calls == other[2] == [7]  # two tensors of the linear layer, five of the batch norm
+    assert (
+        calls == other[2] == [7]
+    )  # two tensors of the linear layer, five of the batch norm
     assert not torch.equal(first, other[3])
     assert torch.equal(first, weight)
     assert torch.equal(first, other[4])
@@ -197,7 +205,9 @@ def test_a_failure_about_unused_parameters_names_them(ranks: Any) -> None:
         assert "left_out.bias, left_out.weight" in rank["unused"]
 
 
-def test_a_trainer_counts_its_passes_itself_whatever_the_strategy_knows(ranks: Any) -> None:
+def test_a_trainer_counts_its_passes_itself_whatever_the_strategy_knows(
+    ranks: Any,
+) -> None:
     first, second = (rank["accumulated"] for rank in ranks)
     assert torch.equal(first, second)
     alone = accumulated(single())

@@ -13,8 +13,13 @@ from gloo import run_ranks
 from hooktrain.config import LazyCall
 from hooktrain.demos.text import Block, TextGPT
 from hooktrain.solver import OptimWrapper
-from hooktrain.strategy import BaseStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from hooktrain.utils.dtensor import full_tensors
+from hooktrain.strategy import (
+    BaseStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
+from hooktrain.utils.tensors import full_tensors
 from sharding_toys import VOCABULARY, batches, make_model, train
 
 DATA = batches(2) * 3
@@ -32,7 +37,9 @@ def make(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrateg
 def prepared(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrategy:
     strategy = make(kind, work_dir, **options)
     known = {"max_iters": 6}
-    strategy.prepare(CONFIG, optim_wrapper=ADAMW, param_scheduler=SCHEDULER, dispatch_kwargs=known)
+    strategy.prepare(
+        CONFIG, optim_wrapper=ADAMW, param_scheduler=SCHEDULER, dispatch_kwargs=known
+    )
     return strategy
 
 
@@ -67,7 +74,11 @@ def resumed_run(
     rest = strategy.load_or_resume(resume=resume)
     assert rest is not None
     kept = states(strategy)
-    return {"iter": rest["meta"]["iter"], "states": kept, "losses": run(strategy, slice(3, 6))}
+    return {
+        "iter": rest["meta"]["iter"],
+        "states": kept,
+        "losses": run(strategy, slice(3, 6)),
+    }
 
 
 def _prebuilt(folder: str) -> dict[str, Any]:
@@ -80,7 +91,9 @@ def _prebuilt(folder: str) -> dict[str, Any]:
     other = make(FSDPStrategy, folder)
     used = make_model()
     stepped = torch.optim.AdamW(used.parameters())
-    used({"tokens": DATA[0]["tokens"], "targets": DATA[0]["targets"]})["loss_lm"].backward()
+    used({"tokens": DATA[0]["tokens"], "targets": DATA[0]["targets"]})[
+        "loss_lm"
+    ].backward()
     stepped.step()
     with pytest.raises(RuntimeError, match="the optimizer has made steps"):
         other.prepare(used, optim_wrapper=stepped)
@@ -92,14 +105,19 @@ def _prebuilt(folder: str) -> dict[str, Any]:
 
 def _configured(folder: str, compile: Any = False) -> list[float]:
     strategy = make(FSDPStrategy, folder, activation_checkpointing=True)
-    model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW, compile=compile)
+    model, wrapper = strategy.prepare(
+        make_model(), optim_wrapper=ADAMW, compile=compile
+    )
     return train(model, wrapper, DATA)
 
 
 def _deferred(folder: str) -> dict[str, Any]:
     strategy = make(FSDPStrategy, folder, deferred_init=True)
     model = strategy.prepare(CONFIG)
-    return {"sharded": isinstance(model, FSDPModule), "state": strategy.model_state_dict()}
+    return {
+        "sharded": isinstance(model, FSDPModule),
+        "state": strategy.model_state_dict(),
+    }
 
 
 def _on_two_ranks(folder: str) -> dict[str, Any]:
@@ -189,18 +207,24 @@ def test_an_optimizer_built_before_goes_over_to_the_shards_and_the_model_compile
     assert two[0]["compiled"] == pytest.approx(two[0]["configured"], abs=1e-5)
 
 
-def test_a_deferred_model_is_sharded_before_it_has_weights(two: list[dict[str, Any]]) -> None:
+def test_a_deferred_model_is_sharded_before_it_has_weights(
+    two: list[dict[str, Any]],
+) -> None:
     assert two[0]["deferred"]["sharded"]
     torch.manual_seed(3)
     constructed = TextGPT(VOCABULARY, 8, (2, 16, 2)).state_dict()
     assert same(dict(two[0]["deferred"]["state"]), dict(constructed))
 
 
-def test_a_model_that_was_evaluated_is_prepared_for_training(two: list[dict[str, Any]]) -> None:
+def test_a_model_that_was_evaluated_is_prepared_for_training(
+    two: list[dict[str, Any]],
+) -> None:
     assert all(result["prepared again"] for result in two)
 
 
-def test_arguments_are_checked_at_once_and_one_process_alone_is_told_what_to_use() -> None:
+def test_arguments_are_checked_at_once_and_one_process_alone_is_told_what_to_use() -> (
+    None
+):
     with pytest.raises(ValueError, match="must be 'full' or 'sharded', got 'shraded'"):
         FSDPStrategy(state_dict_cfg="shraded")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):

@@ -44,7 +44,12 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "1",
+}
 
 
 @pytest.fixture
@@ -101,7 +106,9 @@ def test_slurm_says_who_and_scontrol_says_where(
     with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):
         find_place("slurm")
     script = tmp_path / "scontrol"
-    script.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[07-08]" ] && echo node07 node08\n')
+    script.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames node[07-08]" ] && echo node07 node08\n'
+    )
     script.chmod(0o755)
     assert find_place("slurm") == Place(3, 1, 4, 2, "tcp://node07:29500")
     assert find_place("slurm", port=7).url == "tcp://node07:7"
@@ -116,11 +123,15 @@ def test_without_the_number_on_a_machine_it_is_that_of_the_devices_or_all(
     started_by(TORCHRUN)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     for devices, expected in ((0, 4), (2, 2), (8, 4)):
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda devices=devices: devices)
+        monkeypatch.setattr(
+            torch.accelerator, "device_count", lambda devices=devices: devices
+        )
         assert find_place("pytorch") == Place(3, 1, 4, expected)
 
 
-def test_mpi_needs_no_address_on_one_machine_and_one_on_several(started_by: Any) -> None:
+def test_mpi_needs_no_address_on_one_machine_and_one_on_several(
+    started_by: Any,
+) -> None:
     started_by(MPICH)
     with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):
         find_place("mpi")
@@ -133,10 +144,18 @@ def test_mpi_needs_no_address_on_one_machine_and_one_on_several(started_by: Any)
 @pytest.mark.parametrize(
     ("launcher", "environment", "message"),
     [
-        ("pytorch", {"RANK": "1", "WORLD_SIZE": "2"}, "not set LOCAL_RANK, LOCAL_WORLD_SIZE: "),
+        (
+            "pytorch",
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "not set LOCAL_RANK, LOCAL_WORLD_SIZE: ",
+        ),
         ("slurm", {"SLURM_NTASKS": "2"}, "'slurm' has not set SLURM_PROCID, SLURM_"),
         ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "'x'"),
-        ("mpi", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "not set MPI_LOCALRANKID, MPI_LOCALNRANKS: "),
+        (
+            "mpi",
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            "not set MPI_LOCALRANKID, MPI_LOCALNRANKS: ",
+        ),
         ("slrum", {}, r"launcher must be one of \('none', .* got 'slrum'"),
     ],
 )
@@ -171,12 +190,23 @@ def test_the_tasks_of_srun_meet_and_leave_no_thread_and_no_word_in_their_environ
 ) -> None:
     tasks = []
     for rank in range(2):
-        task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2"}
+        task = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+        }
         task |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port)}
         command = [sys.executable, "-c", JOIN]
         environment = {**os.environ, **SLURM, **task, "OMP_NUM_THREADS": "1"}
-        tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    assert [task.communicate(timeout=60)[0] for task in tasks] == ["0 0 2 2.0\n", "1 1 2 2.0\n"]
+        tasks.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
+    assert [task.communicate(timeout=60)[0] for task in tasks] == [
+        "0 0 2 2.0\n",
+        "1 1 2 2.0\n",
+    ]
     assert [task.returncode for task in tasks] == [0, 0]
 
 
@@ -189,7 +219,9 @@ def threads_before_and_after() -> tuple[bool, int]:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     model.itself = [model]  # type: ignore[assignment]
     model(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(model.parameters()).step()  # imports modules that know process groups
+    torch.optim.SGD(
+        model.parameters()
+    ).step()  # imports modules that know process groups
     comm.create_local_process_group(2)
     before = threads_of_gloo()
     del model
@@ -197,7 +229,9 @@ def threads_before_and_after() -> tuple[bool, int]:
     return before > 0, threads_of_gloo()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads as Linux does")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/task"), reason="counts threads as Linux does"
+)
 def test_no_thread_of_a_group_outlives_it() -> None:
     assert run_ranks(threads_before_and_after, 2) == [(True, 0)] * 2
 
@@ -256,7 +290,10 @@ def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         set_up(env_kwargs={"resource_limit": 10})
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, hard)  # is never lowered
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (
+            300,
+            hard,
+        )  # is never lowered
     finally:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         torch.use_deterministic_algorithms(False)
@@ -320,11 +357,15 @@ def test_mmengines_settings_and_ours_are_the_same() -> None:
         assert Environment.of({**other, "seed": 2}) == Environment(seed=2)
     with pytest.raises(TypeError, match="'bakend'"):
         SingleDeviceStrategy(env_kwargs={"dist_cfg": {"bakend": "gloo"}})
-    with pytest.raises(ValueError, match="init_backend must be 'torch', but got 'deepspeed'"):
+    with pytest.raises(
+        ValueError, match="init_backend must be 'torch', but got 'deepspeed'"
+    ):
         DDPStrategy(env_kwargs={"dist_cfg": {"init_backend": "deepspeed"}})
 
 
-def test_folders_are_named_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_named_after_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     strategy, other = set_up(work_dir="runs"), set_up(experiment_name="digits")
     assert re.fullmatch(r"\d{8}_\d{6}", strategy.timestamp)
@@ -353,15 +394,23 @@ def test_logs_go_to_a_file_if_they_are_asked_for(tmp_path: Path) -> None:
 def test_the_environment_is_told() -> None:
     system, run = set_up(env_kwargs={"seed": 5}).collect_env()
     assert system["torch"].startswith(torch.__version__)
-    expected = {"seed": 5, "Distributed launcher": "none", "Distributed training": False}
+    expected = {
+        "seed": 5,
+        "Distributed launcher": "none",
+        "Distributed training": False,
+    }
     assert run.items() >= {**expected, "GPU number": 1, "Device": "cpu"}.items()
 
 
-def test_a_single_device_has_to_be_there_and_is_not_for_several_processes(started_by: Any) -> None:
+def test_a_single_device_has_to_be_there_and_is_not_for_several_processes(
+    started_by: Any,
+) -> None:
     with pytest.raises(ValueError, match="device='hpu' is not there"):
         SingleDeviceStrategy(device="hpu").setup()
     started_by(torchrun(world_size=2))
-    with pytest.raises(RuntimeError, match=r"SingleDeviceStrategy in one of 2 processes"):
+    with pytest.raises(
+        RuntimeError, match=r"SingleDeviceStrategy in one of 2 processes"
+    ):
         set_up()
 
 
@@ -379,7 +428,11 @@ def test_a_process_of_torchrun_joins_and_leaves(started_by: Any) -> None:
     started_by(torchrun())
     strategy = DDPStrategy(device="cpu", env_kwargs={"dist_cfg": {"timeout": 90}})
     strategy.setup()
-    assert (strategy.launcher, strategy.distributed, strategy.world_size) == ("pytorch", True, 1)
+    assert (strategy.launcher, strategy.distributed, strategy.world_size) == (
+        "pytorch",
+        True,
+        1,
+    )
     assert dist.get_backend() == "gloo"
     second = DDPStrategy(device="cpu")
     second.setup()

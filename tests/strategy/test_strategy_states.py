@@ -21,9 +21,17 @@ STEP = {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False}
 def prepared(
     work_dir: Path, seed: int | None = 3, dropout: float = 0.5, **kwargs: Any
 ) -> SingleDeviceStrategy:
-    strategy = SingleDeviceStrategy(work_dir=work_dir, device="cpu", env_kwargs={"seed": seed})
-    defaults = {"optim_wrapper": SGD, "param_scheduler": STEP, "dispatch_kwargs": {"max_iters": 9}}
-    strategy.prepare({"type": "StrategyToy", "dropout": dropout}, **{**defaults, **kwargs})
+    strategy = SingleDeviceStrategy(
+        work_dir=work_dir, device="cpu", env_kwargs={"seed": seed}
+    )
+    defaults = {
+        "optim_wrapper": SGD,
+        "param_scheduler": STEP,
+        "dispatch_kwargs": {"max_iters": 9},
+    }
+    strategy.prepare(
+        {"type": "StrategyToy", "dropout": dropout}, **{**defaults, **kwargs}
+    )
     return strategy
 
 
@@ -70,10 +78,17 @@ def test_the_windows_of_accumulation_go_on_where_they_were(tmp_path: Path) -> No
 def test_a_checkpoint_has_the_parts_and_what_is_added(tmp_path: Path) -> None:
     strategy = prepared(tmp_path)
     strategy.save_checkpoint(
-        tmp_path / "new" / "a.pth", extra_ckpt={"message_hub": {}, "meta": {"epoch": 2, "seed": 0}}
+        tmp_path / "new" / "a.pth",
+        extra_ckpt={"message_hub": {}, "meta": {"epoch": 2, "seed": 0}},
     )
     saved = load_file(tmp_path / "new" / "a.pth")
-    assert list(saved) == ["model", "optimizer", "param_schedulers", "message_hub", "meta"]
+    assert list(saved) == [
+        "model",
+        "optimizer",
+        "param_schedulers",
+        "message_hub",
+        "meta",
+    ]
     assert list(saved["model"]) == list(Regression().state_dict())
     assert saved["model"]._metadata == strategy.model.state_dict()._metadata
     assert saved["param_schedulers"] == [strategy.param_schedulers[0].state_dict()]
@@ -81,7 +96,9 @@ def test_a_checkpoint_has_the_parts_and_what_is_added(tmp_path: Path) -> None:
     assert saved["meta"]["seed"] == 3
     assert saved["meta"]["hooktrain"] == hooktrain.__version__
     assert len(saved["meta"]["time"]) == len("20251231_235959")
-    strategy.save_checkpoint(tmp_path / "b.pth", save_optimizer=False, save_param_scheduler=False)
+    strategy.save_checkpoint(
+        tmp_path / "b.pth", save_optimizer=False, save_param_scheduler=False
+    )
     assert list(load_file(tmp_path / "b.pth")) == ["model", "meta"]
 
 
@@ -92,7 +109,9 @@ def test_extra_entries_are_not_changed_and_replace_no_part(tmp_path: Path) -> No
     strategy.save_checkpoint(tmp_path / "a.pth", extra_ckpt=extra)
     assert json.dumps(extra) == before
     for part in ("model", "optimizer", "param_schedulers"):
-        with pytest.raises(ValueError, match=rf"must not replace .* same name: {{'{part}'}}"):
+        with pytest.raises(
+            ValueError, match=rf"must not replace .* same name: {{'{part}'}}"
+        ):
             strategy.save_checkpoint(tmp_path / "b.pth", extra_ckpt={part: 1})
     assert not (tmp_path / "b.pth").exists()
 
@@ -110,13 +129,17 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on(tmp_path: Path) -> Non
     first = prepared(tmp_path)
     first.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)
     nn.init.zeros_(first.model.last.weight)
-    with pytest.raises(ValueError, match=r"no \['optimizer'\].*give resume_optimizer=False"):
+    with pytest.raises(
+        ValueError, match=r"no \['optimizer'\].*give resume_optimizer=False"
+    ):
         first.resume(tmp_path / "a.pth")
     assert not first.model.last.weight.any()
     first.resume(tmp_path / "a.pth", resume_optimizer=False)
     assert first.model.last.weight.all()
     first.save_checkpoint(tmp_path / "b.pth", save_param_scheduler=False)
-    with pytest.raises(ValueError, match=r"no \['param_schedulers'\].*param_scheduler=False"):
+    with pytest.raises(
+        ValueError, match=r"no \['param_schedulers'\].*param_scheduler=False"
+    ):
         first.resume(tmp_path / "b.pth")
     first.resume(tmp_path / "b.pth", resume_param_scheduler=False)
 
@@ -144,7 +167,9 @@ def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
 def test_other_schedulers_than_those_saved_are_refused(tmp_path: Path) -> None:
     prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
     second = prepared(tmp_path, param_scheduler=[STEP, STEP])
-    with pytest.raises(ValueError, match=r"so many schedulers: {'': 1}, and this run: {'': 2}"):
+    with pytest.raises(
+        ValueError, match=r"so many schedulers: {'': 1}, and this run: {'': 2}"
+    ):
         second.resume(tmp_path / "a.pth")
     third = prepared(tmp_path, optim_wrapper={"first": SGD, "last": SGD})
     with pytest.raises(ValueError, match=r"this run: {'first': 1, 'last': 1}"):
@@ -193,7 +218,9 @@ def test_with_nothing_to_resume_from_a_run_begins_anew(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert prepared(tmp_path).load_or_resume(resume=True) is None
-    assert f"No checkpoint in {tmp_path} to resume from: a new run begins" in caplog.text
+    assert (
+        f"No checkpoint in {tmp_path} to resume from: a new run begins" in caplog.text
+    )
 
 
 def test_a_broken_checkpoint_and_one_that_is_not_to_be_resumed_from_are_passed_over(
@@ -212,7 +239,9 @@ def test_a_broken_checkpoint_and_one_that_is_not_to_be_resumed_from_are_passed_o
 
 def test_callbacks_see_the_content_and_may_change_it(tmp_path: Path) -> None:
     strategy = prepared(tmp_path)
-    strategy.save_checkpoint(tmp_path / "a.pth", callback=lambda state: state.pop("optimizer"))
+    strategy.save_checkpoint(
+        tmp_path / "a.pth", callback=lambda state: state.pop("optimizer")
+    )
 
     def zero(state: dict[str, Any]) -> None:
         assert list(state) == ["model", "param_schedulers", "meta"]
@@ -228,7 +257,9 @@ def test_callbacks_see_the_content_and_may_change_it(tmp_path: Path) -> None:
     assert strategy.model.last.bias.item() != 0
 
 
-def test_names_are_revised_and_differences_refused_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_names_are_revised_and_differences_refused_where_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
     first, second = prepared(tmp_path), prepared(tmp_path)
     state = {f"old.{name}": value for name, value in first.model_state_dict().items()}
     torch.save({"model": state}, tmp_path / "a.pth")
@@ -247,11 +278,18 @@ def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
     model(torch.ones(2, 3), torch.ones(2, 1)).sum().backward()
     optimizer.step()
     schedule = {"step_size": 2, "gamma": 0.5, "param_name": "lr", "begin": 0, "end": 9}
-    schedule |= {"by_epoch": False, "base_values": [0.1], "last_step": 4, "_global_step": 4}
+    schedule |= {
+        "by_epoch": False,
+        "base_values": [0.1],
+        "last_step": 4,
+        "_global_step": 4,
+    }
     schedule |= {"verbose": False, "_last_value": [0.025]}
     saved = {
         "meta": {"iter": 4, "seed": 11, "mmengine_version": "0.10.7"},
-        "state_dict": {f"module.{name}": value for name, value in model.state_dict().items()},
+        "state_dict": {
+            f"module.{name}": value for name, value in model.state_dict().items()
+        },
         "optimizer": optimizer.state_dict(),
         "param_schedulers": [schedule],
     }
@@ -267,40 +305,68 @@ def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
     assert strategy.optim_wrapper.get_lr() == {"lr": [0.0125]}
 
 
-RULES = {"norm_decay_mult": 0.0, "bias_decay_mult": 0.0, "custom_keys": {"last": {"lr_mult": 0.1}}}
-ADAMW = {"optimizer": {"type": "AdamW", "lr": 0.1, "weight_decay": 0.5}, "paramwise_cfg": RULES}
+RULES = {
+    "norm_decay_mult": 0.0,
+    "bias_decay_mult": 0.0,
+    "custom_keys": {"last": {"lr_mult": 0.1}},
+}
+ADAMW = {
+    "optimizer": {"type": "AdamW", "lr": 0.1, "weight_decay": 0.5},
+    "paramwise_cfg": RULES,
+}
 
 
 def by_epochs(work_dir: Path) -> tuple[SingleDeviceStrategy, StepTrainer, hooks.EMA]:
     """A run with rules for parameters, a schedule in epochs of two iterations, and an average."""
     torch.manual_seed(7)
     schedule = {"type": "MultiStepLR", "milestones": [1, 3], "gamma": 0.5}
-    strategy = prepared(work_dir, dropout=0.0, optim_wrapper=ADAMW, param_scheduler=schedule)
+    strategy = prepared(
+        work_dir, dropout=0.0, optim_wrapper=ADAMW, param_scheduler=schedule
+    )
     ema = hooks.EMA(strategy.model, decay=0.5, warmup=False)
-    trainer = StepTrainer(strategy.model, [batch(8, 0), batch(8, 1)], strategy.optim_wrapper)
+    trainer = StepTrainer(
+        strategy.model, [batch(8, 0), batch(8, 1)], strategy.optim_wrapper
+    )
     schedules = hooks.LRScheduler(scheduler=strategy.param_schedulers)
     trainer.register_hooks([schedules, ema])
     return strategy, trainer, ema
 
 
-def as_mmengine_has_it(strategy: SingleDeviceStrategy, ema: hooks.EMA) -> dict[str, Any]:
+def as_mmengine_has_it(
+    strategy: SingleDeviceStrategy, ema: hooks.EMA
+) -> dict[str, Any]:
     """A group for each parameter, states by position, the average in place of the weights."""
     model, saved = strategy.model_state_dict(), strategy.optim_state_dict()
     rates = {name: dict(g) for g in saved["param_groups"] for name in g["params"]}
     groups = [{**rates[name], "params": [k]} for k, name in enumerate(model)]
     values = [group["lr"] for group in groups]
-    schedule = {"milestones": {1: 1, 3: 1}, "gamma": 0.5, "begin": 0, "end": 10**9, "last_step": 2}
-    schedule |= {"param_name": "lr", "by_epoch": True, "verbose": False, "_global_step": 2}
+    schedule = {
+        "milestones": {1: 1, 3: 1},
+        "gamma": 0.5,
+        "begin": 0,
+        "end": 10**9,
+        "last_step": 2,
+    }
+    schedule |= {
+        "param_name": "lr",
+        "by_epoch": True,
+        "verbose": False,
+        "_global_step": 2,
+    }
     schedule |= {"base_values": [g["initial_lr"] for g in groups] + [0.1]}
     average = ema.state_dict()
     return {
         "meta": {"iter": 4, "epoch": 2, "seed": 3},
         "state_dict": {name: average[f"module.{name}"].clone() for name in model},
-        "ema_state_dict": {"steps": average["steps"]} | {f"module.{n}": model[n] for n in model},
+        "ema_state_dict": {"steps": average["steps"]}
+        | {f"module.{n}": model[n] for n in model},
         "optimizer": {
             "state": {k: saved["state"][name] for k, name in enumerate(model)},
             "param_groups": groups,
-            "base_param_settings": {**saved["base_param_settings"], "params": torch.zeros(1)},
+            "base_param_settings": {
+                **saved["base_param_settings"],
+                "params": torch.zeros(1),
+            },
         },
         "param_schedulers": [schedule | {"_last_value": [*values, 0.05]}],
     }

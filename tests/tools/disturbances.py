@@ -13,8 +13,8 @@ from typing import Any
 from loading import load_tool
 
 from hooktrain.engine import DefaultTrainer, HookBase, default_argument_parser, launch
-from hooktrain.engine.hooks.preemption import Preemption
-from hooktrain.engine.hooks.watchdog import Watchdog
+from hooktrain.engine.hooks.bad_runs import Watchdog
+from hooktrain.engine.hooks.checkpointing import Preemption
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
 
@@ -26,7 +26,11 @@ class Disturb(HookBase):
         self.kind, self.rank = kind, rank
 
     def before_step(self) -> None:
-        if self.trainer.iter == 2 and comm.get_rank() == self.rank and restart_count() == 0:
+        if (
+            self.trainer.iter == 2
+            and comm.get_rank() == self.rank
+            and restart_count() == 0
+        ):
             getattr(self, self.kind)()
 
     def nothing(self) -> None:

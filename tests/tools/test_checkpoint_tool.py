@@ -11,7 +11,7 @@ from loading import load_tool
 from torch import nn
 
 from hooktrain.checkpoint.files import load_file, save_file
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,10 @@ def test_a_converted_state_resumes_model_and_optimizer(
 
 
 def test_inspect_prints_the_same_tables_for_file_and_folder(
-    file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    file: Path,
+    folder: Path,
+    tool: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert tool("inspect", file) == 0
     printed = capsys.readouterr().out
@@ -86,7 +89,10 @@ def test_inspect_prints_the_same_tables_for_file_and_folder(
 
 
 def test_verify_says_what_is_intact(
-    file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    file: Path,
+    folder: Path,
+    tool: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert tool("verify", file) == 0
     assert tool("verify", folder) == 0
@@ -121,7 +127,10 @@ def test_the_folder_of_what_is_written_is_made(
 
 
 def test_a_conversion_replaces_nothing(
-    file: Path, folder: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    file: Path,
+    folder: Path,
+    tool: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = file.read_bytes()
     assert tool("to-file", folder, file) == 1
@@ -148,7 +157,10 @@ def test_what_is_read_may_be_at_an_address(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     assert tool("weights", f"file://{file}", tmp_path / "b.pth") == 0
     assert torch.load(tmp_path / "b.pth").keys() == load_file(file)["model"].keys()
-    for arguments in (["verify", "s3://bucket/a.pth"], ["weights", file, "s3://bucket/a.pth"]):
+    for arguments in (
+        ["verify", "s3://bucket/a.pth"],
+        ["weights", file, "s3://bucket/a.pth"],
+    ):
         assert tool(*arguments) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert "Install s3fs" in first
@@ -165,7 +177,10 @@ def test_the_model_alone_loads_into_a_plain_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert tool("average", file, tmp_path / "none.pth") == 1
-    assert "has no averaged model, only the states of ['EvalHook']" in capsys.readouterr().err
+    assert (
+        "has no averaged model, only the states of ['EvalHook']"
+        in capsys.readouterr().err
+    )
     averaged = {f"module.{name}": 2 * tensor for name, tensor in state["model"].items()}
     state["trainer"]["hooks"]["EMA"] = {**averaged, "steps": torch.tensor(3)}
     save_file(state, file)

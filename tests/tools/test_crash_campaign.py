@@ -20,7 +20,9 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_runs_that_random_faults_strike_end_as_undisturbed_ones(tool: Any, tmp_path: Path) -> None:
+def test_runs_that_random_faults_strike_end_as_undisturbed_ones(
+    tool: Any, tmp_path: Path
+) -> None:
     campaign = tool.Campaign(0, 4, tmp_path)
     campaign.go(2)
     assert campaign.failures == []

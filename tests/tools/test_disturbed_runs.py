@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from processes import LIMIT_SECONDS, end, run_program, start_program
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +36,13 @@ SMALL = [
 def command(
     launcher: list[str], disturbance: str, rank: int, folder: Path, *options: str
 ) -> list[str]:
-    arguments = ["--resume", "--config-file", CONFIG, *SMALL, f"train.output_dir={folder}"]
+    arguments = [
+        "--resume",
+        "--config-file",
+        CONFIG,
+        *SMALL,
+        f"train.output_dir={folder}",
+    ]
     return [*launcher, SCRIPT, disturbance, str(rank), *arguments, *options]
 
 
@@ -136,7 +142,10 @@ def test_a_rank_that_hangs_is_named_and_ended(folder: Path) -> None:
     code, printed = run(TWO_RANKS, "hang", 1, folder)
     assert code != 0
     assert "Behind: rank 1." in printed
-    assert "disturbances.py" in printed[printed.index("Stack of thread 'MainThread' of rank 1") :]
+    assert (
+        "disturbances.py"
+        in printed[printed.index("Stack of thread 'MainThread' of rank 1") :]
+    )
     assert "exitcode  : 124" in printed
 
 
@@ -153,7 +162,9 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_bit_for_bit(
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(folder: Path) -> None:
+def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(
+    folder: Path,
+) -> None:
     code, printed = run([], "terminate", 0, folder)
     assert code == 143, printed
     assert (folder / "last_checkpoint").read_text() == "model_0000002.pth"
@@ -169,7 +180,9 @@ def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(folder
     assert (folder / "second" / "last_checkpoint").read_text() == "model_0000001.pth"
 
 
-def two_agents(options: list[str], disturbance: str, folder: Path, **environment: str) -> str:
+def two_agents(
+    options: list[str], disturbance: str, folder: Path, **environment: str
+) -> str:
     """What both print; each runs one rank."""
     outputs = [folder / f"agent{node}" for node in range(2)]
     agents = []
@@ -192,13 +205,23 @@ def free_port() -> int:
 
 
 def test_two_agents_train_one_network(folder: Path, undisturbed: Path) -> None:
-    meet = ["--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    meet = [
+        "--node-rank={node}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+    ]
     two_agents(meet, "nothing", folder)
     assert_same_weights(folder / "out", undisturbed)
 
 
-def test_two_agents_restart_when_a_rank_is_killed(folder: Path, undisturbed: Path) -> None:
-    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=1"]
+def test_two_agents_restart_when_a_rank_is_killed(
+    folder: Path, undisturbed: Path
+) -> None:
+    meet = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-id=1",
+    ]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     printed = two_agents([*meet, "--max-restarts=1"], "kill", folder, **fresh)
     assert "Starting training from iteration 2" in printed

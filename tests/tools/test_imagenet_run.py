@@ -59,10 +59,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(images: Path, output: Path, *overrides: str) -> Any:
     folders = [f"dataloader.root={images}", f"train.output_dir={output}"]
-    return LazyConfig.apply_overrides(LazyConfig.load(CONFIG), [*SMALL, *folders, *overrides])
+    return LazyConfig.apply_overrides(
+        LazyConfig.load(CONFIG), [*SMALL, *folders, *overrides]
+    )
 
 
-def train(images: Path, output: Path, *overrides: str, resume: bool = False) -> DefaultTrainer:
+def train(
+    images: Path, output: Path, *overrides: str, resume: bool = False
+) -> DefaultTrainer:
     trainer = DefaultTrainer(config(images, output, *overrides))
     trainer.resume_or_load(resume=resume)
     trainer.train()
@@ -70,7 +74,9 @@ def train(images: Path, output: Path, *overrides: str, resume: bool = False) -> 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> DefaultTrainer:
+def undisturbed(
+    images: Path, tmp_path_factory: pytest.TempPathFactory
+) -> DefaultTrainer:
     return train(images, tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -83,7 +89,10 @@ def test_a_run_learns_and_is_judged_by_the_label_among_the_one_and_the_five_high
     assert undisturbed.ema is not None
     results = undisturbed.last_results
     averaged = undisturbed.ema.average.module
-    for found, model in ((results, undisturbed.model.eval()), (results["ema"], averaged)):
+    for found, model in (
+        (results, undisturbed.model.eval()),
+        (results["ema"], averaged),
+    ):
         batches = list(instantiate(undisturbed.cfg.dataloader.test))
         logits = torch.cat([model(batch) for batch in batches])
         labels = torch.cat([labels for _, labels in batches])

@@ -42,7 +42,8 @@ def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
     class Killed(DefaultTrainer):
         def build_hooks(self) -> Any:
             first = CallbackHook(
-                before_step=kill_if("before_step"), after_backward=kill_if("after_backward")
+                before_step=kill_if("before_step"),
+                after_backward=kill_if("after_backward"),
             )
             last = CallbackHook(
                 after_step=kill_if("after_step"), after_train=kill_if("after_train")
@@ -59,7 +60,9 @@ def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
     )
 
 
-def run(folder: Path, workers: int = 0, kill_at: str = "", extra: list[str] | None = None) -> None:
+def run(
+    folder: Path, workers: int = 0, kill_at: str = "", extra: list[str] | None = None
+) -> None:
     code = end(start(train, folder, workers, kill_at, extra or []))
     assert code == (-signal.SIGKILL if kill_at else 0)
 
@@ -75,7 +78,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("workers", "kills"),
     [
         (0, ["after_backward 5", "after_step 23"]),  # before any checkpoint; at one
-        (2, ["before_step 17", "after_backward 45"]),  # in the first and in the second epoch
+        (
+            2,
+            ["before_step 17", "after_backward 45"],
+        ),  # in the first and in the second epoch
         (2, ["after_step 31", "after_train 60"]),  # at one; after the final evaluation
     ],
 )

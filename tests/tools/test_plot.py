@@ -16,9 +16,14 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     losses = [8.0 / (i + 1) for i in range(4)]
     rest = {"lr": 0.1, "time": 1.0, "grad_norm": 2.0}
-    rows = [{"iteration": i, "total_loss": x, "loss": x, **rest} for i, x in enumerate(losses)]
+    rows = [
+        {"iteration": i, "total_loss": x, "loss": x, **rest}
+        for i, x in enumerate(losses)
+    ]
     rows.append({"iteration": 3, "classification/accuracy": 50.0, "eta_seconds": 3.0})
-    (folder / "metrics.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.json").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return folder
 
 
@@ -34,9 +39,13 @@ def test_metrics_are_put_into_panels_and_smoothed_and_the_only_loss_is_shown_onc
     assert plot.read([run], ["loss"], window=2) == {"losses": {"loss": losses}}
 
 
-def test_several_runs_share_a_panel_under_their_names(run: Path, tmp_path: Path) -> None:
+def test_several_runs_share_a_panel_under_their_names(
+    run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "metrics.json").write_text('{"iteration": 9, "total_loss": 1.0}\n')
+    (tmp_path / "other" / "metrics.json").write_text(
+        '{"iteration": 9, "total_loss": 1.0}\n'
+    )
     panels = plot.read([run, tmp_path / "other"], ["total_loss"], window=1)
     assert list(panels) == ["losses"]
     assert list(panels["losses"]) == ["run: total_loss", "other: total_loss"]
@@ -44,9 +53,15 @@ def test_several_runs_share_a_panel_under_their_names(run: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "begin"),
-    [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.html", b"<!doctype html>\n<title>a</title>")],
+    [
+        ("a.png", b"\x89PNG"),
+        ("a.svg", b"<?xml"),
+        ("a.html", b"<!doctype html>\n<title>a</title>"),
+    ],
 )
-def test_a_picture_has_the_format_of_its_name(run: Path, name: str, begin: bytes) -> None:
+def test_a_picture_has_the_format_of_its_name(
+    run: Path, name: str, begin: bytes
+) -> None:
     assert plot.main([str(run), "--out", str(run / name), "--log"]) == 0
     assert (run / name).read_bytes().startswith(begin)
 
@@ -113,7 +128,9 @@ def test_a_mistake_is_a_line(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     with pytest.raises(SystemExit):
-        plot.main([str(run) if argument == "RUN" else argument for argument in arguments])
+        plot.main(
+            [str(run) if argument == "RUN" else argument for argument in arguments]
+        )
     assert text in capsys.readouterr().err
 
 

@@ -28,7 +28,10 @@ TINY = [
 
 
 def run(folder: Path, *args: str, exit_code: int = 0) -> str:
-    flags, overrides = [a for a in args if a[:2] == "--"], [a for a in args if a[:2] != "--"]
+    flags, overrides = (
+        [a for a in args if a[:2] == "--"],
+        [a for a in args if a[:2] != "--"],
+    )
     done = run_program(
         *(ROOT / "tools" / "train_net.py", "--config-file", CONFIG, *flags, *TINY),
         *(f"train.output_dir={folder}", *overrides),
@@ -47,7 +50,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(folder)
 
 
-def test_a_run_learns_evaluates_and_writes_samples(undisturbed: tuple[Path, str]) -> None:
+def test_a_run_learns_evaluates_and_writes_samples(
+    undisturbed: tuple[Path, str],
+) -> None:
     folder, printed = undisturbed
     lines = metrics(folder)
     losses = [line["loss_lm"] for line in lines if "loss_lm" in line]
@@ -85,12 +90,16 @@ def test_one_override_makes_it_larger(size: str, millions: float) -> None:
     cfg = LazyConfig.apply_overrides(LazyConfig.load(CONFIG), [f"model.size={size}"])
     with torch.device("meta"):
         model = instantiate(cfg.model)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.1
+    )
 
 
 def test_one_override_changes_the_block_size_everywhere() -> None:
     cfg = LazyConfig.load(CONFIG)
-    LazyConfig.apply_overrides(cfg, ["dataloader.train.dataset.block_size=48", "model.size=tiny"])
+    LazyConfig.apply_overrides(
+        cfg, ["dataloader.train.dataset.block_size=48", "model.size=tiny"]
+    )
     train, test = (instantiate(cfg.dataloader[name]) for name in ("train", "test"))
     assert next(iter(test))["tokens"].shape[1] == 48
     assert next(iter(train))["targets"].shape[1] == 48

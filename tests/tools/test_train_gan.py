@@ -24,7 +24,11 @@ SETTINGS = [
 def run(folder: Path, *args: str) -> str:
     config = ["--config-file", ROOT / "configs" / "digits_gan.py"]
     done = run_program(
-        ROOT / "tools" / "train_net.py", *args, *config, f"train.output_dir={folder}", *SETTINGS
+        ROOT / "tools" / "train_net.py",
+        *args,
+        *config,
+        f"train.output_dir={folder}",
+        *SETTINGS,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -45,18 +49,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(folder)
 
 
-def test_it_draws_samples_and_says_what_a_classifier_recognises(whole: tuple[Path, str]) -> None:
+def test_it_draws_samples_and_says_what_a_classifier_recognises(
+    whole: tuple[Path, str],
+) -> None:
     folder, printed = whole
     samples = sorted(path.name for path in (folder / "samples").iterdir())
     assert samples == ["0000001.png", "0000003.png", "0000005.png"]
     last = json.loads((folder / "metrics.json").read_text().splitlines()[-1])
-    for task in ("samples", "ema/samples"):  # of the raw weights and of the averaged ones
+    for task in (
+        "samples",
+        "ema/samples",
+    ):  # of the raw weights and of the averaged ones
         assert last[f"{task}/count"] == 500
         assert last[f"{task}/classifier_accuracy"] > 0.97
         assert f"{task}/confidence: {last[f'{task}/confidence']:.4g}" in printed
 
 
-def test_each_network_has_its_own_optimizer_and_schedule(whole: tuple[Path, str]) -> None:
+def test_each_network_has_its_own_optimizer_and_schedule(
+    whole: tuple[Path, str],
+) -> None:
     optimizers = final(whole[0])["optimizer"]
     assert {n: o["inner_count"] for n, o in optimizers.items()} == {
         "generator": 6,
@@ -77,6 +88,8 @@ def test_a_run_that_goes_on_after_a_checkpoint_ends_bit_for_bit_the_same(
         leaves, structure = tree_flatten(resumed[part])
         expected_leaves, expected_structure = tree_flatten(expected[part])
         assert structure == expected_structure
-        assert all(equal(a, b) for a, b in zip(leaves, expected_leaves, strict=True)), part
+        assert all(equal(a, b) for a, b in zip(leaves, expected_leaves, strict=True)), (
+            part
+        )
     last = Path("samples") / "0000005.png"
     assert (tmp_path / last).read_bytes() == (whole[0] / last).read_bytes()

@@ -20,23 +20,46 @@ SMALL = ["train.max_iter=12", "train.checkpointer.period=5", "train.log_period=4
 
 
 def run(
-    folder: Path, *args: str, script: str = "train_net.py", ranks: int = 0, fails: bool = False
+    folder: Path,
+    *args: str,
+    script: str = "train_net.py",
+    ranks: int = 0,
+    fails: bool = False,
 ) -> str:
     """Run a script of tools/ in a folder of its own; return what it printed."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = run_program(*(torchrun if ranks else []), *command(folder, *args, script=script))
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
+    done = run_program(
+        *(torchrun if ranks else []), *command(folder, *args, script=script)
+    )
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 
 
 def command(folder: Path, *args: str, script: str = "train_net.py") -> list[str]:
     own = [f"train.output_dir={folder}", *SMALL, "model.channels=4"]
-    flags, overrides = [a for a in args if a[:2] == "--"], [a for a in args if a[:2] != "--"]
-    return [str(ROOT / "tools" / script), "--config-file", CONFIG, *flags, *own, *overrides]
+    flags, overrides = (
+        [a for a in args if a[:2] == "--"],
+        [a for a in args if a[:2] != "--"],
+    )
+    return [
+        str(ROOT / "tools" / script),
+        "--config-file",
+        CONFIG,
+        *flags,
+        *own,
+        *overrides,
+    ]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()
+    ]
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
@@ -44,15 +67,22 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     return state
 
 
-def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(tmp_path: Path) -> None:
+def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(
+    tmp_path: Path,
+) -> None:
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.check_output(
-        [sys.executable, *command(tmp_path)], stderr=subprocess.STDOUT, text=True, env=alone
+        [sys.executable, *command(tmp_path)],
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=alone,
     )
     assert "Warning" not in printed
     assert "eta: " in printed
     assert "total_loss: " in printed
-    assert {path.name for path in tmp_path.iterdir() if "tfevents" not in path.name} == {
+    assert {
+        path.name for path in tmp_path.iterdir() if "tfevents" not in path.name
+    } == {
         ".lock",
         "config.py",
         "last_checkpoint",
@@ -68,7 +98,9 @@ def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(tmp_path:
 
     evaluated = run(tmp_path, "--eval-only", "--resume")
     assert "copypaste: accuracy,val_loss,mean_class_accuracy" in evaluated
-    assert f"copypaste: {lines(tmp_path)[-1]['classification/accuracy']:.4f}," in evaluated
+    assert (
+        f"copypaste: {lines(tmp_path)[-1]['classification/accuracy']:.4f}," in evaluated
+    )
 
     resumed = run(tmp_path, "--resume", "train.max_iter=16")
     assert "Starting training from iteration 12" in resumed
@@ -81,7 +113,9 @@ def test_the_saved_configuration_trains_the_same_network(tmp_path: Path) -> None
     override = f"train.output_dir={tmp_path / 'second'}"
     done = run_program(ROOT / "tools" / "train_net.py", *saved, override)
     assert done.returncode == 0, done.stdout
-    first, second = (checkpoint(tmp_path / name)["model"] for name in ("first", "second"))
+    first, second = (
+        checkpoint(tmp_path / name)["model"] for name in ("first", "second")
+    )
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -117,7 +151,9 @@ def test_num_gpus_starts_as_many_processes(tmp_path: Path) -> None:
     assert checkpoint(tmp_path)["trainer"]["meta"]["world_size"] == 2
 
 
-def test_a_misspelt_key_names_the_nearest_before_anything_starts(tmp_path: Path) -> None:
+def test_a_misspelt_key_names_the_nearest_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     printed = run(tmp_path / "out", "train.max_itr=5", fails=True)
     assert "max_iter" in printed
     assert not (tmp_path / "out").exists()
@@ -148,7 +184,9 @@ def benchmark(
         runpy.run_path(str(ROOT / "tools" / script), run_name="__main__")
         return capsys.readouterr().out
 
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: run_program(*command[1:]))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: run_program(*command[1:])
+    )
     return run
 
 
@@ -165,9 +203,17 @@ def test_the_benchmark_of_strategies_runs_a_configuration_through_each(
     benchmark: Callable[..., str],
 ) -> None:
     small = ["--iterations", "4", "--config-file", CONFIG, "model.channels=2"]
-    cases = ["--strategies", "SingleDeviceStrategy", "FSDPStrategy", "--precisions", "bfloat16"]
+    cases = [
+        "--strategies",
+        "SingleDeviceStrategy",
+        "FSDPStrategy",
+        "--precisions",
+        "bfloat16",
+    ]
     printed = benchmark("benchmark_strategies.py", *cases, "--compiled", "no", *small)
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[-2:]]
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in printed.splitlines()[-2:]
+    ]
     assert [row[1] for row in rows] == ["SingleDeviceStrategy", "FSDPStrategy"]
     assert all(float(row[5]) > 0 for row in rows)
     assert rows[0][6] == rows[1][6] != "nan"

@@ -29,7 +29,9 @@ def test_the_caller_goes_on_while_a_job_runs_and_a_second_waits_for_it() -> None
 
     other = threading.Thread(target=submit_second)
     other.start()
-    assert not submitted.wait(0.05)  # it cannot have been taken, as the first still runs
+    assert not submitted.wait(
+        0.05
+    )  # it cannot have been taken, as the first still runs
     go.set()
     other.join()
     assert worker.wait()
@@ -99,5 +101,7 @@ def test_the_interpreter_waits_at_its_exit_for_the_job_that_runs_unless_it_is_a_
 ) -> None:
     path = sys.modules[BackgroundWorker.__module__].__file__
     command = [sys.executable, "-c", SCRIPT.replace("submit(job)", call), str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     assert result.stdout == printed

@@ -18,7 +18,9 @@ def exchange() -> None:
     everybody = [{"rank": r, "text": "x" * r} for r in range(4)]
     assert comm.all_gather(everybody[rank]) == everybody
     for dst in (0, 2):
-        assert comm.gather(rank * 10, dst=dst) == ([0, 10, 20, 30] if rank == dst else [])
+        assert comm.gather(rank * 10, dst=dst) == (
+            [0, 10, 20, 30] if rank == dst else []
+        )
     with pytest.raises((ValueError, RuntimeError), match="invalid root rank: 4"):
         comm.gather(rank, dst=4)
     assert comm.broadcast(f"from {rank}", src=3) == "from 3"
@@ -39,7 +41,9 @@ def exchange() -> None:
             gathered = comm.gather(rank, dst=members[1], group=group)
             assert gathered == ([*members] if rank == members[1] else [])
         else:
-            with pytest.raises(ValueError, match=f"rank {rank} is not in the group that was given"):
+            with pytest.raises(
+                ValueError, match=f"rank {rank} is not in the group that was given"
+            ):
                 comm.all_gather(rank, group)
 
 
@@ -50,7 +54,10 @@ def test_objects_sums_flags_and_seeds_reach_the_ranks_of_the_run_or_a_group() ->
 def reduce_dicts() -> None:
     """The same keys on every rank, in another order on odd ones."""
     rank = comm.get_rank()
-    losses = {"b": torch.tensor(float(rank)), "a": torch.tensor(rank * 10.0, requires_grad=True)}
+    losses = {
+        "b": torch.tensor(float(rank)),
+        "a": torch.tensor(rank * 10.0, requires_grad=True),
+    }
     losses = losses if rank % 2 == 0 else dict(reversed(losses.items()))
     mean = comm.reduce_dict(losses)
     assert mean == {"a": torch.tensor(15.0), "b": torch.tensor(1.5)}
@@ -63,7 +70,9 @@ def reduce_dicts() -> None:
     assert losses["a"].requires_grad
 
 
-def test_reduce_dict_averages_or_sums_on_every_rank_whatever_the_order_of_keys() -> None:
+def test_reduce_dict_averages_or_sums_on_every_rank_whatever_the_order_of_keys() -> (
+    None
+):
     run_ranks(reduce_dicts, WORLD_SIZE)
 
 
@@ -80,18 +89,26 @@ def visit_local_groups() -> None:
         patch.setenv("LOCAL_RANK", "7")
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
-        for size, problem in ((3, "must be divisible by 'group_size=3'"), (0, "must be positive")):
+        for size, problem in (
+            (3, "must be divisible by 'group_size=3'"),
+            (0, "must be positive"),
+        ):
             with pytest.raises(ValueError, match=problem):
                 comm.create_local_process_group(size)
         comm.create_local_process_group(2)  # goes before torchrun's
         assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
     machine = rank // 2 * 2
-    assert comm.all_gather(rank, comm.get_local_process_group()) == [machine, machine + 1]
+    assert comm.all_gather(rank, comm.get_local_process_group()) == [
+        machine,
+        machine + 1,
+    ]
     comm.create_local_process_group(4)
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 4)
 
 
-def test_local_groups_are_machines_and_what_nobody_knows_or_fits_none_is_an_error() -> None:
+def test_local_groups_are_machines_and_what_nobody_knows_or_fits_none_is_an_error() -> (
+    None
+):
     run_ranks(visit_local_groups, WORLD_SIZE)
 
 
@@ -104,7 +121,9 @@ def visit_three_groups(folder: str) -> None:
         place = (rank + i) % WORLD_SIZE
         # This name is not "gloo", as is the case with nccl, so objects need a group of their own.
         url = f"file://{folder}/rendezvous{i}"
-        dist.init_process_group("cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE)
+        dist.init_process_group(
+            "cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE
+        )
         with pytest.raises(RuntimeError, match="no local process group"):
             comm.get_local_process_group()
         comm.create_local_process_group(WORLD_SIZE)
@@ -121,7 +140,11 @@ def test_nothing_outlives_a_process_group_that_was_destroyed(tmp_path: Path) -> 
 
 
 def test_a_single_process_is_rank_0_of_1() -> None:
-    assert (comm.get_rank(), comm.get_world_size(), comm.is_main_process()) == (0, 1, True)
+    assert (comm.get_rank(), comm.get_world_size(), comm.is_main_process()) == (
+        0,
+        1,
+        True,
+    )
     assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
 
 

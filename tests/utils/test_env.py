@@ -36,7 +36,10 @@ def test_a_drawn_seed_is_returned_logged_and_new_each_time(
     with caplog.at_level(logging.INFO, logger="hooktrain.utils.env"):
         seeds = [seed_all_rng() for _ in range(3)]
     assert len(set(seeds)) == 3
-    assert [str(seed) in message for seed, message in zip(seeds, caplog.messages, strict=True)]
+    assert [
+        str(seed) in message
+        for seed, message in zip(seeds, caplog.messages, strict=True)
+    ]
     after_drawing = draw()
     seed_all_rng(seeds[-1])
     assert draw() == after_drawing
@@ -59,7 +62,12 @@ def test_the_numbers_of_a_step_are_those_of_seed_iteration_and_rank() -> None:
 
     first = drawn(2**63 + 1, 7, 1)  # draw() leaves a second normal value waiting
     assert drawn(2**63 + 1, 7, 1) == first
-    others = [drawn(4, 7, 1), drawn(2**63 + 1, 8, 1), drawn(2**63 + 1, 7, 0), drawn(-1, 0, 0)]
+    others = [
+        drawn(4, 7, 1),
+        drawn(2**63 + 1, 8, 1),
+        drawn(2**63 + 1, 7, 0),
+        drawn(-1, 0, 0),
+    ]
     assert all(a != b for other in others for a, b in zip(other, first, strict=True))
 
 

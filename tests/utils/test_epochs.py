@@ -23,9 +23,13 @@ def test_epochs_become_iterations_and_a_part_of_one_counts(
     assert in_iterations(number, length) == expected
 
 
-@pytest.mark.parametrize("text", ["20", "epoch", "1epoch", "-1 epochs", "1 epoch ", "one epoch"])
+@pytest.mark.parametrize(
+    "text", ["20", "epoch", "1epoch", "-1 epochs", "1 epoch ", "one epoch"]
+)
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="a number of iterations, or a text like '1 epoch', not"):
+    with pytest.raises(
+        ValueError, match="a number of iterations, or a text like '1 epoch', not"
+    ):
         in_iterations(text, 10)
 
 

@@ -50,7 +50,9 @@ def test_a_new_file_takes_its_place_when_the_block_ends_wherever_the_process_is_
 
 
 @pytest.mark.parametrize("error", [ValueError("poison"), KeyboardInterrupt()])
-def test_an_error_in_the_block_leaves_the_old_file(tmp_path: Path, error: BaseException) -> None:
+def test_an_error_in_the_block_leaves_the_old_file(
+    tmp_path: Path, error: BaseException
+) -> None:
     if isinstance(error, KeyboardInterrupt):  # which is not taken for a full disk
         error.__context__ = OSError(errno.ENOSPC, "full")
     path = tmp_path / "a.bin"
@@ -111,7 +113,12 @@ def test_the_file_reaches_the_disk_before_its_name_and_then_the_folder(
     with atomic_write(tmp_path / "a.bin") as file:
         file.write(b"12345")
         trace.append("write")
-    assert trace == ["write", "fsync temporary with 5 bytes", "replace a.bin", "fsync folder"]
+    assert trace == [
+        "write",
+        "fsync temporary with 5 bytes",
+        "replace a.bin",
+        "fsync folder",
+    ]
 
 
 CANNOT = ["EINVAL", "EBADF", "ENOSYS", "EOPNOTSUPP"]
@@ -119,7 +126,10 @@ CANNOT = ["EINVAL", "EBADF", "ENOSYS", "EOPNOTSUPP"]
 
 @pytest.mark.parametrize("name", [*CANNOT, "EIO"])
 def test_a_file_system_that_cannot_flush_folders_is_told_of_once_and_a_failing_one_is_an_error(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fsync = os.fsync
 
@@ -151,10 +161,16 @@ def test_a_full_disk_is_told_with_the_path_and_the_free_space_also_where_torch_h
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1234))
-    writes: list[Callable[[Any], object]] = [lambda file: file.write(b"new"), save_by_torch]
+    writes: list[Callable[[Any], object]] = [
+        lambda file: file.write(b"new"),
+        save_by_torch,
+    ]
     for n, fill in [(1, writes[0]), *((n, writes[1]) for n in range(1, 6))]:
         fail_at_write(monkeypatch, n, OSError(number, "full"))
-        with pytest.raises(OSError, match="1,234 bytes free") as caught, atomic_write(path) as file:
+        with (
+            pytest.raises(OSError, match="1,234 bytes free") as caught,
+            atomic_write(path) as file,
+        ):
             fill(file)
         assert caught.value.errno == number
         assert f"no space to write {path}: " in str(caught.value)
@@ -165,10 +181,18 @@ def test_a_full_disk_is_told_with_the_path_and_the_free_space_also_where_torch_h
 OWNER = "-1-0123abcd"  # in a container, number 1 may be that of any process
 
 
-def test_what_nobody_is_writing_is_swept_and_what_has_another_name_stays(tmp_path: Path) -> None:
+def test_what_nobody_is_writing_is_swept_and_what_has_another_name_stays(
+    tmp_path: Path,
+) -> None:
     left = [f".a.bin.tmp{OWNER}", f".a.bin.tmp{OWNER}.lock", f".b.tmp{OWNER}.lock"]
     others = [
-        *(".lock", f".tmp{OWNER}", f".a.bin.tmp{OWNER}.bak", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}"),
+        *(
+            ".lock",
+            f".tmp{OWNER}",
+            f".a.bin.tmp{OWNER}.bak",
+            ".a.bin.tmp-1",
+            f"a.bin.tmp{OWNER}",
+        ),
         "model.pth",
     ]
     for name in [*left, *others]:

@@ -3,7 +3,7 @@ import math
 import torch
 from torch import nn
 
-from hooktrain.utils.finite import non_finite
+from hooktrain.utils.tensors import non_finite
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
@@ -15,7 +15,9 @@ def test_what_is_not_finite_is_named_whatever_the_dtype() -> None:
         for value in (3, math.nan, math.inf, -math.inf)
     }
     tensors["sparse nan"] = torch.full((2,), math.nan).to_sparse()
-    tensors["the largest"] = torch.full((9,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    tensors["the largest"] = torch.full(
+        (9,), torch.finfo(torch.float64).max, dtype=torch.float64
+    )
     bad = {name for name in tensors if name.endswith(("nan", "inf"))}
     assert len(bad) == 16
     assert non_finite(tensors) == bad

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hooktrain.utils.locks import is_locked, lock_folder, locked_file
+from hooktrain.utils.file_io import is_locked, lock_folder, locked_file
 
 HOLD = """
 import sys
-from hooktrain.utils.locks import lock_folder
+from hooktrain.utils.file_io import lock_folder
 lock_folder(sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()
 """
 FORK = """
 import os, signal, sys
-from hooktrain.utils.locks import lock_folder
+from hooktrain.utils.file_io import lock_folder
 lock_folder(sys.argv[1])
 begun, begin = os.pipe()
 child = os.fork()
@@ -33,15 +33,21 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_in_use_by_another_run_is_refused_until_that_is_gone(tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_run_is_refused_until_that_is_gone(
+    tmp_path: Path,
+) -> None:
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert other.stdin is not None
     assert other.stdout is not None
     try:
         assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(RuntimeError, match=rf"in use by another run \(process {other.pid} on "):
+        with pytest.raises(
+            RuntimeError, match=rf"in use by another run \(process {other.pid} on "
+        ):
             lock_folder(tmp_path)
     finally:
         other.kill()
@@ -58,13 +64,19 @@ def test_the_same_process_may_lock_again_and_copy_the_folder(tmp_path: Path) -> 
     lock_folder(str(tmp_path / "link"))
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
     command = [sys.executable, "-c", HOLD, str(tmp_path / "link")]
-    other = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    other = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert "in use by another run" in other.stderr
 
 
-def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(tmp_path: Path) -> None:
+def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-c", FORK, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         child = int(other.stdout.readline())
         try:
@@ -75,7 +87,9 @@ def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_gone(tmp_path: Path)
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_is_locked_as_long_as_its_block_and_gone_afterwards(tmp_path: Path) -> None:
+def test_a_file_is_locked_as_long_as_its_block_and_gone_afterwards(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "file.lock"
     assert not is_locked(path)
     with locked_file(path):
@@ -87,7 +101,10 @@ def test_a_file_is_locked_as_long_as_its_block_and_gone_afterwards(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
 def test_a_file_system_without_locks_is_told_of_and_the_run_goes_on(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(file: object, operation: int) -> None:
         raise OSError(getattr(errno, name), "injected")
@@ -95,7 +112,10 @@ def test_a_file_system_without_locks_is_told_of_and_the_run_goes_on(
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(fcntl, "lockf", refuse)
     lock_folder(tmp_path)
-    assert f"{tmp_path} cannot be locked ([Errno {getattr(errno, name)}] injected)" in caplog.text
+    assert (
+        f"{tmp_path} cannot be locked ([Errno {getattr(errno, name)}] injected)"
+        in caplog.text
+    )
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def colors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_level_chooses_what_the_terminal_shows_and_the_file_has_everything_with_dates(
     level: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logger(tmp_path / "a/b", name=NAME, abbrev_name="ht", color=False, level=level)
+    setup_logger(
+        tmp_path / "a/b", name=NAME, abbrev_name="ht", color=False, level=level
+    )
     for name in ("debug", "info", "warning"):
         getattr(logging.getLogger(f"{NAME}.engine"), name)(name)
     lines = [f"{TIME} {line}\n" for line in shown.split("|")]
@@ -68,7 +70,9 @@ def test_a_level_chooses_what_the_terminal_shows_and_the_file_has_everything_wit
 
 
 def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one of \['quiet', 'normal', 'debug'\], but got 'loud'"):
+    with pytest.raises(
+        ValueError, match=r"one of \['quiet', 'normal', 'debug'\], but got 'loud'"
+    ):
         setup_logger(name=NAME, level="loud")
 
 
@@ -81,7 +85,12 @@ def test_a_line_of_fields_fits_the_terminal_and_is_whole_in_the_file(
     logger.info(fields)
     logger.info("one\n" + "x" * 120)
     *folded, _, long = capsys.readouterr().out.splitlines()
-    assert [line[9:16] for line in folded] == ["loss_0:", "loss_7:", "loss_13", "loss_19"]
+    assert [line[9:16] for line in folded] == [
+        "loss_0:",
+        "loss_7:",
+        "loss_13",
+        "loss_19",
+    ]
     assert "  ".join(line[9:] for line in folded) == fields
     assert max(map(len, folded)) <= 100
     assert long == "x" * 120
@@ -109,7 +118,10 @@ class NotebookStream(io.StringIO):
     ],
 )
 def test_a_bar_stands_below_the_lines_of_all_loggers_where_somebody_watches(
-    stream: type[io.StringIO], options: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
+    stream: type[io.StringIO],
+    options: Any,
+    watched: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdout", screen := stream())
     monkeypatch.setenv("COLUMNS", "52")
@@ -145,7 +157,9 @@ def test_colours_mark_time_and_name_and_levels_from_warning_on(
     assert re.fullmatch(header + "hello", info)
     assert re.fullmatch(header + r"\x1b\[1m\x1b\[31mWARNING\x1b\[0m hello", warning)
     assert re.fullmatch(header + r"\x1b\[4m\x1b\[1m\x1b\[31mERROR\x1b\[0m hello", error)
-    assert re.fullmatch(header + r"\x1b\[4m\x1b\[1m\x1b\[31mCRITICAL\x1b\[0m hello", critical)
+    assert re.fullmatch(
+        header + r"\x1b\[4m\x1b\[1m\x1b\[31mCRITICAL\x1b\[0m hello", critical
+    )
 
 
 def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(
@@ -155,19 +169,31 @@ def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(
     (before,) = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
     stream = before.stream
     logger.info("first")
-    setup_logger(str(tmp_path / "log.txt"), name=NAME, color=False, abbrev_name="x").info("second")
+    setup_logger(
+        str(tmp_path / "log.txt"), name=NAME, color=False, abbrev_name="x"
+    ).info("second")
     setup_logger(tmp_path / "two.txt", name=NAME, configure_stdout=False).info("third")
     assert stream.closed
-    assert [line[-6:] for line in capsys.readouterr().out.splitlines()] == [" first", "second"]
+    assert [line[-6:] for line in capsys.readouterr().out.splitlines()] == [
+        " first",
+        "second",
+    ]
     assert [p.read_text().count("\n") for p in sorted(tmp_path.iterdir())] == [2, 1]
     assert (logger.level, logger.propagate) == (logging.DEBUG, False)
     close_logger(NAME)
-    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
+    assert (logger.level, logger.propagate, logger.handlers) == (
+        logging.NOTSET,
+        True,
+        [],
+    )
 
 
 def test_handlers_of_others_stay(tmp_path: Path) -> None:
     logger, theirs = logging.getLogger(NAME), io.StringIO()
-    handlers = [logging.StreamHandler(theirs), logging.FileHandler(tmp_path / "their.txt")]
+    handlers = [
+        logging.StreamHandler(theirs),
+        logging.FileHandler(tmp_path / "their.txt"),
+    ]
     for handler in handlers:
         logger.addHandler(handler)
     setup_logger(tmp_path, name=NAME)
@@ -231,10 +257,25 @@ print("printed", flush=True)
 @pytest.mark.parametrize(
     ("largest", "stdout", "complete", "errors"),
     [
-        (10**6, "| true", "log.txt", ["Cannot write to stdout: [Errno 32] Broken pipe"]),
-        (10**6, "> /dev/full", "log.txt", ["Cannot write to stdout: [Errno 28] No space left"]),
+        (
+            10**6,
+            "| true",
+            "log.txt",
+            ["Cannot write to stdout: [Errno 32] Broken pipe"],
+        ),
+        (
+            10**6,
+            "> /dev/full",
+            "log.txt",
+            ["Cannot write to stdout: [Errno 28] No space left"],
+        ),
         (10**6, ">&-", "log.txt", []),
-        (2000, "| cat", "stdout", ["Cannot write to {}/log.txt: [Errno 27] File too large"]),
+        (
+            2000,
+            "| cat",
+            "stdout",
+            ["Cannot write to {}/log.txt: [Errno 27] File too large"],
+        ),
     ],
     ids=["closed pipe", "full terminal", "no stdout", "full disk"],
 )
@@ -242,7 +283,9 @@ def test_lines_that_cannot_be_written_are_one_line_elsewhere_and_no_failure(
     largest: int, stdout: str, complete: str, errors: list[str], tmp_path: Path
 ) -> None:
     command = f"({sys.executable} -c '{LOGS_500_LINES}' {tmp_path} {largest}; echo $? >&2) {stdout}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, check=True
+    )
     assert done.stderr == "0\n"
     text = done.stdout if complete == "stdout" else (tmp_path / "log.txt").read_text()
     assert text.count("line ") == 500
@@ -252,7 +295,9 @@ def test_lines_that_cannot_be_written_are_one_line_elsewhere_and_no_failure(
         assert error.format(tmp_path) in line
 
 
-def test_log_first_n_stops_after_n_calls_from_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_first_n_stops_after_n_calls_from_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for i in range(5):
         log_first_n(logging.WARNING, f"here {i}", 2)
         log_first_n(logging.WARNING, f"there {i}")
@@ -265,7 +310,11 @@ def test_log_first_n_can_count_equal_messages_at_a_level_also_of_one_line(
     log_first_n(logging.WARNING, "a", key="message")
     for level, message in ((30, "a"), (30, "b"), (40, "a"), (30, "b")):
         log_first_n(level, message, key="message")
-    assert [(r.levelno, r.message) for r in caplog.records] == [(30, "a"), (30, "b"), (40, "a")]
+    assert [(r.levelno, r.message) for r in caplog.records] == [
+        (30, "a"),
+        (30, "b"),
+        (40, "a"),
+    ]
     caplog.clear()
     for message in ("a", "b", "a"):
         log_first_n(logging.WARNING, message, key=("caller", "message"))
@@ -312,7 +361,9 @@ def test_helpers_log_as_the_line_that_called_them(
     assert named.name == "somebody"
 
 
-@pytest.mark.parametrize(("module", "logged"), [("mine", "mine"), ("__main__", "hooktrain")])
+@pytest.mark.parametrize(
+    ("module", "logged"), [("mine", "mine"), ("__main__", "hooktrain")]
+)
 def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the_package(
     module: str, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:

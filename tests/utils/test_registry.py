@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hooktrain.utils.registry import (
-    Registry,
-    did_you_mean,
-    importable_name,
-    locate,
-    unwrap_model,
-)
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.utils.names import did_you_mean, importable_name, locate
+from hooktrain.utils.registry import Registry
 
 
 class Outer:
@@ -87,8 +83,13 @@ def test_locate_imports_modules_and_tells_a_function_from_a_module_of_the_same_n
     assert locate("located_pkg.train")() == 1
     assert locate("located_pkg.train.Helper.x") == 2
     assert importable_name(locate("located_pkg.train")) == ("located_pkg", "train")
-    assert importable_name(locate("located_pkg.train.Helper")) == ("located_pkg.train", "Helper")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_dependency'"):
+    assert importable_name(locate("located_pkg.train.Helper")) == (
+        "located_pkg.train",
+        "Helper",
+    )
+    with pytest.raises(
+        ModuleNotFoundError, match="No module named 'no_such_dependency'"
+    ):
         locate("located_pkg.broken.Net")
 
 
@@ -97,7 +98,9 @@ def test_an_unknown_module_or_attribute_names_what_exists_and_the_nearest() -> N
     with pytest.raises(ImportError) as error:
         locate("torch.optim.SDG")
     assert str(error.value) == message
-    with pytest.raises(ImportError, match=r"'torch.nn.Conv2d' has no 'forwrd'.*'forward'"):
+    with pytest.raises(
+        ImportError, match=r"'torch.nn.Conv2d' has no 'forwrd'.*'forward'"
+    ):
         locate("torch.nn.Conv2d.forwrd")
     with pytest.raises(ImportError, match="No module named 'no_such_module'"):
         locate("no_such_module.Net")
@@ -112,7 +115,10 @@ def test_an_unknown_module_or_attribute_names_what_exists_and_the_nearest() -> N
         (torch.optim.SGD, "torch.optim.SGD"),
         (torch.nn.Conv2d, "torch.nn.Conv2d"),
         (torch.nn.functional.relu, "torch.nn.functional.relu"),
-        (torch.nn.functional.gelu, "torch.nn.functional.gelu"),  # calls itself torch._C._nn.gelu
+        (
+            torch.nn.functional.gelu,
+            "torch.nn.functional.gelu",
+        ),  # calls itself torch._C._nn.gelu
         (torch.tanh, "torch.tanh"),  # calls itself torch._VariableFunctionsClass.tanh
         (torch.float16, "torch.float16"),
         (dict, "builtins.dict"),
@@ -122,7 +128,9 @@ def test_an_unknown_module_or_attribute_names_what_exists_and_the_nearest() -> N
         (some_function, f"{__name__}.some_function"),
     ],
 )
-def test_the_dotted_name_is_the_shortest_public_one_and_leads_back(obj: Any, expected: str) -> None:
+def test_the_dotted_name_is_the_shortest_public_one_and_leads_back(
+    obj: Any, expected: str
+) -> None:
     assert ".".join(importable_name(obj)) == expected
     assert locate(expected) is obj
 
@@ -138,7 +146,15 @@ def test_what_cannot_be_imported_by_name_is_refused() -> None:
     class Colour:  # shadows nothing: the module's Colour is another class
         __qualname__ = "Colour"
 
-    for obj in (lambda: 0, local_function(), Outer(), Outer().method, 3, "torch", Colour):
+    for obj in (
+        lambda: 0,
+        local_function(),
+        Outer(),
+        Outer().method,
+        3,
+        "torch",
+        Colour,
+    ):
         with pytest.raises(ValueError, match="cannot be imported by name"):
             importable_name(obj)
     assert importable_name(Outer.build) == (__name__, "Outer.build")
@@ -171,7 +187,9 @@ def test_objects_register_under_their_own_names_or_one_that_is_given() -> None:
 def test_a_taken_name_is_refused_unless_forced_and_both_objects_are_named() -> None:
     registry = Registry("things")
     registry.register(Outer, name="x")
-    with pytest.raises(ValueError, match=r"'things' already has .*Outer.* 'x'.*Colour.*force=True"):
+    with pytest.raises(
+        ValueError, match=r"'things' already has .*Outer.* 'x'.*Colour.*force=True"
+    ):
         registry.register(Colour, name="x")
     assert registry.get("x") is Outer
     registry.register(Colour, name="x", force=True)
@@ -199,7 +217,12 @@ def test_register_module_is_a_decorator_or_takes_the_module() -> None:
     registry.register_module(["Other", "other"])(Recorder)
     assert registry.register_module("Renamed", module=Colour) is Colour
     assert registry.register_module("Outer", force=True, module=Strict) is Strict
-    expected = {"Outer": Strict, "Other": Recorder, "other": Recorder, "Renamed": Colour}
+    expected = {
+        "Outer": Strict,
+        "Other": Recorder,
+        "other": Recorder,
+        "Renamed": Colour,
+    }
     assert dict(registry) == expected
     with pytest.raises(TypeError, match=r"write @REGISTRY.register_module\(\) above"):
         registry.register_module(Outer)
@@ -234,7 +257,9 @@ def registry() -> Registry:
     return registry
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Linear, "torch.nn.Linear", "Linear", "function"])
+@pytest.mark.parametrize(
+    "kind", [torch.nn.Linear, "torch.nn.Linear", "Linear", "function"]
+)
 def test_type_may_be_a_name_a_class_a_function_or_an_importable_name(
     registry: Registry, kind: Any
 ) -> None:
@@ -243,7 +268,9 @@ def test_type_may_be_a_name_a_class_a_function_or_an_importable_name(
     built = registry.build({"type": kind, "in_features": 2, "out_features": 3})
     assert tuple(built.weight.shape) == (3, 2)
     assert registry.find("mmengine.Linear") is torch.nn.Linear  # a scope, not a module
-    registry.register(Recorder, name="torch.nn.Linear")  # goes before what can be imported
+    registry.register(
+        Recorder, name="torch.nn.Linear"
+    )  # goes before what can be imported
     assert type(registry.build({"type": "torch.nn.Linear"})) is Recorder
 
 
@@ -262,8 +289,16 @@ def test_defaults_are_for_keys_that_the_configuration_lacks_and_it_stays_as_it_i
     ("cfg", "error", "message"),
     [
         ({"kind": 1}, KeyError, "the registry 'things' needs 'type', got {'kind': 1}"),
-        ({"type": "Recoder"}, KeyError, r"'Recoder' in the registry 'things'; .*'Recorder'"),
-        ({"type": "torch.nn.Liner"}, ImportError, "'torch.nn' has no 'Liner'; .* 'Linear'"),
+        (
+            {"type": "Recoder"},
+            KeyError,
+            r"'Recoder' in the registry 'things'; .*'Recorder'",
+        ),
+        (
+            {"type": "torch.nn.Liner"},
+            ImportError,
+            "'torch.nn' has no 'Liner'; .* 'Linear'",
+        ),
         ({"type": 3}, TypeError, "object is not callable"),
         ({"type": "torch.nn"}, TypeError, "object is not callable"),
     ],
@@ -290,7 +325,9 @@ def test_wrong_arguments_name_the_class_the_keys_and_the_nearest_also_of_a_base_
     assert error.value.__notes__ == [what + hint]
 
 
-def test_an_error_from_inside_of_a_constructor_is_not_hidden(registry: Registry) -> None:
+def test_an_error_from_inside_of_a_constructor_is_not_hidden(
+    registry: Registry,
+) -> None:
     with pytest.raises(FileNotFoundError, match="no such width") as error:
         registry.build({"type": "Strict", "width": -1})
     assert error.value.filename == "w.txt"

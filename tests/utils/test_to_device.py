@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.to_device import mover_to
+from hooktrain.utils.tensors import mover_to
 
 there = nn.Linear(2, 2, device="meta")
 
@@ -47,7 +47,11 @@ def test_tensors_move_in_containers_of_every_kind_which_keep_their_types() -> No
     assert isinstance(moved["sample"], Sample)
     assert isinstance(moved["encoding"], Encoding)
     assert type(moved["nested"][1]) is defaultdict
-    assert (moved["pair"].name, moved["sample"].size, moved["text"]) == ("a", (3, 4), "cat")
+    assert (moved["pair"].name, moved["sample"].size, moved["text"]) == (
+        "a",
+        (3, 4),
+        "cat",
+    )
     tensors = [
         moved["pair"].image,
         moved["sample"].image,
@@ -63,8 +67,12 @@ class Owner(nn.Linear):
     def train_step(self, data: Any, optim_wrapper: Any) -> None: ...
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ReLU(), Owner(2, 2, device="meta")])
-def test_on_the_cpu_and_for_models_with_a_step_a_batch_stays_as_it_is(model: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), nn.ReLU(), Owner(2, 2, device="meta")]
+)
+def test_on_the_cpu_and_for_models_with_a_step_a_batch_stays_as_it_is(
+    model: nn.Module,
+) -> None:
     batch = [torch.zeros(2)]
     assert mover_to(model)(batch) is batch
 

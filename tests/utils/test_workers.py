@@ -16,8 +16,8 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.hooks.preemption import Preemption
-from hooktrain.engine.hooks.watchdog import EXIT_HUNG, Watchdog
+from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, Watchdog
+from hooktrain.engine.hooks.checkpointing import Preemption
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils.workers import start_workers
 from processes import LIMIT_SECONDS, alive, end, start, wait_until
@@ -81,7 +81,9 @@ def note(folder: Path, worker_id: int) -> None:
     (folder / str(worker_id)).touch()
 
 
-def test_the_function_that_a_loader_has_for_its_workers_is_called_and_kept(tmp_path: Path) -> None:
+def test_the_function_that_a_loader_has_for_its_workers_is_called_and_kept(
+    tmp_path: Path,
+) -> None:
     given = partial(note, tmp_path)
     loader = DataLoader([1, 2], num_workers=2, worker_init_fn=given)  # type: ignore[arg-type]
     assert [int(batch) for batch in start_workers(loader)] == [1, 2]
@@ -167,7 +169,9 @@ def read_on_after_a_signal(folder: Path) -> None:
     options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
     batches = start_workers(plain(Samples(folder, hang_at=10), **options))
     next(batches)
-    other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(3600,))
+    other = multiprocessing.get_context("forkserver").Process(
+        target=time.sleep, args=(3600,)
+    )
     other.start()
     other.terminate()
     other.join(LIMIT_SECONDS)
@@ -185,7 +189,9 @@ def test_workers_of_the_fork_server_outlive_signals_but_not_the_process_and_othe
 ) -> None:
     process = start(read_on_after_a_signal, tmp_path)
     for file in ("there", "read on"):
-        wait_until(lambda file=file: (tmp_path / file).exists() or not process.is_alive())
+        wait_until(
+            lambda file=file: (tmp_path / file).exists() or not process.is_alive()
+        )
         os.killpg(process.pid, signal.SIGTERM)
     process.kill()
     wait_until(lambda: not any(map(alive, workers(tmp_path))))

@@ -12,7 +12,9 @@ dataloader = dict(
         seed="${train.seed}",
     ),
     test=L(build_test_loader)(
-        dataset=L(PythonDocs)(part="heldout", block_size="${dataloader.train.dataset.block_size}"),
+        dataset=L(PythonDocs)(
+            part="heldout", block_size="${dataloader.train.dataset.block_size}"
+        ),
         batch_size=32,
     ),
     evaluator=L(BitsPerCharacterEvaluator)(),

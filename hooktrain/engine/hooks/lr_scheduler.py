@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hooktrain.engine.hooks.watching import better_by_name, check_comes
+from hooktrain.engine.hooks.evaluation import better_by_name, check_comes
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
-from hooktrain.solver.group_scheduler import INF, GroupParamScheduler
+from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,9 @@ class LRScheduler(HookBase):
         self.scheduler = scheduler
         self._metric = metric
         self._by_epoch = by_epoch
-        self._schedulers: dict[str, list[Any]] = {}  # the only optimizer has the name ""
+        self._schedulers: dict[
+            str, list[Any]
+        ] = {}  # the only optimizer has the name ""
         self._seen_iters: dict[int, int] = {}
         self._loaded: Mapping[str, Any] = {}
 
@@ -84,23 +86,35 @@ class LRScheduler(HookBase):
                     each[i] = LRMultiplier(optimizer, s, length, trainer.iter - 1)
                 self._decide_when_to_step(each[i])
             driven = [getattr(s, "optimizer", optimizer) for s in each]
-            if each and all(getattr(d, "optimizer", d) is not optimizer for d in driven):
-                raise ValueError(f"none of {each} schedules the optimizer of the trainer")
+            if each and all(
+                getattr(d, "optimizer", d) is not optimizer for d in driven
+            ):
+                raise ValueError(
+                    f"none of {each} schedules the optimizer of the trainer"
+                )
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             prefix = f"{name}." if name else ""
             self._recorded.append((f"{prefix}lr", group, "lr"))
             if any(getattr(s, "param_name", None) == "momentum" for s in each):
                 self._recorded.append((f"{prefix}momentum", group, "momentum"))
         if self._metric is not None and not self._watched:
-            raise ValueError(f"metric={self._metric!r} is for ReduceLROnPlateau, and there is none")
+            raise ValueError(
+                f"metric={self._metric!r} is for ReduceLROnPlateau, and there is none"
+            )
         self._load()
 
     def _find_schedulers(self) -> None:
         if self.scheduler is None:
             self.scheduler = getattr(self.trainer, "scheduler", None)
         if self.scheduler is None:
-            raise ValueError("LRScheduler has no schedule: give scheduler=, after the optimizer")
-        named = self.scheduler if isinstance(self.scheduler, Mapping) else {"": self.scheduler}
+            raise ValueError(
+                "LRScheduler has no schedule: give scheduler=, after the optimizer"
+            )
+        named = (
+            self.scheduler
+            if isinstance(self.scheduler, Mapping)
+            else {"": self.scheduler}
+        )
         self._schedulers = {
             name: list(given) if isinstance(given, Sequence) else [given]
             for name, given in named.items()
@@ -109,7 +123,9 @@ class LRScheduler(HookBase):
     def _load(self) -> None:
         if state := self._loaded:
             # detectron2's is the state of the only scheduler.
-            load_scheduler_states(self._schedulers, state.get("schedulers", {"": [state]}))
+            load_scheduler_states(
+                self._schedulers, state.get("schedulers", {"": [state]})
+            )
             self._seen_iters = dict(state.get("seen_iters", {}))
             self._loaded = {}
 
@@ -121,13 +137,22 @@ class LRScheduler(HookBase):
         return getattr(found, "optimizer", found)
 
     def _decide_when_to_step(self, s: Any) -> None:
-        metric = self._metric if isinstance(s, ReduceLROnPlateau) else getattr(s, "monitor", None)
+        metric = (
+            self._metric
+            if isinstance(s, ReduceLROnPlateau)
+            else getattr(s, "monitor", None)
+        )
         if isinstance(s, GroupParamScheduler):
             # Without a range, a plateau has no use for epochs.
             by_epoch = s.by_epoch and (metric is None or (s.begin, s.end) != (0, INF))
         else:
-            by_epoch = self._by_epoch and not isinstance(s, LRMultiplier | ReduceLROnPlateau)
-            end, names = max(1, self.trainer.max_iter), ("_max_iter", "total_steps", "T_max")
+            by_epoch = self._by_epoch and not isinstance(
+                s, LRMultiplier | ReduceLROnPlateau
+            )
+            end, names = (
+                max(1, self.trainer.max_iter),
+                ("_max_iter", "total_steps", "T_max"),
+            )
             lengths = {getattr(s, name, end) for name in names} - {end}
             if lengths and not by_epoch:
                 text = "%s is made for %s iterations, and the run has %d"
@@ -137,7 +162,9 @@ class LRScheduler(HookBase):
             text = "and the loader has no length: set trainer.epoch_length, or by_epoch=False"
             raise ValueError(f"{s!r} counts epochs, {text}")
         if metric is not None:
-            mode = getattr(s, "mode", "max" if getattr(s, "rule", "") == "greater" else "min")
+            mode = getattr(
+                s, "mode", "max" if getattr(s, "rule", "") == "greater" else "min"
+            )
             if better_by_name(metric) not in (mode, None):
                 text = "A schedule watches %r with the mode %r: by its name the other one is better"
                 logger.warning(text, metric, mode)
@@ -160,7 +187,9 @@ class LRScheduler(HookBase):
             if measured_at is not None and measured_at > self._seen_iters.get(i, -1):
                 self._seen_iters[i] = measured_at
                 value = storage.history(metric).latest()
-                scheduler.step({metric: value} if hasattr(scheduler, "monitor") else value)
+                scheduler.step(
+                    {metric: value} if hasattr(scheduler, "monitor") else value
+                )
 
     def after_train(self) -> None:
         """Say so if a metric to watch was never there."""
@@ -191,5 +220,7 @@ class LRScheduler(HookBase):
         self._loaded = dict(state_dict)
         if self.scheduler is not None or hasattr(self.trainer, "scheduler"):
             self._find_schedulers()
-            if not any(isinstance(s, ParamScheduler) for s in chain(*self._schedulers.values())):
+            if not any(
+                isinstance(s, ParamScheduler) for s in chain(*self._schedulers.values())
+            ):
                 self._load()

@@ -12,8 +12,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.utils.dtensor import local_tensor
-from hooktrain.utils.registry import unwrap_model
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.utils.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +67,13 @@ class Replay(HookBase):
         table = tabulate(self._rows, headers=headers, tablefmt="pipe", floatfmt=".4g")
         logger.info("Iteration %d, layer by layer:\n%s", self._iteration, table)
         broken = [f"{name} ({kind})" for name, kind, count, *_ in self._rows if count]
-        logger.info("Not finite, the first one first: %s", ", ".join(broken) or "nothing")
+        logger.info(
+            "Not finite, the first one first: %s", ", ".join(broken) or "nothing"
+        )
 
-    def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _note_output(
+        self, name: str, module: nn.Module, args: Any, output: Any
+    ) -> None:
         if isinstance(output, Mapping):
             output = list(output.values())
         for value in output if isinstance(output, Sequence) else [output]:
@@ -80,7 +84,10 @@ class Replay(HookBase):
         values = local_tensor(tensor.detach()).double()
         finite = values[values.isfinite()]
         count = values.numel() - finite.numel()
-        mean, rms = finite.mean(), finite.square().mean().sqrt()  # NaN if nothing is finite
+        mean, rms = (
+            finite.mean(),
+            finite.square().mean().sqrt(),
+        )  # NaN if nothing is finite
         largest = finite.abs().max() if finite.numel() else mean
         # Host-device synchronisation, for each tensor.
         self._rows.append([name, kind, count, mean.item(), rms.item(), largest.item()])

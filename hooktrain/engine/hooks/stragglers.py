@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hooktrain.engine.train_loop import HookBase
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
-from hooktrain.utils.registry import unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ class Stragglers(HookBase):
         self._factor = factor
         self._patience = patience
         self._slow: Counter[int] = Counter()
-        self._starts: list[Any] = []  # of the forward passes of the period, and their ends
+        self._starts: list[
+            Any
+        ] = []  # of the forward passes of the period, and their ends
         self._ends: list[Any] = []
         self._handles: list[Any] = []
 
@@ -48,7 +50,9 @@ class Stragglers(HookBase):
         model = unwrap_model(self.trainer.model)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._handles = [
-            model.register_forward_pre_hook(lambda *_: self._starts.append(self._now())),
+            model.register_forward_pre_hook(
+                lambda *_: self._starts.append(self._now())
+            ),
             model.register_forward_hook(lambda *_: self._ends.append(self._now())),
         ]
 
@@ -62,13 +66,19 @@ class Stragglers(HookBase):
         self._starts.clear()
         self._ends.clear()
         table = torch.zeros(comm.get_world_size(), 2, dtype=torch.float64)
-        table[comm.get_rank()] = torch.tensor([sum(seconds for seconds, _ in waits), forward])
+        table[comm.get_rank()] = torch.tensor(
+            [sum(seconds for seconds, _ in waits), forward]
+        )
         rows = (comm.all_reduce(table) / period).tolist()
         usual = median_low(map(sum, rows))
         for rank, (wait, forward) in enumerate(rows):
             is_slow = wait + forward > self._factor * usual
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
-            if is_slow and self._slow[rank] % self._patience == 0 and comm.is_main_process():
+            if (
+                is_slow
+                and self._slow[rank] % self._patience == 0
+                and comm.is_main_process()
+            ):
                 text = "The others wait for rank %d: an iteration takes it %.4f s for data and "
                 text += "%.4f s for the forward pass, where %.4f s for both are usual"
                 logger.warning(text, rank, wait, forward, usual)

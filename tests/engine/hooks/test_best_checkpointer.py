@@ -9,9 +9,15 @@ import torch
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer, load_checkpoint
 from hooktrain.checkpoint.files import write_file
-from hooktrain.checkpoint.formats import read_checkpoint
-from hooktrain.engine.hooks import EMA, BestCheckpointer, CallbackHook, EvalHook, HookBase
-from hooktrain.engine.hooks.watching import better_by_name
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.engine.hooks import (
+    EMA,
+    BestCheckpointer,
+    CallbackHook,
+    EvalHook,
+    HookBase,
+)
+from hooktrain.engine.hooks.evaluation import better_by_name
 from hooktrain.utils import comm
 from toy import LinearLoss, linear_trainer
 
@@ -30,7 +36,9 @@ def run(
 
     def put(t: Any) -> None:
         if t.start_iter <= t.iter < t.start_iter + len(values):
-            t.storage.put_scalar("acc", values[t.iter - t.start_iter], smoothing_hint=False)
+            t.storage.put_scalar(
+                "acc", values[t.iter - t.start_iter], smoothing_hint=False
+            )
 
     trainer.register_hooks([CallbackHook(after_step=put), hook])
     if state is not None:
@@ -40,20 +48,26 @@ def run(
 
 
 def saved_iteration(folder: Path) -> int:
-    (name,) = {"model_best", "model_best.pth"} & {path.name for path in folder.iterdir()}
+    (name,) = {"model_best", "model_best.pth"} & {
+        path.name for path in folder.iterdir()
+    }
     file = read_checkpoint(str(folder / name))
     assert file["trainer"]["iteration"] == file["iteration"]
     return int(file["iteration"])
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 1), ("min", 2)])
-def test_the_best_value_decides_what_is_in_the_file(tmp_path: Path, mode: str, best: int) -> None:
+def test_the_best_value_decides_what_is_in_the_file(
+    tmp_path: Path, mode: str, best: int
+) -> None:
     hook, _ = run(tmp_path, [0.5, 0.75, 0.25, 0.5], mode)
     assert saved_iteration(tmp_path) == best == hook.best_iter
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_never_the_best(tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_are_never_the_best(
+    tmp_path: Path, value: float
+) -> None:
     hook, _ = run(tmp_path, [value, 0.5, value])
     assert saved_iteration(tmp_path) == 1
     assert hook.best_metric == 0.5
@@ -111,7 +125,9 @@ def test_weights_that_were_not_evaluated_are_not_the_best(tmp_path: Path) -> Non
     trainer = linear_trainer(EvalHook(3, lambda: {"acc": trainer.iter}))
     checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
     trainer.register_hooks([BestCheckpointer(4, checkpointer, "acc")])
-    with pytest.raises(ValueError, match="due at iteration 3, but 'acc' was measured at 2"):
+    with pytest.raises(
+        ValueError, match="due at iteration 3, but 'acc' was measured at 2"
+    ):
         trainer.train(0, 9)
     assert list(tmp_path.iterdir()) == []
 
@@ -132,7 +148,9 @@ def test_what_was_measured_is_what_is_saved_wherever_the_hook_was_registered(
     found.insert(place, BestCheckpointer(2, checkpointer, "acc"))
     trainer.register_hooks(found)
     trainer.train(0, 6)
-    assert torch.equal(torch.load(tmp_path / "model_best.pth")["model"]["fc.bias"], measured[1])
+    assert torch.equal(
+        torch.load(tmp_path / "model_best.pth")["model"]["fc.bias"], measured[1]
+    )
 
 
 def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -> None:
@@ -140,7 +158,9 @@ def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -
     checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
     ema, value = EMA(trainer.model, 0.5), iter([2.0, 1.0, 3.0])
     evaluation = EvalHook(1, lambda: {"ema": {"val_loss": next(value)}})
-    trainer.register_hooks([ema, evaluation, BestCheckpointer(1, checkpointer, "ema/val_loss")])
+    trainer.register_hooks(
+        [ema, evaluation, BestCheckpointer(1, checkpointer, "ema/val_loss")]
+    )
     averages = []
     copy = lambda _: averages.append(ema.average.module.fc.bias.clone())  # noqa: E731
     trainer.register_hooks([CallbackHook(after_step=copy)])
@@ -159,8 +179,12 @@ def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -
         ("sharpness lossless ema accuracy_loss", None),
     ],
 )
-def test_the_name_of_a_metric_tells_which_direction_is_better(names: str, mode: str | None) -> None:
-    assert [better_by_name(name) for name in names.split()] == [mode] * len(names.split())
+def test_the_name_of_a_metric_tells_which_direction_is_better(
+    names: str, mode: str | None
+) -> None:
+    assert [better_by_name(name) for name in names.split()] == [mode] * len(
+        names.split()
+    )
 
 
 def metric_on_main_only(folder: Path) -> Any:
@@ -168,14 +192,18 @@ def metric_on_main_only(folder: Path) -> Any:
     checkpointer = Checkpointer(trainer.model, str(folder), trainer=trainer)
     hook = BestCheckpointer(1, checkpointer, "acc")
     put = CallbackHook(
-        after_step=lambda t: comm.is_main_process() and t.storage.put_scalar("acc", t.iter)
+        after_step=lambda t: (
+            comm.is_main_process() and t.storage.put_scalar("acc", t.iter)
+        )
     )
     trainer.register_hooks([put, hook])
     trainer.train(0, 4)
     return hook.best_metric
 
 
-def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(tmp_path: Path) -> None:
+def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(metric_on_main_only, 2, tmp_path) == [3.0, 3.0]
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
 
@@ -192,7 +220,9 @@ def test_a_better_model_saved_after_the_resumed_checkpoint_is_kept(
         state["iteration"] = -1  # a run from the start knows of no other
     run(tmp_path, [0.25, 0.125], state=state, sharded=sharded)
     assert saved_iteration(tmp_path) == 0
-    best = read_checkpoint(str(tmp_path / ("model_best" if sharded else "model_best.pth")))["best"]
+    best = read_checkpoint(
+        str(tmp_path / ("model_best" if sharded else "model_best.pth"))
+    )["best"]
     assert best == {
         "metric": "acc",
         "best_metric": 0.5 if saved_after else 0.25,

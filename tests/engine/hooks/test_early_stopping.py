@@ -21,12 +21,27 @@ def trainer_of(values: list[float], **kwargs: Any) -> Idle:
 @pytest.mark.parametrize(
     ("values", "options", "end", "reason"),
     [
-        ([3.0, 2.0, 2.5, 2.0, 1.0], {"patience": 2}, 4, "loss has not improved on 2.0 in 2 ev"),
+        (
+            [3.0, 2.0, 2.5, 2.0, 1.0],
+            {"patience": 2},
+            4,
+            "loss has not improved on 2.0 in 2 ev",
+        ),
         # An improvement resets the patience, and must exceed min_delta.
         ([3.0, 3.5, 2.0, 1.9, 1.8, 1.7], {"patience": 2, "min_delta": 0.15}, 9, None),
-        ([1.0, 2.0, 1.5], {"mode": "max", "patience": 1}, 3, "not improved on 2.0 in 1"),
+        (
+            [1.0, 2.0, 1.5],
+            {"mode": "max", "patience": 1},
+            3,
+            "not improved on 2.0 in 1",
+        ),
         ([math.nan, math.nan], {"patience": 2}, 2, "not improved on None in 2"),
-        ([1.0, 2.0], {"patience": 2}, 9, None),  # iterations without a new value do not count
+        (
+            [1.0, 2.0],
+            {"patience": 2},
+            9,
+            None,
+        ),  # iterations without a new value do not count
     ],
 )
 def test_training_stops_after_so_many_values_without_improvement(
@@ -35,7 +50,11 @@ def test_training_stops_after_so_many_values_without_improvement(
     trainer = trainer_of(values, **options)
     trainer.train(0, 9)
     assert trainer.iter == end
-    assert trainer.stop_reason is None if reason is None else reason in str(trainer.stop_reason)
+    assert (
+        trainer.stop_reason is None
+        if reason is None
+        else reason in str(trainer.stop_reason)
+    )
 
 
 def test_the_patience_survives_a_resume_and_a_stopped_run_stays_stopped() -> None:
@@ -58,11 +77,15 @@ def test_wrong_arguments_are_refused(kwargs: Any) -> None:
         EarlyStopping("loss", **kwargs)
 
 
-def test_no_metric_is_read_before_there_is_a_new_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_metric_is_read_before_there_is_a_new_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reads = []
     real = EventStorage._fetch_pending
     monkeypatch.setattr(
-        EventStorage, "_fetch_pending", lambda self: reads.append(self.iter) or real(self)
+        EventStorage,
+        "_fetch_pending",
+        lambda self: reads.append(self.iter) or real(self),
     )
 
     def put(trainer: Any) -> None:

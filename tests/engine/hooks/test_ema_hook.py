@@ -7,7 +7,11 @@ from torch import nn
 
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA, CallbackHook
-from hooktrain.model import BaseAveragedModel, MomentumAnnealingEMA, StochasticWeightAverage
+from hooktrain.model import (
+    BaseAveragedModel,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+)
 from toy import linear_trainer
 
 
@@ -46,9 +50,9 @@ def test_until_it_begins_the_average_is_a_copy() -> None:
     trainer.train(0, 6)
     assert hook.average is average
     assert average.steps == 4
-    assert [torch.equal(a, b) for a, b in zip(weights, seen, strict=True)] == [True] * 3 + [
-        False
-    ] * 3
+    assert [torch.equal(a, b) for a, b in zip(weights, seen, strict=True)] == [
+        True
+    ] * 3 + [False] * 3
     assert torch.equal(seen[3], weights[2])
     torch.testing.assert_close(seen[5], (weights[2] + weights[4]) / 2)
 
@@ -62,10 +66,14 @@ AVERAGES: dict[str, Callable[[nn.Module], BaseAveragedModel | None]] = {
 @pytest.mark.parametrize(
     ("kind", "begin_iter"), [("usual", 1), *(("annealing", i) for i in (1, 3, 4, 5, 6))]
 )
-def test_any_average_resumes_exactly_before_and_after_it_begins(kind: str, begin_iter: int) -> None:
+def test_any_average_resumes_exactly_before_and_after_it_begins(
+    kind: str, begin_iter: int
+) -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
         trainer = linear_trainer()
-        hook = EMA(trainer.model, average=AVERAGES[kind](trainer.model), begin_iter=begin_iter)
+        hook = EMA(
+            trainer.model, average=AVERAGES[kind](trainer.model), begin_iter=begin_iter
+        )
         trainer.register_hooks([hook])
         return hook, trainer
 
@@ -80,7 +88,9 @@ def test_any_average_resumes_exactly_before_and_after_it_begins(kind: str, begin
     assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
     raw = resumed_trainer.model.fc.weight.detach().clone()
     with resumed.swap():
-        assert torch.equal(resumed_trainer.model.fc.weight, resumed.average.module.fc.weight)
+        assert torch.equal(
+            resumed_trainer.model.fc.weight, resumed.average.module.fc.weight
+        )
     assert torch.equal(resumed_trainer.model.fc.weight, raw)
 
 
@@ -99,7 +109,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     model = nn.Linear(1, 1)
     average = StochasticWeightAverage(model)
     for arguments in ({"decay": 0.5}, {"warmup": False}):
-        with pytest.raises(ValueError, match="give decay and warmup to the average itself"):
+        with pytest.raises(
+            ValueError, match="give decay and warmup to the average itself"
+        ):
             EMA(model, average=average, **arguments)
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\): 1\.0"):
         EMA(model, decay=1.0)

@@ -6,7 +6,12 @@ import pytest
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer, eval_hook
+from hooktrain.engine.hooks import (
+    CallbackHook,
+    EvalHook,
+    PeriodicCheckpointer,
+    evaluation,
+)
 from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.utils import comm
 from toy import Idle, linear_trainer
@@ -59,7 +64,11 @@ def test_results_become_metrics_with_slashes() -> None:
     hook = EvalHook(2, lambda: {"bbox": {"AP": 1, "AR": 2.5}, "speed": 3})
     trainer = Idle(hook)
     trainer.train(0, 3)
-    assert trainer.storage.latest() == {"bbox/AP": (1.0, 3), "bbox/AR": (2.5, 3), "speed": (3.0, 3)}
+    assert trainer.storage.latest() == {
+        "bbox/AP": (1.0, 3),
+        "bbox/AR": (2.5, 3),
+        "speed": (3.0, 3),
+    }
     assert not trainer.storage.smoothing_hints()["speed"]
 
 
@@ -97,7 +106,9 @@ def broken() -> None:
 def test_what_was_trained_is_saved_before_an_error_of_the_evaluation_ends_the_run(
     at_the_end: bool, tmp_path: Path
 ) -> None:
-    stop = CallbackHook(after_step=lambda t: at_the_end and t.iter == 1 and t.request_stop("now"))
+    stop = CallbackHook(
+        after_step=lambda t: at_the_end and t.iter == 1 and t.request_stop("now")
+    )
     trainer = linear_trainer(stop, EvalHook(0 if at_the_end else 2, broken))  # type: ignore[arg-type]
     checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
     trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2 + 7 * at_the_end)])
@@ -130,7 +141,9 @@ def test_several_ranks_save_and_end_together_when_the_evaluation_of_one_has_fail
     told = f"The evaluation failed on rank {ranks[0]}: ZeroDivisionError('broken')"
     expected = ["broken" if rank in ranks else told for rank in range(2)]
     saved = ["last_checkpoint", "model_0000001"]
-    assert run_ranks(fail_on, 2, ranks, tmp_path) == [(error, saved) for error in expected]
+    assert run_ranks(fail_on, 2, ranks, tmp_path) == [
+        (error, saved) for error in expected
+    ]
 
 
 def fail_where_another_rank_waits() -> None:
@@ -139,7 +152,7 @@ def fail_where_another_rank_waits() -> None:
             comm.all_gather("the predictions")
         raise ZeroDivisionError("broken")
 
-    eval_hook._PATIENCE_SECONDS = 0.2
+    evaluation._PATIENCE_SECONDS = 0.2
     trainer = linear_trainer(EvalHook(2, evaluate))
     trainer.train(0, 8)
 

@@ -40,23 +40,31 @@ def recorded(trainer: Any, name: str = "lr") -> list[float]:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_the_rate_that_is_logged_is_the_one_used_in_the_iteration(several: bool) -> None:
+def test_the_rate_that_is_logged_is_the_one_used_in_the_iteration(
+    several: bool,
+) -> None:
     schedule = LinearParamScheduler(1.0, 0.0)
-    trainer = linear_trainer(LRScheduler(scheduler=[schedule] if several else schedule), lr=8.0)
+    trainer = linear_trainer(
+        LRScheduler(scheduler=[schedule] if several else schedule), lr=8.0
+    )
     trainer.train(0, 4)
     assert recorded(trainer) == [8.0, 6.0, 4.0, 2.0]
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0
 
 
 def test_a_second_longer_run_lays_the_schedule_over_its_whole_length() -> None:
-    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0)
+    trainer = linear_trainer(
+        LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0
+    )
     trainer.train(0, 2)
     trainer.train(max_iter=4)
     assert recorded(trainer) == [8.0, 4.0, 4.0, 2.0]
 
 
 def test_an_optimizer_put_in_between_two_runs_is_scheduled_in_the_second() -> None:
-    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0)
+    trainer = linear_trainer(
+        LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0
+    )
     trainer.train(0, 4)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
     trainer.train(0, 4)
@@ -65,7 +73,9 @@ def test_an_optimizer_put_in_between_two_runs_is_scheduled_in_the_second() -> No
 
 def test_a_torch_scheduler_is_stepped_once_an_iteration() -> None:
     trainer = linear_trainer(lr=1.0)
-    trainer.register_hooks([LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2, gamma=0.5))])
+    trainer.register_hooks(
+        [LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2, gamma=0.5))]
+    )
     trainer.train(0, 5)
     assert recorded(trainer) == [1.0, 1.0, 0.5, 0.5, 0.25]
 
@@ -132,7 +142,9 @@ def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
         TorchStepLR(optimizer, 1, gamma=0.5),
         StepLR(optimizer, 2, gamma=0.5),
         LRMultiplier(
-            torch.optim.SGD(trainer.model.parameters(), lr=1.0), LinearParamScheduler(1, 0), 6
+            torch.optim.SGD(trainer.model.parameters(), lr=1.0),
+            LinearParamScheduler(1, 0),
+            6,
         ),
     ]
     trainer.epoch_length = 2
@@ -153,7 +165,9 @@ def test_a_scheduled_momentum_is_recorded() -> None:
 
 def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
     return CallbackHook(
-        after_step=lambda t: t.iter in values and t.storage.put_scalar(name, values[t.iter])
+        after_step=lambda t: (
+            t.iter in values and t.storage.put_scalar(name, values[t.iter])
+        )
     )
 
 
@@ -171,7 +185,9 @@ def test_plateaus_step_after_each_new_value_of_their_metric() -> None:
 
 def test_a_plateau_with_a_range_counts_epochs() -> None:
     trainer = linear_trainer(measure(dict.fromkeys(range(8), 1.0)), lr=1.0)
-    scheduler = ReduceOnPlateauLR(trainer.optimizer, "val", factor=0.5, patience=0, begin=2, end=3)
+    scheduler = ReduceOnPlateauLR(
+        trainer.optimizer, "val", factor=0.5, patience=0, begin=2, end=3
+    )
     trainer.epoch_length = 2
     trainer.register_hooks([LRScheduler(scheduler=scheduler)])
     trainer.train(0, 8)
@@ -187,7 +203,9 @@ class TwoParts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x).mean()
 
-    def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapperDict
+    ) -> dict[str, Tensor]:
         losses = {}
         for name in ("a", "b"):
             losses[name] = getattr(self, name)(data).square().mean()
@@ -333,7 +351,11 @@ def test_without_the_state_of_the_hooks_a_schedule_begins_anew(kind: Any) -> Non
         trainer = linear_trainer(lr=8.0)
         optimizer = trainer.optimizer
         options = {} if kind is TorchStepLR else {"by_epoch": False}
-        schedule = kind(optimizer, 2, 0.5, **options) if kind else LinearParamScheduler(1.0, 0.5)
+        schedule = (
+            kind(optimizer, 2, 0.5, **options)
+            if kind
+            else LinearParamScheduler(1.0, 0.5)
+        )
         trainer.register_hooks([LRScheduler(scheduler=schedule)])
         return trainer
 
@@ -341,7 +363,9 @@ def test_without_the_state_of_the_hooks_a_schedule_begins_anew(kind: Any) -> Non
     first.train(0, 4)
     second.load_state_dict(first.state_dict(), only={"optimizer"})
     momentum = second.optimizer.state[second.model.fc.bias]["momentum_buffer"]
-    assert torch.equal(momentum, first.optimizer.state[first.model.fc.bias]["momentum_buffer"])
+    assert torch.equal(
+        momentum, first.optimizer.state[first.model.fc.bias]["momentum_buffer"]
+    )
     second.train(max_iter=4)
     assert recorded(second) == recorded(first)
 
@@ -350,7 +374,9 @@ def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
     trainer = linear_trainer()
     trainer.register_hooks([LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2))])
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
-    with pytest.raises(ValueError, match=r"StepLR.* schedules the optimizer of the trainer"):
+    with pytest.raises(
+        ValueError, match=r"StepLR.* schedules the optimizer of the trainer"
+    ):
         trainer.train(0, 2)
 
 
@@ -373,14 +399,18 @@ def make_of_groups(schedule: Make, split: bool) -> SimpleTrainer:
     model = LinearLoss()
     named = {"weight": model.fc.weight, "bias": model.fc.bias}
     names = [["weight"], ["bias"]] if split else [["weight", "bias"]]
-    groups = [{"params": [named[n] for n in group], "param_names": group} for group in names]
+    groups = [
+        {"params": [named[n] for n in group], "param_names": group} for group in names
+    ]
     optimizer = torch.optim.SGD(groups, lr=8.0)
     trainer = SimpleTrainer(model, [torch.zeros(1, 4)], optimizer)
     trainer.register_hooks([LRScheduler(scheduler=schedule(optimizer))])
     return trainer
 
 
-@pytest.mark.parametrize("schedule", [lambda optimizer: LinearParamScheduler(1.0, 0.0), warmed_up])
+@pytest.mark.parametrize(
+    "schedule", [lambda optimizer: LinearParamScheduler(1.0, 0.0), warmed_up]
+)
 @pytest.mark.parametrize("split_first", [True, False])
 @pytest.mark.parametrize("stop", [2, 6, 9])
 def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
@@ -407,7 +437,9 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
     second = make_of_groups(schedule, not split_first)
     second.load_state_dict(first.state_dict())
     second.train(max_iter=12)
-    rates = [value for value, _ in second.storage.history("lr").values()][-(12 - stop) :]
+    rates = [value for value, _ in second.storage.history("lr").values()][
+        -(12 - stop) :
+    ]
     assert rates == pytest.approx(expected[stop:], rel=1e-12)
     assert "groups" in caplog.text
 

@@ -38,7 +38,9 @@ def run(
     **kwargs: Any,
 ) -> Any:
     trainer = linear_trainer(*hooks, gather_metric_period=1)
-    checkpointer = Checkpointer(trainer.model, folder, **(options or {}), trainer=trainer)
+    checkpointer = Checkpointer(
+        trainer.model, folder, **(options or {}), trainer=trainer
+    )
     trainer.register_hooks([PeriodicCheckpointer(checkpointer, **kwargs)])
     checkpointer.resume_or_load("", resume=resume, checkpointables=parts)
     trainer.train(max_iter=max_iter)
@@ -55,7 +57,9 @@ def run_and_fail(folder: Path, iteration: int, *hooks: Any, **kwargs: Any) -> No
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "last_checkpoint")
+    return sorted(
+        path.name for path in folder.iterdir() if path.name != "last_checkpoint"
+    )
 
 
 def pointer(folder: Path) -> str:
@@ -66,7 +70,11 @@ def test_it_saves_each_period_and_model_final_at_the_end(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     run(tmp_path, 6, options=options, period=2)
-    assert names(tmp_path) == ["model_0000001.pth", "model_0000003.pth", "model_final.pth"]
+    assert names(tmp_path) == [
+        "model_0000001.pth",
+        "model_0000003.pth",
+        "model_final.pth",
+    ]
     assert pointer(tmp_path) == "model_final.pth"
     final = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert final["iteration"] == final["trainer"]["iteration"] == 5
@@ -77,7 +85,10 @@ def test_a_run_that_begins_anew_is_never_resumed_from_an_earlier_one(
 ) -> None:
     run(tmp_path, 4, period=2)
     run_and_fail(tmp_path, 1, resume=False)  # before its first checkpoint
-    assert "moved ['model_0000001.pth', 'model_final.pth', 'last_checkpoint']" in caplog.text
+    assert (
+        "moved ['model_0000001.pth', 'model_final.pth', 'last_checkpoint']"
+        in caplog.text
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["earlier-1"]
     resumed = run(tmp_path, 3, period=2)
     assert resumed.start_iter == 0
@@ -96,8 +107,12 @@ def test_a_new_run_in_a_used_folder_leaves_the_earlier_one_complete(
             after_step=lambda t: t.storage.put_scalar("accuracy", 9 * max_iter - t.iter)
         )
         trainer = linear_trainer(accuracy, fail_at(failing))
-        checkpointer = Checkpointer(trainer.model, tmp_path, sharded=sharded, trainer=trainer)
-        other = Checkpointer(trainer.model, tmp_path, sharded=sharded)  # as for a second model
+        checkpointer = Checkpointer(
+            trainer.model, tmp_path, sharded=sharded, trainer=trainer
+        )
+        other = Checkpointer(
+            trainer.model, tmp_path, sharded=sharded
+        )  # as for a second model
         trainer.register_hooks(
             [
                 BestCheckpointer(1, checkpointer, "accuracy"),
@@ -118,7 +133,9 @@ def test_a_new_run_in_a_used_folder_leaves_the_earlier_one_complete(
         train(3, failing=2)
     mine = [f"{name}_0000001{end}" for name in ("model", "second")]
     assert names(tmp_path) == sorted(["earlier-1", "embeddings.pth", run[0], *mine])
-    moved = {path.name: path.stat().st_ino for path in (tmp_path / "earlier-1").iterdir()}
+    moved = {
+        path.name: path.stat().st_ino for path in (tmp_path / "earlier-1").iterdir()
+    }
     assert moved.items() == old.items() - {("embeddings.pth", old["embeddings.pth"])}
 
 
@@ -128,14 +145,18 @@ def test_a_run_from_parts_of_an_earlier_one_begins_with_the_same_until_it_has_sa
     earlier = run(tmp_path, 4, period=2).model.fc.weight
     seen: list[torch.Tensor] = []
     for _ in range(3):
-        look = CallbackHook(before_train=lambda t: seen.append(t.model.fc.weight.clone()))
+        look = CallbackHook(
+            before_train=lambda t: seen.append(t.model.fc.weight.clone())
+        )
         run_and_fail(tmp_path, 1, look, parts=["model"])
         assert names(tmp_path) == ["earlier-1", "model_final.pth"]
         assert torch.equal(seen[-1], earlier)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("harm", ["the folder is gone", "a file is in the way", "a folder is"])
+@pytest.mark.parametrize(
+    "harm", ["the folder is gone", "a file is in the way", "a folder is"]
+)
 def test_a_run_goes_on_when_its_folder_is_gone_or_something_is_in_the_way(
     harm: str, sharded: bool, options: dict[str, Any], tmp_path: Path, caplog: Any
 ) -> None:
@@ -186,7 +207,10 @@ def test_a_failed_run_leaves_no_final_checkpoint_but_the_one_that_was_under_way(
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_full_disk_in_the_background_is_told_while_the_run_goes_on(
-    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sharded: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
@@ -202,7 +226,13 @@ def test_a_full_disk_in_the_background_is_told_while_the_run_goes_on(
     monkeypatch.setattr("hooktrain.checkpoint.folders.write_file", full)
     hook = CallbackHook(before_step=see)
     with pytest.raises(OSError, match="no space"):
-        run(tmp_path, 7, hook, options={"background": True, "sharded": sharded}, period=4)
+        run(
+            tmp_path,
+            7,
+            hook,
+            options={"background": True, "sharded": sharded},
+            period=4,
+        )
     assert told == [False] * 4 + [True] * 3  # saved, in vain, after the fourth step
     assert names(tmp_path) == []
 
@@ -225,10 +255,15 @@ class Windows(Idle):
 def test_inside_a_window_a_save_is_put_off(
     open_after: tuple[int, ...], saved: list[int], tmp_path: Path
 ) -> None:
-    trainer = Windows(PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), period=2))
+    trainer = Windows(
+        PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), period=2)
+    )
     trainer.open_after = open_after
     trainer.train(max_iter=6)
-    assert names(tmp_path) == [*(f"model_{i:07d}.pth" for i in saved), "model_final.pth"]
+    assert names(tmp_path) == [
+        *(f"model_{i:07d}.pth" for i in saved),
+        "model_final.pth",
+    ]
 
 
 @pytest.mark.parametrize("max_iter", [6, 4], ids=["a period", "the end"])
@@ -239,7 +274,9 @@ def test_what_has_become_infinite_or_nan_is_never_saved(
 ) -> None:
     def begin(trainer: Any) -> None:
         trainer.model.register_buffer("statistic", torch.zeros(2))
-        trainer.model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # meant so
+        trainer.model.register_buffer(
+            "mask", torch.tensor([0.0, -math.inf])
+        )  # meant so
 
     def spoil(trainer: Any) -> None:  # the losses are finite
         if trainer.iter == 3:
@@ -262,8 +299,12 @@ class WithState(HookBase):
         return {"state": self.state}
 
 
-def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"trainer\.hooks\.WithState\.state of type .*deque"):
+def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        TypeError, match=r"trainer\.hooks\.WithState\.state of type .*deque"
+    ):
         run(tmp_path, 2, WithState(deque()), IterationFails(), period=2)
 
 
@@ -292,7 +333,9 @@ def on_main_only(folder: Path) -> Any:
     trainer.register_hooks([hook])
     trainer.train(0, 4)
     comm.synchronize()
-    return torch.load(folder / "model_final.pth", weights_only=True)["trainer"]["iteration"]
+    return torch.load(folder / "model_final.pth", weights_only=True)["trainer"][
+        "iteration"
+    ]
 
 
 def test_it_works_registered_on_the_main_rank_only(tmp_path: Path) -> None:

@@ -64,13 +64,19 @@ def test_values_of_the_end_of_training_reach_the_file(tmp_path: Path) -> None:
         after_step=lambda t: t.storage.put_scalar("x", t.iter, smoothing_hint=False),
         after_train=lambda t: t.storage.put_scalar("final", 1.0),
     )
-    Idle(put, PeriodicWriter([JSONWriter(str(tmp_path / "m.json"))], period=20)).train(0, 50)
-    lines = [json.loads(line) for line in (tmp_path / "m.json").read_text().splitlines()]
+    Idle(put, PeriodicWriter([JSONWriter(str(tmp_path / "m.json"))], period=20)).train(
+        0, 50
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "m.json").read_text().splitlines()
+    ]
     assert [line["iteration"] for line in lines] == [19, 39, 49, 50]
     assert lines[-1] == {"iteration": 50, "final": 1.0}
 
 
-def test_every_writer_is_closed_even_if_one_fails_at_the_end_and_the_error_comes_back() -> None:
+def test_every_writer_is_closed_even_if_one_fails_at_the_end_and_the_error_comes_back() -> (
+    None
+):
     first, second = Recorder(fail_at=3), Recorder()
     with pytest.raises(OSError, match="disk on fire"):
         Idle(PeriodicWriter([first, second], period=100)).train(0, 3)
@@ -94,7 +100,9 @@ def train(folder: Path, preempted_at: int = -1, broken_at: int = -1) -> None:
     trainer.register_hooks(
         [
             CallbackHook(after_step=put),
-            EvalHook(3, lambda: {"accuracy": trainer.iter / 100}, eval_after_train=False),
+            EvalHook(
+                3, lambda: {"accuracy": trainer.iter / 100}, eval_after_train=False
+            ),
             PeriodicWriter(writers, period=20),
             PeriodicCheckpointer(checkpointer, period=8),
             Preemption(checkpointer),
@@ -107,18 +115,27 @@ def train(folder: Path, preempted_at: int = -1, broken_at: int = -1) -> None:
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {n: [(e.step, e.value) for e in events.Scalars(n)] for n in events.Tags()["scalars"]}
+    return {
+        n: [(e.step, e.value) for e in events.Scalars(n)]
+        for n in events.Tags()["scalars"]
+    }
 
 
 @pytest.mark.parametrize(
     "how",
-    [*({"preempted_at": i} for i in (10, 19, 30, 59)), {"broken_at": 32}, {"broken_at": 34}],
+    [
+        *({"preempted_at": i} for i in (10, 19, 30, 59)),
+        {"broken_at": 32},
+        {"broken_at": 34},
+    ],
 )
 def test_a_preempted_or_failed_run_ends_with_each_evaluation_and_the_rows_of_an_undisturbed_one(
     how: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Count files from 0: within a second TensorBoard reads the tenth before the ninth.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    monkeypatch.setattr(
+        event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0)
+    )
     once, twice = tmp_path / "once", tmp_path / "twice"
     train(once)
     lines = load_json_metrics(once / "metrics.json")
@@ -145,7 +162,9 @@ class Gallery(Recorder):
         storage.clear_images()
 
 
-def test_each_writer_gets_all_images_once_and_nobody_drops_what_none_has_taken() -> None:
+def test_each_writer_gets_all_images_once_and_nobody_drops_what_none_has_taken() -> (
+    None
+):
     def put(trainer: Any) -> None:
         trainer.storage.put_image("photo", torch.zeros(1, 1, 1))
         trainer.storage.put_histogram("weight", torch.zeros(1))
@@ -182,7 +201,10 @@ def test_a_full_disk_is_logged_and_tried_again_and_an_error_at_the_end(
 
 @pytest.mark.parametrize(("ranks", "warned"), [(1, False), (2, True)])
 def test_a_period_between_the_exchanges_of_the_ranks_is_worth_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int, warned: bool
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ranks: int,
+    warned: bool,
 ) -> None:
     trainer = Idle(hook := PeriodicWriter([], period=10))
     trainer.sync_period = 20

@@ -35,7 +35,9 @@ def test_statistics_after_training_are_those_of_the_whole_data_set() -> None:
     trainer.train(0, 3)
     everything = torch.cat(data)
     torch.testing.assert_close(trainer.model.bn.running_mean, everything.mean(0))
-    torch.testing.assert_close(trainer.model.bn.running_var, everything.var(0, unbiased=False))
+    torch.testing.assert_close(
+        trainer.model.bn.running_var, everything.var(0, unbiased=False)
+    )
     assert trainer.model.bn.momentum == 0.1
 
 
@@ -85,7 +87,9 @@ def test_a_base_model_is_measured_as_it_is_trained() -> None:
     trainer = StepTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
     trainer.register_hooks([PreciseBN(0, model, data, 3)])
     trainer.train(0, 1)
-    torch.testing.assert_close(model.bn.running_mean, torch.cat([x for (x,) in data]).mean(0))
+    torch.testing.assert_close(
+        model.bn.running_mean, torch.cat([x for (x,) in data]).mean(0)
+    )
 
 
 def test_the_trainers_own_position_in_the_data_is_not_moved() -> None:

@@ -12,10 +12,10 @@ import torch
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.files import write_file
-from hooktrain.checkpoint.formats import read_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer
-from hooktrain.engine.hooks.preemption import Preemption
+from hooktrain.engine.hooks.checkpointing import Preemption
 from hooktrain.utils import comm
 from toy import linear_trainer
 
@@ -56,7 +56,9 @@ def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
 def test_a_signal_saves_at_the_end_of_the_iteration_and_exits_with_its_code(
     tmp_path: Path, number: int, code: int
 ) -> None:
@@ -78,7 +80,9 @@ def test_a_time_limit_saves_and_exits_as_a_signal_does(
     tmp_path: Path, second: signal.Signals | None
 ) -> None:
     before, left = signal.getsignal(signal.SIGALRM), []
-    watch = CallbackHook(before_step=lambda _: left.append(signal.getitimer(signal.ITIMER_REAL)))
+    watch = CallbackHook(
+        before_step=lambda _: left.append(signal.getitimer(signal.ITIMER_REAL))
+    )
     expire = [signal_at(signal.SIGALRM, 5), *([signal_at(second, 5)] if second else [])]
     trainer = preemptible(tmp_path, watch, *expire, time_limit_s=900)
     with pytest.raises(SystemExit) as caught:
@@ -124,8 +128,12 @@ def test_where_the_process_lives_on_as_in_a_notebook_the_same_trainer_goes_on(
 
 
 @pytest.mark.parametrize("reason", ["preempted by SIGTERM", "preempted by hand"])
-def test_a_stop_that_somebody_else_asks_for_is_no_preemption(tmp_path: Path, reason: str) -> None:
-    trainer = preemptible(tmp_path, CallbackHook(after_step=lambda t: t.request_stop(reason)))
+def test_a_stop_that_somebody_else_asks_for_is_no_preemption(
+    tmp_path: Path, reason: str
+) -> None:
+    trainer = preemptible(
+        tmp_path, CallbackHook(after_step=lambda t: t.request_stop(reason))
+    )
     trainer.train(max_iter=10)
     assert trainer.succeeded
     assert trainer.stop_reason == reason
@@ -136,7 +144,9 @@ def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("hooktrain.engine.hooks.preemption.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "hooktrain.engine.hooks.checkpointing.time.monotonic", lambda: clock[0]
+    )
 
     def interrupt(trainer: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -253,7 +263,9 @@ def preempt_one_rank(folder: Path, shards: bool) -> tuple[Any, int, list[int]]:
         trainer.train(max_iter=20)
     except SystemExit as error:
         code = error.code
-    state = read_checkpoint(str(folder / ("model_0000007" if shards else "model_0000007.pth")))
+    state = read_checkpoint(
+        str(folder / ("model_0000007" if shards else "model_0000007.pth"))
+    )
     return code, trainer.iter, state["trainer"]["iteration"]
 
 

@@ -10,7 +10,7 @@ from hooktrain.engine.hooks import (
     CallbackHook,
     TorchMemoryStats,
     TorchProfiler,
-    torch_memory_stats,
+    profiling,
 )
 from toy import linear_trainer
 
@@ -26,7 +26,9 @@ from toy import linear_trainer
 def test_each_chosen_iteration_gives_a_trace(
     kind: Any, options: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
-    linear_trainer(kind(lambda t: t.iter in (1, 2), str(tmp_path), **options)).train(0, 4)
+    linear_trainer(kind(lambda t: t.iter in (1, 2), str(tmp_path), **options)).train(
+        0, 4
+    )
     traces = [path for i in (1, 2) for path in tmp_path.glob(name.format(i))]
     assert traces == sorted(path for path in tmp_path.rglob("*") if path.is_file())
     for trace in traces:
@@ -77,7 +79,7 @@ class FakeDevice:
 def test_memory_is_logged_exactly_max_runs_times_where_there_is_an_accelerator(
     device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_memory_stats, "device_module", lambda: device)
+    monkeypatch.setattr(profiling, "device_module", lambda: device)
     with caplog.at_level("INFO"):
         linear_trainer(TorchMemoryStats(period=2, max_runs=3)).train(0, 20)
     assert caplog.text.count("max_reserved_mem: 3MB") == (3 if device else 0)

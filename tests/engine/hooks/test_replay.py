@@ -32,8 +32,12 @@ class Digits(DefaultTrainer):
 
         def note(trainer: Any) -> None:
             if trainer.iter == 7:
-                self.seen["model"] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-                self.seen["gradients"] = [p.grad.clone() for p in trainer.model.parameters()]
+                self.seen["model"] = {
+                    k: v.clone() for k, v in trainer.model.state_dict().items()
+                }
+                self.seen["gradients"] = [
+                    p.grad.clone() for p in trainer.model.parameters()
+                ]
 
         return [*super().build_hooks(), hooks.CallbackHook(after_backward=note)]
 
@@ -60,7 +64,9 @@ def test_an_iteration_is_computed_again_bit_for_bit_and_nothing_is_written(
     with caplog.at_level(logging.INFO), pytest.raises(SystemExit) as end:
         again.replay(7)
     assert end.value.code == 0
-    assert ("Starting training from iteration 6" in caplog.text) == (checkpoint != "none")
+    assert ("Starting training from iteration 6" in caplog.text) == (
+        checkpoint != "none"
+    )
     assert_equal(again.seen, first.seen)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert not torch.is_anomaly_enabled()
@@ -90,7 +96,9 @@ def test_the_operation_and_the_layer_where_a_nan_begins_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = RootOfZero()
-    trainer = SimpleTrainer(model, [torch.zeros(1, 2)], torch.optim.SGD(model.parameters()))
+    trainer = SimpleTrainer(
+        model, [torch.zeros(1, 2)], torch.optim.SGD(model.parameters())
+    )
     trainer.register_hooks([hooks.Replay(1)])
     with (
         caplog.at_level(logging.INFO),
@@ -98,4 +106,7 @@ def test_the_operation_and_the_layer_where_a_nan_begins_are_named(
     ):
         trainer.train(max_iter=4)
     assert trainer.iter == 1
-    assert "Not finite, the first one first: fc.weight (before), fc (output)" in caplog.text
+    assert (
+        "Not finite, the first one first: fc.weight (before), fc (output)"
+        in caplog.text
+    )

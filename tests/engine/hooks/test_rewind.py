@@ -58,7 +58,10 @@ def rewinding(
 
 
 def train(
-    trainer: SimpleTrainer, checkpointer: Checkpointer, rewind: hooks.Rewind, max_iter: int = 20
+    trainer: SimpleTrainer,
+    checkpointer: Checkpointer,
+    rewind: hooks.Rewind,
+    max_iter: int = 20,
 ) -> None:
     """The loop of the class's docstring."""
     while True:
@@ -102,10 +105,14 @@ def test_the_run_ends_like_one_without_the_batches_that_were_left_out(
     assert_equal(resumed.model.state_dict(), reference.model.state_dict())
 
 
-def test_a_run_that_dies_right_after_it_has_gone_back_resumes_from_there(tmp_path: Path) -> None:
+def test_a_run_that_dies_right_after_it_has_gone_back_resumes_from_there(
+    tmp_path: Path,
+) -> None:
     rewind = hooks.Rewind(factor=20.0, window=6)
     trainer, checkpointer = rewinding(tmp_path, {12: 100.0}, rewind)
-    with pytest.raises(FloatingPointError, match=r"at iteration 12, more than 20 times the") as bad:
+    with pytest.raises(
+        FloatingPointError, match=r"at iteration 12, more than 20 times the"
+    ) as bad:
         trainer.train(max_iter=20)
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000014.pth"
     rewind.go_back(bad.value, checkpointer)
@@ -140,10 +147,17 @@ def test_the_default_trainer_goes_back_by_itself(tmp_path: Path) -> None:
 
         def build_hooks(self) -> list[Any]:
             found = super().build_hooks()
-            return [hooks.Rewind(), *(h for h in found if not isinstance(h, hooks.EvalHook))]
+            return [
+                hooks.Rewind(),
+                *(h for h in found if not isinstance(h, hooks.EvalHook)),
+            ]
 
     cfg = LazyConfig.load(str(CONFIG))
-    options = ["train.max_iter=10", "train.checkpointer.period=3", "train.best_metric=null"]
+    options = [
+        "train.max_iter=10",
+        "train.checkpointer.period=3",
+        "train.best_metric=null",
+    ]
     options += [f"train.output_dir={tmp_path}", "model.channels=2"]
     trainer = Poisoned(LazyConfig.apply_overrides(cfg, options))
     trainer.train()

@@ -15,7 +15,7 @@ from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import wrap_in_ddp
 from hooktrain.utils import comm
-from hooktrain.utils.dtensor import full_tensor
+from hooktrain.utils.tensors import full_tensor
 
 
 class Square(nn.Module):
@@ -35,7 +35,9 @@ class Square(nn.Module):
 def data(poisoned: set[int], count: int = 8, value: float = math.nan) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, 3, generator=generator) for _ in range(count)]
-    return [batch * value if i in poisoned else batch for i, batch in enumerate(batches)]
+    return [
+        batch * value if i in poisoned else batch for i, batch in enumerate(batches)
+    ]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -43,7 +45,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(
-    model: nn.Module, batches: list[Any], optimizer: Any = None, *skip: Any, max_iter: int = 4
+    model: nn.Module,
+    batches: list[Any],
+    optimizer: Any = None,
+    *skip: Any,
+    max_iter: int = 4,
 ) -> SimpleTrainer:
     kind = StepTrainer if isinstance(model, Two) else SimpleTrainer
     trainer = kind(model, batches, optimizer or adam(model))
@@ -52,15 +58,21 @@ def run(
     return trainer
 
 
-def train(poisoned: set[int], *skip: Any, value: float = math.nan, **options: Any) -> SimpleTrainer:
+def train(
+    poisoned: set[int], *skip: Any, value: float = math.nan, **options: Any
+) -> SimpleTrainer:
     model = Square()
     wrapper = OptimWrapper(adam(model), **options)
     return run(model, data(poisoned, value=value), wrapper, *skip, max_iter=8)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}, {"type": "value", "clip_value": 0.1}])
-def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(value: float, clip: Any) -> None:
+@pytest.mark.parametrize(
+    "clip", [None, {"max_norm": 1.0}, {"type": "value", "clip_value": 0.1}]
+)
+def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(
+    value: float, clip: Any
+) -> None:
     trainer = train({2, 5}, value=value, clip_grad=clip)
     model = Square()
     optimizer = adam(model)
@@ -83,9 +95,13 @@ def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(value: float, cli
 
 def test_too_many_in_a_row_raise_or_stop() -> None:
     train({1, 2, 4, 5}, 2)
-    with pytest.raises(FloatingPointError, match=r"in 1 iterations in a row, up to iteration 3"):
+    with pytest.raises(
+        FloatingPointError, match=r"in 1 iterations in a row, up to iteration 3"
+    ):
         train({3}, 0)
-    with pytest.raises(FloatingPointError, match=r"in 3 iterations in a row, up to iteration 3"):
+    with pytest.raises(
+        FloatingPointError, match=r"in 3 iterations in a row, up to iteration 3"
+    ):
         train({1, 2, 3}, 2)
     stopped = train({1, 2, 3}, 2, "stop")
     assert stopped.iter == stopped.max_iter == 4
@@ -139,7 +155,9 @@ class Two(nn.Module):
         torch.manual_seed(0)
         self.one, self.two = nn.Linear(3, 1), nn.Linear(3, 1)
 
-    def train_step(self, batch: Tensor, wrappers: OptimWrapperDict) -> dict[str, Tensor]:
+    def train_step(
+        self, batch: Tensor, wrappers: OptimWrapperDict
+    ) -> dict[str, Tensor]:
         loss_one = self.one(torch.ones(2, 3)).square().mean()
         wrappers["one"].update_params(loss_one)
         loss_two = self.two(batch).square().mean()
@@ -148,17 +166,23 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("counts", [1, 2])
-def test_of_several_optimizers_only_the_one_concerned_skips_and_counts(counts: int) -> None:
+def test_of_several_optimizers_only_the_one_concerned_skips_and_counts(
+    counts: int,
+) -> None:
     model, before = Two(), Two()
     wrappers = OptimWrapperDict(
         one=OptimWrapper(adam(model.one)),
         two=OptimWrapper(adam(model.two), accumulative_counts=counts),
     )
-    trainer = run(model, data({0}), wrappers, max_iter=counts)  # in the first pass of a window
+    trainer = run(
+        model, data({0}), wrappers, max_iter=counts
+    )  # in the first pass of a window
     assert not torch.equal(model.one.weight, before.one.weight)
     assert torch.equal(model.two.weight, before.two.weight)
     assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
-    assert trainer.storage.history("two.skipped_updates").values() == [(1.0, counts - 1)]
+    assert trainer.storage.history("two.skipped_updates").values() == [
+        (1.0, counts - 1)
+    ]
     trainer.train(max_iter=2 * counts)
     assert model.two.weight.isfinite().all()
     assert not torch.equal(model.two.weight, before.two.weight)
@@ -177,8 +201,12 @@ def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None
         trainer.train(0, 4)
 
 
-def test_a_poisoned_buffer_or_a_loss_that_its_gradients_do_not_show_ends_the_run() -> None:
-    with pytest.raises(FloatingPointError, match=r"not finite any more: \['norm.running_mean'"):
+def test_a_poisoned_buffer_or_a_loss_that_its_gradients_do_not_show_ends_the_run() -> (
+    None
+):
+    with pytest.raises(
+        FloatingPointError, match=r"not finite any more: \['norm.running_mean'"
+    ):
         run(Square(norm=True), data({1}))
     model = Square()
     model.register_forward_hook(lambda module, _, loss: loss + math.inf)
@@ -197,13 +225,17 @@ def test_how_many_there_were_in_a_row_outlives_a_resume(tmp_path: Path) -> None:
         trainer.train(max_iter=max_iter)
 
     resume({1, 2}, 3)
-    with pytest.raises(FloatingPointError, match="in 3 iterations in a row, up to iteration 3"):
+    with pytest.raises(
+        FloatingPointError, match="in 3 iterations in a row, up to iteration 3"
+    ):
         resume({0}, 4)  # a list begins anew when a run is resumed
 
 
 def two_ranks(kind: str, poisoned_rank: int) -> tuple[list[Tensor], int, list[float]]:
     model: Any = Square()
-    model = wrap_in_ddp(model, torch.device("cpu")) if kind == "ddp" else shard_model(model)
+    model = (
+        wrap_in_ddp(model, torch.device("cpu")) if kind == "ddp" else shard_model(model)
+    )
     mine = {2} if comm.get_rank() == poisoned_rank else set()
     trainer = SimpleTrainer(model, data(mine), adam(model), gather_metric_period=4)
     trainer.register_hooks([hooks.SkipNonFinite()])
@@ -245,7 +277,9 @@ def test_gradients_of_an_open_window_are_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_another_action_at_the_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="on_limit must be 'raise' or 'stop', but got 'halt'"):
+    with pytest.raises(
+        ValueError, match="on_limit must be 'raise' or 'stop', but got 'halt'"
+    ):
         hooks.SkipNonFinite(1, "halt")
 
 

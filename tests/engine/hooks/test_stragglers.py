@@ -41,7 +41,9 @@ def batches(clock: Clock, seconds: float) -> Iterator[Tensor]:
         yield torch.ones(2, 4)
 
 
-def warnings_of(waits: list[float], passes: list[list[float]], max_iter: int) -> list[str]:
+def warnings_of(
+    waits: list[float], passes: list[list[float]], max_iter: int
+) -> list[str]:
     """Train with these seconds for data, of each rank, and for forward passes, in turn."""
     rank = comm.get_rank()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -66,7 +68,9 @@ def warnings_of(waits: list[float], passes: list[list[float]], max_iter: int) ->
 
 
 # Seconds for data of each rank, for its forward passes in turn, and what is said.
-SLOW = "rank {}: an iteration takes it {:.4f} s for data and {:.4f} s for the forward pass"
+SLOW = (
+    "rank {}: an iteration takes it {:.4f} s for data and {:.4f} s for the forward pass"
+)
 CASES: list[tuple[list[float], list[list[float]], int, list[str]]] = [
     # Slow in its data, for three periods of two iterations.
     ([0.25, 1.0], [[0.25], [0.25]], 6, [SLOW.format(1, 1, 0.25)]),
@@ -94,7 +98,9 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
 
 def test_a_single_process_has_nobody_to_compare_with() -> None:
     model: Any = LinearLoss()
-    trainer = SimpleTrainer(model, [torch.ones(2, 4)], torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = SimpleTrainer(
+        model, [torch.ones(2, 4)], torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     trainer.register_hooks([hooks.Stragglers()])
     trainer.train(max_iter=41)
     assert not model._forward_hooks

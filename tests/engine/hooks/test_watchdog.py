@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gloo import run_ranks
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.hooks.watchdog import Watchdog, describe
+from hooktrain.engine.hooks.bad_runs import Watchdog, describe
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils import comm
 from processes import wait_until
@@ -30,11 +30,16 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(((s,), f"above 0 seconds, but got {s}") for s in (0, -1.0, math.nan, math.inf)),
+        *(
+            ((s,), f"above 0 seconds, but got {s}")
+            for s in (0, -1.0, math.nan, math.inf)
+        ),
         ((1, "kill"), "must be 'report' or 'abort', but got 'kill'"),
     ],
 )
-def test_a_limit_or_an_action_that_cannot_be_is_refused(arguments: Any, message: str) -> None:
+def test_a_limit_or_an_action_that_cannot_be_is_refused(
+    arguments: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Watchdog(*arguments)
 
@@ -44,7 +49,9 @@ def test_a_hang_is_reported_once_with_the_stack_of_every_thread(
 ) -> None:
     def a_place_to_hang(trainer: Any) -> None:
         if trainer.iter == 3:
-            wait_until(lambda: "rank 0 has made no progress" in "".join(reports(caplog)))
+            wait_until(
+                lambda: "rank 0 has made no progress" in "".join(reports(caplog))
+            )
             time.sleep(0.2)  # several times the limit
 
     Idle(Watchdog(0.05), CallbackHook(after_backward=a_place_to_hang)).train(0, 5)
@@ -61,7 +68,9 @@ def test_a_run_that_makes_progress_is_left_alone_and_its_end_or_failure_ends_the
     fail_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     hooks = Watchdog(LIMIT_SECONDS), CallbackHook(after_step=lambda _: time.sleep(0.01))
-    with pytest.raises(ValueError, match="broken at 1") if fail_at > 0 else nullcontext():
+    with (
+        pytest.raises(ValueError, match="broken at 1") if fail_at > 0 else nullcontext()
+    ):
         Idle(*hooks, fail_at=fail_at).train(0, 3)
     assert reports(caplog) == []
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
@@ -71,7 +80,9 @@ def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that grows whenever the watchdog looks for progress."""
     looks: list[None] = []
     share = Watchdog._share_progress
-    monkeypatch.setattr(Watchdog, "_share_progress", lambda hook: looks.append(share(hook)))
+    monkeypatch.setattr(
+        Watchdog, "_share_progress", lambda hook: looks.append(share(hook))
+    )
     return looks
 
 
@@ -129,7 +140,7 @@ def hang_in_rank_1(folder: Path) -> str:
             wait_until(lambda: len(list(folder.iterdir())) == 2)
         dist.all_reduce(torch.ones(1))
 
-    log = logging.getLogger("hooktrain.engine.hooks.watchdog")
+    log = logging.getLogger("hooktrain.engine.hooks.bad_runs")
     log.addHandler(Keep(logging.CRITICAL))
     Idle(Watchdog(0.5), CallbackHook(after_backward=forward)).train(0, 4)
     return messages[0]
@@ -139,5 +150,7 @@ def test_every_rank_names_the_one_that_hangs_and_where(tmp_path: Path) -> None:
     for rank, message in enumerate(run_ranks(hang_in_rank_1, 2, tmp_path)):
         assert f"rank {rank} has made no progress" in message
         assert "Behind: rank 1." in message
-        assert re.search(r"\n *0 +2 +\d+ +all_reduce \(distributed_c10d.py:\d+\)", message)
+        assert re.search(
+            r"\n *0 +2 +\d+ +all_reduce \(distributed_c10d.py:\d+\)", message
+        )
         assert re.search(r"\n *1 +2 +\d+ +wait_until \(processes.py:\d+\)", message)

@@ -1,0 +1,165 @@
+"""An average of the model's weights, beside the raw ones."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from hooktrain.engine.batches import Batches
+from hooktrain.engine.train_loop import HookBase
+from hooktrain.events import EventStorage
+from hooktrain.model import (
+    BaseAveragedModel,
+    ExponentialMovingAverage,
+    get_bn_modules,
+    update_bn_stats,
+)
+from hooktrain.utils.tensors import load_full_state_dict
+
+logger = logging.getLogger(__name__)
+
+
+class EMA(HookBase):
+    """Updates an average of the model's weights after each iteration.
+
+    It starts from the weights that the training starts from. The model itself always keeps the
+    raw weights, also in checkpoints. The average is state of this hook. To evaluate or export it::
+
+        ema = hooks.EMA(model)
+        with ema.swap():
+            evaluate(model)
+
+    Another average, here stochastic weight averaging at the end of a run::
+
+        hooks.EMA(model, average=StochasticWeightAverage(model, interval=50), begin_iter=1000)
+
+    Args:
+        model: the model. Wrappers such as DDP are looked through.
+        decay: the part of the average that stays at an update, in [0, 1).
+        warmup: let the decay grow from small values, so that the random start is forgotten soon.
+        average: takes the place of the one that ``decay`` and ``warmup`` make.
+        begin_iter: the first update is at the end of this many iterations; before, the average is
+            a copy of the weights. 0 and 1 are the same.
+
+    Attributes:
+        average: the :class:`~hooktrain.model.BaseAveragedModel`; ``average.module`` is the
+            averaged model.
+
+    Raises:
+        ValueError: if ``decay`` is out of its range, or ``decay`` or ``warmup`` is given beside
+            ``average``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        warmup: bool = True,
+        *,
+        average: BaseAveragedModel | None = None,
+        begin_iter: int = 0,
+    ) -> None:
+        if average is None:
+            if not 0 <= decay < 1:
+                raise ValueError(f"decay must be in [0, 1): {decay!r}")
+            average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
+        elif (decay, warmup) != (0.999, True):
+            raise ValueError("give decay and warmup to the average itself")
+        self._model = model
+        self.average = average
+        self.begin_iter = begin_iter
+
+    def before_train(self) -> None:
+        """Start from the weights that are there; warn if there will be nothing but a copy."""
+        if not self.average.steps:  # host-device synchronisation, once a run
+            self.average.reset(self._model)
+        end = self.trainer.max_iter
+        if self.begin_iter > end:
+            logger.warning(
+                "No average: it begins after %d of %d iterations", self.begin_iter, end
+            )
+
+    def after_step(self) -> None:
+        """Take the new weights in."""
+        if self.trainer.iter + 1 < self.begin_iter:
+            self.average.reset(self._model)
+        else:
+            self.average.update_parameters(self._model)
+
+    def swap(self) -> AbstractContextManager[None]:
+        """Inside, the model has the averaged weights; afterwards exactly the raw ones again."""
+        return self.average.swap(self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averaged weights and the number of updates."""
+        return self.average.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; a sharded model takes whole tensors too."""
+        load_full_state_dict(self.average, state_dict)
+
+
+class PreciseBN(HookBase):
+    """Replaces the running statistics of batch norm by the true ones of recent weights.
+
+    See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
+
+    Args:
+        period: in iterations, or like ``"1 epoch"``; 0 or less does it at the last one only.
+        model: a model whose batch-norm layers are in training mode when the time comes; without
+            any, nothing is done.
+        data_loader: batches for the model. A finite loader starts again when it is exhausted. If it
+            knows its position, it must not be the trainer's own.
+        num_iter: the number of batches to measure on.
+
+    Raises:
+        ValueError: when training starts, if the trainer's own loader would lose its position.
+    """
+
+    def __init__(
+        self,
+        period: int | str,
+        model: nn.Module,
+        data_loader: Iterable[Any],
+        num_iter: int,
+    ) -> None:
+        self._period = period
+        self._model = model
+        self._batches = Batches(data_loader)
+        self._num_iter = num_iter
+
+    def before_train(self) -> None:
+        """Refuse to take batches from the training."""
+        loader = self._batches.loader
+        if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):
+            raise ValueError(
+                "PreciseBN would move the trainer's data_loader on: build it another"
+            )
+
+    def after_step(self) -> None:
+        """Measure where a period ends, and at the last iteration."""
+        if self.is_due(self._period):
+            self.update_stats()
+
+    def update_stats(self) -> None:
+        """Measure now."""
+        if not get_bn_modules(self._model):
+            logger.info(
+                "The model has no batch norm in training mode: no statistics to measure"
+            )
+            return
+        logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
+        with EventStorage(
+            self.trainer.iter
+        ):  # what the model records now is not part of the run
+            update_bn_stats(self._model, self._batches, self._num_iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, if the loader knows it."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        self._batches.load_state_dict(state_dict, begun=False)

@@ -1,0 +1,219 @@
+"""Tensors of which each rank holds a shard: put together to a full one, and split again."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hooktrain.utils import comm
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor. Importing that class takes half a second, so it is not done here."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The shard that this rank holds, sharing its memory; another tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local.detach()
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor as a whole, on every rank; another tensor itself. Collective."""
+    if not is_sharded(tensor):
+        return tensor
+    home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    # What is offloaded goes where the ranks can exchange it.
+    moved: Any = tensor if tensor.device.type == home else tensor.to(home)
+    full: Tensor = moved.full_tensor()
+    return full.detach()
+
+
+def full_tensors(state: Any) -> Any:
+    """Put the sharded tensors of a nested state together, one after the other. Collective.
+
+    Args:
+        state: of dicts, lists and tuples; it is not changed.
+
+    Returns:
+        A copy of the containers. On the main process full tensors on the CPU replace the sharded
+        ones; on the others None does, so that only one process holds the whole in memory. All else
+        is the same object.
+    """
+    return map_leaves(
+        lambda _, leaf: _on_main(leaf) if is_sharded(leaf) else leaf, state
+    )
+
+
+def _on_main(sharded: Tensor) -> Tensor | None:
+    full = full_tensor(sharded)
+    return full.cpu() if comm.is_main_process() else None  # host-device synchronisation
+
+
+def map_leaves(
+    function: Callable[[tuple[Any, ...], Any], Any],
+    state: Any,
+    path: tuple[Any, ...] = (),
+) -> Any:
+    """A copy of nested dicts, lists and tuples with ``function(path, leaf)`` for each leaf.
+
+    Args:
+        function: takes the keys and indices that lead to a leaf, and the leaf.
+        state: it is not changed.
+        path: of the state itself.
+    """
+    if isinstance(state, dict | list | tuple):
+        return map_items(
+            lambda key, item: map_leaves(function, item, (*path, key)), state
+        )
+    return function(path, state)
+
+
+@torch.no_grad()
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """Split a full tensor as another one of its shape is. Collective if that one is sharded.
+
+    Args:
+        value: the full tensor. The first rank's value counts.
+        like: gives sharding and device. If it is not sharded, or ``value`` is already, or the
+            shapes differ, ``value`` itself is returned.
+    """
+    if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import (
+        distribute_tensor,
+    )  # there are shards: it is loaded
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.detach(), mesh, placements).to(like.device)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state of full tensors into a model, sharded or not. Collective.
+
+    Args:
+        model: changed in place.
+        state: on every rank. It is not changed.
+
+    Raises:
+        RuntimeError: if names or shapes differ, as :meth:`torch.nn.Module.load_state_dict` does.
+    """
+    ours = model.state_dict()
+    # In the model's order, not that of the state, so that all ranks communicate in one order.
+    sharded = {
+        name: shard_like(state[name], ours[name]) for name in ours if name in state
+    }
+    model.load_state_dict({**state, **sharded})
+
+
+_REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_DTYPES = _REAL | {torch.complex64, torch.complex128}
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
+
+def non_finite(tensors: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors that hold infinity or NaN, of a sharded one in this rank's shard.
+
+    Tensors without data and those of one byte a number are not looked at.
+
+    Args:
+        tensors: by name. What is no tensor is left out.
+    """
+    found = {
+        name: values
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
+        and tensor.dtype in _DTYPES
+        and not is_lazy(tensor)
+        if tensor.layout in _LAYOUTS and not tensor.is_meta
+        for local in [local_tensor(tensor) if is_sharded(tensor) else tensor]
+        if (values := local.coalesce().values() if local.is_sparse else local).numel()
+    }
+    if not found:
+        return set()
+    # The largest numbers, since a norm of large ones may overflow.
+    largest = torch._foreach_norm(list(found.values()), math.inf)
+    together = torch.stack([norm.to(largest[0].device) for norm in largest])
+    finite = together.isfinite().tolist()  # host-device synchronisation
+    return {name for name, good in zip(found, finite, strict=True) if not good}
+
+
+def mover_to(model: nn.Module) -> Callable[[Any], Any]:
+    """The function that brings a batch to the device of a model.
+
+    It moves tensors in dicts, lists, tuples and dataclasses, and other objects with ``to``, such as
+    the encodings of Hugging Face's tokenizers. From pinned memory nothing waits: while CUDA
+    computes on a batch, it copies the next one.
+
+    On the CPU batches stay as they are. So they do for a model with a ``train_step``, which brings
+    them to its device by itself.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu" or hasattr(model, "train_step"):
+        return lambda data: data
+    is_cuda = device.type == "cuda"
+    copying = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def move(data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return _copy(data, device, copying)
+        return (
+            data.to(device)
+            if can_move(data)
+            else map_items(lambda _, item: move(item), data)
+        )
+
+    return move
+
+
+def _copy(
+    tensor: Tensor, device: torch.device, copying: torch.cuda.Stream | None
+) -> Tensor:
+    """Copy a tensor, on CUDA in a stream of its own, which does not wait for the computation."""
+    if copying is None:
+        return tensor.to(device, non_blocking=True)
+    computing = torch.cuda.current_stream(device)
+    with torch.cuda.stream(copying):
+        moved = tensor.to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    moved.record_stream(computing)  # its memory is lent again when that has used it
+    return moved
+
+
+def can_move(data: Any) -> bool:
+    """Whether it is an object with a method ``to``, as a tensor is."""
+    return callable(getattr(data, "to", None)) and not isinstance(data, type)
+
+
+def map_items(function: Callable[[Any, Any], Any], data: Any) -> Any:
+    """A dict, list, tuple or dataclass of the same type with ``function(key, item)`` for its items.
+
+    A key is that of a dict, an index or the name of a field. Attributes of a dict, such as the
+    ``_metadata`` of a state dict, stay. Everything else, such as strings and None, is returned as
+    it is.
+    """
+    if isinstance(data, Mapping | list):
+        # Not every kind of dict can be made from pairs: defaultdict for one.
+        changed: Any = copy.copy(data)
+        for key, value in (
+            data.items() if isinstance(data, Mapping) else enumerate(data)
+        ):
+            changed[key] = function(key, value)
+        return changed
+    if isinstance(data, tuple):
+        make = getattr(type(data), "_make", type(data))  # namedtuple or tuple
+        return make([function(i, item) for i, item in enumerate(data)])
+    if is_dataclass(data) and not isinstance(data, type):
+        names = [field.name for field in fields(data)]
+        return replace(
+            data, **{name: function(name, getattr(data, name)) for name in names}
+        )
+    return data

@@ -1,0 +1,265 @@
+"""Metrics as lines of JSON: written, cut on a resume, read back."""
+
+import json
+import logging
+import math
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage, JSONWriter, load_json_metrics
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The file as strict JSON: no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_a_line_has_an_iterations_new_metrics_sorted_and_lines_are_never_repeated(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "new folder" / "metrics.json"
+    writer = JSONWriter(str(path), window_size=3)
+    with EventStorage() as storage:
+        writer.write()
+        writer.close()
+        assert not path.parent.exists()
+        for iteration, value in enumerate((9.0, 1.0, 2.0, 6.0)):
+            storage.put_scalar("loss", value, cur_iter=iteration)
+        storage.put_scalar("b", 2.0, cur_iter=1)
+        storage.put_scalar("a", 3.0, cur_iter=3)
+        for late in (0.5, 1.5):
+            writer.write()
+            writer.write()
+            storage.put_scalar("late", late, smoothing_hint=False, cur_iter=2)
+            writer.close()
+            writer.close()
+        writer.write()
+    writer.close()
+    assert path.read_text() == (
+        '{"b": 2.0, "iteration": 1}\n{"a": 3.0, "iteration": 3, "loss": 2.0}\n'
+        '{"iteration": 2, "late": 0.5}\n{"iteration": 2, "late": 1.5}\n'
+    )
+
+
+def test_a_file_that_somebody_has_deleted_is_made_again(path: Path) -> None:
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for storage.iter in range(2):
+            path.unlink(missing_ok=True)
+            storage.put_scalar("a", 1.0)
+            writer.write()
+    writer.close()
+    assert lines(path) == [{"a": 1.0, "iteration": 1}]
+
+
+@pytest.mark.parametrize("period", [5, 2])
+def test_each_value_without_smoothing_has_its_line_unless_there_is_one_in_each_iteration(
+    path: Path, period: int
+) -> None:
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for storage.iter in range(30):
+            storage.put_scalar("loss", 1.0)
+            storage.put_scalar("lr", 0.5, smoothing_hint=False)
+            if storage.iter % period == 0:
+                storage.put_scalar("accuracy", storage.iter / 100, smoothing_hint=False)
+            if storage.iter % 10 == 9:
+                writer.write()
+    writer.close()
+    found = {line["iteration"]: line for line in lines(path)}
+    assert [i for i, line in found.items() if "accuracy" in line] == list(
+        range(0, 30, period)
+    )
+    assert found[20] == {"iteration": 20, "accuracy": 0.2}
+    assert [i for i, line in found.items() if "lr" in line or "loss" in line] == [
+        9,
+        19,
+        29,
+    ]
+
+
+def test_nan_and_infinities_are_valid_json_and_come_back(path: Path) -> None:
+    writer = JSONWriter(path)
+    with EventStorage(3) as storage:
+        storage.put_scalars(a=math.nan, b=math.inf, c=-math.inf, d=0.1)
+        writer.write()
+    writer.close()
+    assert lines(path) == [
+        {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 0.1, "iteration": 3}
+    ]
+    (line,) = load_json_metrics(path)
+    assert math.isnan(line.pop("a"))
+    assert line == {"b": math.inf, "c": -math.inf, "d": 0.1, "iteration": 3}
+
+
+def test_a_write_can_be_read_at_once_and_closing_brings_it_to_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        assert path.read_text() == '{"iteration": 0, "loss": 1.0}\n'
+        storage.put_scalar("iteration", 1.0)
+        with pytest.raises(ValueError, match="no metric may be named 'iteration'"):
+            writer.write()
+    assert synced == []
+    writer.close()
+    assert synced == [30]
+
+
+def test_what_could_not_be_written_is_still_news_and_comes_once(path: Path) -> None:
+    writer = JSONWriter(path, window_size=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        storage.iter = 1
+        storage.put_scalar("loss", 2.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                writer.write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert lines(path) == [{"iteration": 0, "loss": 1.0}]
+        writer.write()
+    writer.close()
+    assert lines(path) == [{"iteration": 0, "loss": 1.0}, {"iteration": 1, "loss": 2.0}]
+
+
+def test_only_the_main_process_touches_the_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("old\n")
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        for iteration in (0, 5):
+            writer.rewind(iteration)
+            writer.write()
+    assert storage.written == {}
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
+    assert path.read_text() == "old\n"
+
+
+def test_a_new_run_moves_an_old_file_aside_unless_it_is_empty(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path.touch()
+    writer = JSONWriter(path)
+    for number in (0, 1, 2):
+        with EventStorage() as storage:
+            writer.rewind(0)
+            assert caplog.text.count("moved what another has left") == number
+            storage.put_scalar("loss", number)
+            writer.write()
+    writer.close()
+    for number, file in enumerate(("metrics.json.1", "metrics.json.2", "metrics.json")):
+        assert lines(path.with_name(file)) == [{"iteration": 0, "loss": float(number)}]
+
+
+def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = '{"iteration": 19, "loss": 1.0}\n{"iteration": 29, "loss": "NaN"}\n'
+    path.write_text(
+        good + "[1, 2]\n{}\n" + '{"iteration": 30, "loss": 2.0}\n{"iteration": 40, "lo'
+    )
+    with EventStorage(30):
+        JSONWriter(path).rewind(30)
+    assert path.read_text() == good
+    assert "left out 3 lines" in caplog.text
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
+
+
+def run(
+    path: Path, start: int, stop: int, storage: EventStorage, checkpoint: int = -1
+) -> dict[str, Any]:
+    """Iterations with a write after every 20th; returns the state after one of them."""
+    state: dict[str, Any] = {}
+    writer = JSONWriter(path)
+    with storage:
+        writer.rewind(start)
+        for storage.iter in range(start, stop):
+            storage.put_scalar("loss", math.sin(storage.iter))
+            storage.put_scalar("lr", 1 / (1 + storage.iter), smoothing_hint=False)
+            if storage.iter % 6 == 2:
+                storage.put_scalar(
+                    "accuracy", float(storage.iter), smoothing_hint=False
+                )
+            if storage.iter % 7 == 6:
+                storage.put_scalar(
+                    "late", 1.0 * storage.iter, cur_iter=storage.iter - 5
+                )
+            if storage.iter % 20 == 19:
+                writer.write()
+            if storage.iter == checkpoint:
+                state = storage.state_dict()
+    writer.close()
+    return state
+
+
+@pytest.mark.parametrize("checkpoint", [0, 14, 19, 20, 29, 30, 38, 39, 40, 44, 59, 60])
+def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one(
+    checkpoint: int, tmp_path: Path
+) -> None:
+    run(tmp_path / "whole.json", 0, 100, EventStorage())
+
+    path = tmp_path / "resumed.json"
+    state = run(path, 0, 67, EventStorage(), checkpoint)
+    with open(path, "a") as file:
+        file.write('{"iteration": 7')  # killed while it wrote
+    storage = EventStorage()
+    storage.load_state_dict(state)
+    run(path, checkpoint + 1, 100, storage)
+    assert path.read_text() == (tmp_path / "whole.json").read_text()
+
+
+@pytest.mark.parametrize("left", ["", '{"iteration": 19, "loss": 0.5}\n', None])
+def test_a_file_that_has_lost_lines_is_said_loudly_and_gets_what_the_state_still_has(
+    left: str | None, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = run(path, 0, 67, EventStorage(), 60)
+    path.unlink() if left is None else path.write_text(left)
+    storage = EventStorage()
+    storage.load_state_dict(state)
+    run(path, 61, 80, storage)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"{path} has {len(left or '')} bytes, but had" in record.message
+    accuracies = [
+        (m["iteration"], m["accuracy"]) for m in lines(path) if "accuracy" in m
+    ]
+    assert accuracies == [(i, float(i)) for i in range(2, 80, 6)]
+
+
+def test_what_was_cut_off_does_not_spoil_the_next_line_and_loading_tells_of_it(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(b'{"iteration": 1}\n\xff\xfe\n{"ite')
+    writer = JSONWriter(path)
+    with EventStorage(2) as storage:
+        storage.put_scalar("loss", 2.0)
+        writer.write()
+    writer.close()
+    assert load_json_metrics(path) == [{"iteration": 1}, {"iteration": 2, "loss": 2.0}]
+    assert "left out 2 lines" in caplog.text
+    assert "line 2" in caplog.text
+    with pytest.raises(FileNotFoundError):
+        load_json_metrics(path.with_name("other.json"))

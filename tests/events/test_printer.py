@@ -1,0 +1,251 @@
+import logging
+import math
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import (
+    CommonMetricPrinter,
+    EventStorage,
+    EventWriter,
+    printer,
+)
+from hooktrain.utils.logger import close_logger, setup_logger
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_the_line_has_all_fields_over_their_windows(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    with EventStorage() as storage:
+        for storage.iter in range(5):
+            storage.put_scalar("data_time", 0.1 * storage.iter)
+            storage.put_scalar("time", 0.5 if storage.iter else 1.0)
+            storage.put_scalar("rank_data_time", 0.1)
+            storage.put_scalar("total_loss", 3.0 - storage.iter)
+            storage.put_scalar("loss_cls", 10.0 * storage.iter)
+            storage.put_scalar("lr", 0.123456789, smoothing_hint=False)
+            storage.put_scalar("generator.lr", 0.25, smoothing_hint=False)
+            storage.put_scalar("grad_norm", 2.0 * storage.iter)
+            storage.put_scalar("[metric]val_loss", 1024.0)
+            storage.put_scalar("rpn/num_anchors", 7)
+        CommonMetricPrinter(max_iter=3605, window_size=3).write()
+        assert storage.latest()["eta_seconds"] == (1800.0, 4)
+        assert storage.smoothing_hints()["eta_seconds"] is False
+    assert log.messages == [
+        "eta: 0:30:00  iter: 4  total_loss: 0  loss_cls: 30  [metric]val_loss: 1024  grad_norm: 6"
+        "  time: 0.5 s  data_time: 0.3 s  lr: 0.123  generator.lr: 0.25"
+    ]
+
+
+LOSSES = (
+    "loss total_loss loss_cls rpn/loss_box val_loss_mean mseloss loss1 lossG losses"
+    " TripletLoss"
+)
+NO_LOSSES = (
+    "a/lossless_ratio a/glossy loss/count a/accuracy"  # of them that are not shown
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (
+            dict.fromkeys(f"{LOSSES} {NO_LOSSES}".split(), 1.0),
+            LOSSES.replace(" ", ": 1  ") + ": 1",
+        ),
+        ({"total_loss": 2.5, "loss_cls": 2.5}, "total_loss: 2.5"),
+        ({"total_loss": math.nan, "loss_cls": math.nan}, "total_loss: nan"),
+        (
+            {"total_loss": 1, "loss_a": 1, "loss_b": 0},
+            "total_loss: 1  loss_a: 1  loss_b: 0",
+        ),
+        ({"total_loss": 1, "val_loss": 2}, "total_loss: 1  val_loss: 2"),
+        (
+            {"accuracy": 12.3456, "time": 0.1, "data_time": 0.033},
+            "accuracy: 12.35  time: 0.1 s",
+        ),
+        ({"data_time": 0.009}, "data_time: 0.009 s"),
+    ],
+)
+def test_losses_and_names_without_a_slash_are_shown_unless_they_say_nothing_more(
+    metrics: dict[str, float], shown: str, log: pytest.LogCaptureFixture
+) -> None:
+    class Printer(CommonMetricPrinter):
+        logger = logging.getLogger("my.project")
+
+    with EventStorage(3) as storage:
+        storage.put_scalars(**metrics)
+        Printer().write()
+    assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3  {shown}")]
+
+
+def test_every_result_of_an_evaluation_is_shown_once_also_after_the_end_and_a_restart(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    def run(storage: EventStorage, start: int) -> list[str]:
+        log.clear()
+        printer = CommonMetricPrinter(max_iter=12)
+        with storage:
+            printer.rewind(start)
+            for storage.iter in range(start, 12):
+                storage.put_scalar("total_loss", 1.0)
+                if storage.iter % 3 == 2:
+                    storage.put_scalar("box/AP", storage.iter, smoothing_hint=False)
+                if storage.iter % 4 == 3:
+                    printer.write()
+                if storage.iter == 5:
+                    saved.append(storage.state_dict())
+            storage.iter = 12
+            storage.put_scalar("box/AP", 12, smoothing_hint=False)
+            printer.write()
+            printer.write()
+        return [re.sub("eta: .*?  ", "", message) for message in log.messages]
+
+    saved: list[dict[str, Any]] = []
+    expected = [
+        "iter: 2  box/AP: 2",
+        "iter: 3  total_loss: 1",
+        "iter: 5  box/AP: 5",
+        "iter: 7  total_loss: 1",
+        "iter: 8  box/AP: 8",
+        "iter: 11  total_loss: 1",
+        "iter: 11  box/AP: 11",
+        "iter: 12  box/AP: 12",
+    ]
+    assert run(EventStorage(), 0) == expected
+    resumed = EventStorage()
+    resumed.load_state_dict(saved[0])
+    assert run(resumed, 6) == expected[2:]
+
+
+def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
+    log: pytest.LogCaptureFixture, clock: SimpleNamespace
+) -> None:
+    printer = CommonMetricPrinter(max_iter=100_000)
+    with EventStorage() as storage:
+        for iteration, now in ((9, 100.0), (19, 120.0), (49, 126.0)):
+            storage.iter, clock.now = iteration, now
+            printer.write()
+        assert storage.latest()["eta_seconds"] == (0.65 * 99_950, 49)
+        printer.rewind(50)
+        storage.iter = 60
+        printer.write()
+    assert [message.split("  ")[0] for message in log.messages] == [
+        "iter: 9",
+        "eta: 55:32:40",  # 2 seconds for each
+        "eta: 18:02:47",  # 0.65 seconds for each
+        "iter: 60",
+    ]
+
+
+# Each how many iterations, and how many seconds.
+EVALUATIONS_AND_SAVES = [
+    ((100, 1.0), (2000, 0.0)),
+    ((200, 1.0), (50, 0.3)),
+    ((130, 0.9), (70, 0.4)),
+]
+
+
+@pytest.mark.parametrize(("evaluation", "save"), EVALUATIONS_AND_SAVES)
+def test_the_eta_is_steady_where_a_run_evaluates_and_saves_and_its_first_step_is_slow(
+    evaluation: tuple[int, float], save: tuple[int, float], clock: SimpleNamespace
+) -> None:
+    printer, ends = CommonMetricPrinter(max_iter=2000), {}
+    with EventStorage() as storage:
+        for storage.iter in range(2000):
+            done, seconds = storage.iter + 1, 0.02 if storage.iter else 20.0
+            storage.put_scalar("time", seconds)
+            clock.now += seconds + (done % evaluation[0] == 0) * evaluation[1]
+            if done % 20 == 0:
+                printer.write()
+                ends[done] = clock.now + storage.latest()["eta_seconds"][0]
+            clock.now += (done % save[0] == 0) * save[1]
+    assert ends[20] == pytest.approx(
+        120 + 0.02 * 1999
+    )  # the steps are all that is known
+    limit = 0.15 * (clock.now - 120)
+    assert all(
+        abs(end - clock.now) < limit for done, end in ends.items() if done >= 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "line"),
+    [
+        ("nothing", r"\d\d:\d\d:\d\d iter: 3  loss: 2.5\n"),
+        ("a handler", "theirs: iter: 3  loss: 2.5\n"),
+        ("setup_logger", ""),
+    ],
+)
+def test_who_has_not_set_up_logging_sees_lines_and_who_has_is_left_alone(
+    theirs: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("theirs: %(message)s"))
+    monkeypatch.setattr(root, "handlers", [handler] if theirs == "a handler" else [])
+    monkeypatch.setattr(
+        root, "level", logging.INFO if theirs == "a handler" else root.level
+    )
+    if theirs == "setup_logger":
+        setup_logger(configure_stdout=False)
+    try:
+        with EventStorage(3) as storage:
+            storage.put_scalar("loss", 2.5)
+            CommonMetricPrinter().write()
+    finally:
+        close_logger()
+    assert re.fullmatch(line, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "is_main", "shown"),
+    [(99, True, True), (100, True, False), (101, True, False), (0, False, False)],
+)
+def test_a_line_comes_up_to_the_last_iteration_and_from_the_main_process_only(
+    iteration: int,
+    is_main: bool,
+    shown: bool,
+    log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comm, "is_main_process", lambda: is_main)
+    with EventStorage(iteration):
+        CommonMetricPrinter(max_iter=100).write()
+    assert len(log.messages) == shown
+
+
+def test_the_memory_of_the_accelerator_is_shown_when_it_has_grown(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    peaks = iter([3 * 2**20, 3 * 2**20, 4 * 2**20])
+    module = SimpleNamespace(max_memory_allocated=lambda: next(peaks))
+    monkeypatch.setattr(printer, "device_module", lambda: module)
+    with EventStorage():
+        writer = CommonMetricPrinter(9)
+        for _ in range(3):
+            writer.write()
+        del module.max_memory_allocated
+        CommonMetricPrinter(9).write()
+    ends = [message.rpartition("iter: 0")[2] for message in log.messages]
+    assert ends == ["  max_mem: 3M", "", "  max_mem: 4M", ""]
+
+
+def test_a_writer_needs_nothing_but_write() -> None:
+    writer = EventWriter()
+    writer.rewind(0)
+    writer.close()
+    with pytest.raises(NotImplementedError, match="EventWriter must define write"):
+        writer.write()

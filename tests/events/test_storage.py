@@ -1,0 +1,363 @@
+import contextvars
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hooktrain.utils.events import EventStorage, get_event_storage, has_event_storage
+
+
+def test_a_scalar_is_stamped_with_the_current_iteration_or_the_one_given() -> None:
+    storage = EventStorage(start_iter=7)
+    assert storage.latest_iter("lr") is None
+    storage.put_scalar("lr", 0.5)
+    storage.step()
+    storage.put_scalars(lr=0.25)
+    assert storage.latest_iter("lr") == 8
+    storage.iter = 20
+    storage.put_scalars(lr=0.125, loss=1.0, cur_iter=3)
+    storage.put_scalars(accuracy=0.5, smoothing_hint=False)
+    assert storage.latest_iter("lr") == 3
+    assert storage.history("lr").values() == [(0.5, 7), (0.25, 8), (0.125, 3)]
+    assert storage.latest() == {
+        "lr": (0.125, 3),
+        "loss": (1.0, 3),
+        "accuracy": (0.5, 20),
+    }
+    assert storage.latest_iter("lr") == 3
+    assert storage.smoothing_hints() == {"lr": True, "loss": True, "accuracy": False}
+    assert storage.iter == storage.iteration == 20
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *(
+            (v, 1.0)
+            for v in (
+                1,
+                True,
+                1.0,
+                np.float32(1),
+                np.int64(1),
+                np.bool_(True),
+                np.ones(1),
+            )
+        ),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(2**40 + 1), 2.0**40 + 1),
+        (torch.tensor(0.1, dtype=torch.float64), 0.1),
+        (
+            torch.full((1, 1), 0.1, dtype=torch.bfloat16, requires_grad=True),
+            0.10009765625,
+        ),
+    ],
+)
+def test_every_kind_of_number_becomes_the_exact_float(
+    value: Any, expected: float, place: str, request: pytest.FixtureRequest
+) -> None:
+    if place == "device":
+        request.getfixturevalue("transfers")
+    storage = EventStorage()
+    storage.put_scalar("x", value)
+    ((stored, _),) = storage.history("x").values()
+    assert type(stored) is float
+    assert stored == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1", None, [1.0], 1j, torch.tensor(1j), np.complex64(1)),
+        *(torch.ones(2, 3), np.ones((2, 3)), torch.ones(2, 3).to("meta")),
+    ],
+)
+def test_what_is_not_one_real_number_is_refused_by_name(value: Any) -> None:
+    storage = EventStorage()
+    with pytest.raises(TypeError, match="'x' must be a number or a tensor with one"):
+        storage.put_scalar("x", value)
+    assert storage.histories() == {}
+    assert storage.smoothing_hints() == {}
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
+def test_another_smoothing_hint_is_refused_before_anything_is_stored(
+    value: Any, transfers: list[int]
+) -> None:
+    storage = EventStorage()
+    storage.put_scalar("lr", value, smoothing_hint=False)
+    with pytest.raises(
+        ValueError, match="'lr' was put with smoothing_hint=False before"
+    ):
+        storage.put_scalar("lr", value)
+    assert storage.history("lr").values() == [(0.5, 0)]
+    assert storage.smoothing_hints() == {"lr": False}
+
+
+def test_latest_with_smoothing_hint_is_the_median_of_the_last_iterations_where_hinted() -> (
+    None
+):
+    storage = EventStorage()
+    for storage.iter in range(30):
+        storage.put_scalar("loss", float(storage.iter**2))
+        storage.put_scalar("lr", float(storage.iter), smoothing_hint=False)
+        if storage.iter in (0, 5, 24):
+            storage.put_scalar("rare", 0.0)
+    # The squares of 25 ... 29, and of 10 ... 29.
+    assert storage.latest_with_smoothing_hint(5)["loss"] == (27.0**2, 29)
+    assert storage.latest_with_smoothing_hint()["loss"] == ((19.0**2 + 20.0**2) / 2, 29)
+    assert storage.latest_with_smoothing_hint(5)["lr"] == (29.0, 29)
+    assert storage.count_samples("rare") == 2
+    assert storage.count_samples("rare", window_size=19) == 1
+
+
+@pytest.mark.parametrize("read", [EventStorage.count_samples, EventStorage.history])
+def test_an_unknown_name_suggests_the_nearest_and_creates_nothing(
+    read: Callable[[EventStorage, str], Any],
+) -> None:
+    storage = EventStorage()
+    storage.put_scalar("total_loss", 1.0)
+    with pytest.raises(KeyError, match="'totl_loss'; did you mean 'total_loss'"):
+        read(storage, "totl_loss")
+    assert list(storage.histories()) == ["total_loss"]
+
+
+def test_all_pending_tensors_come_in_one_transfer_in_order(
+    transfers: list[int],
+) -> None:
+    storage, total = EventStorage(), torch.zeros((), dtype=torch.float64)
+    for storage.iter in range(20):
+        storage.put_scalars(
+            a=torch.tensor(storage.iter), b=torch.tensor([storage.iter / 2]), c=1.5
+        )
+        storage.put_scalar("total", total if storage.iter % 2 else storage.iter)
+        total += 1  # a write that comes later does not change the metric
+    assert transfers == []
+    assert storage.history("a").values() == [(float(i), i) for i in range(20)]
+    assert storage.history("b").values() == [(i / 2, i) for i in range(20)]
+    assert storage.history("total").values() == [(float(i), i) for i in range(20)]
+    assert storage.latest()["c"] == (1.5, 19)
+    assert transfers == [50]
+
+
+def test_the_queue_of_pending_tensors_is_bounded(transfers: list[int]) -> None:
+    storage = EventStorage()
+    value = torch.tensor(1.0)
+    for _ in range(4095):
+        storage.put_scalar("loss", value)
+    assert transfers == []
+    storage.put_scalar("loss", value)
+    assert transfers == [4096]
+    assert len(storage.history("loss")) == 4096
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_putting_a_cuda_tensor_does_not_synchronise() -> None:
+    storage = EventStorage()
+    value = torch.full((), 0.5, device="cuda")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        storage.put_scalar("loss", value)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert storage.latest() == {"loss": (0.5, 0)}
+
+
+def test_the_innermost_storage_is_the_current_one_also_after_an_exception() -> None:
+    with EventStorage() as outer:
+        assert get_event_storage() is outer
+        with pytest.raises(ZeroDivisionError), EventStorage() as inner:  # noqa: PT012
+            assert get_event_storage() is inner
+            raise ZeroDivisionError
+        assert get_event_storage() is outer
+    assert not has_event_storage()
+    with pytest.raises(RuntimeError, match="with EventStorage"):
+        get_event_storage()
+
+
+def test_a_storage_is_current_in_its_own_thread_and_context_only() -> None:
+    seen: list[bool] = []
+    with EventStorage() as storage:
+        thread = threading.Thread(target=lambda: seen.append(has_event_storage()))
+        thread.start()
+        thread.join()
+        context = contextvars.copy_context()
+    assert seen == [False]
+    assert context.run(get_event_storage) is storage
+    assert not has_event_storage()
+
+
+def test_leaving_storages_out_of_order_is_an_error() -> None:
+    outer, inner = EventStorage(), EventStorage()
+    with outer:
+        inner.__enter__()
+        with pytest.raises(RuntimeError, match="the last one entered first"):
+            outer.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="in its thread"):
+        outer.__exit__(None, None, None)
+
+
+def test_a_name_scope_is_put_before_all_names_and_nests_and_ends_with_an_exception() -> (
+    None
+):
+    storage = EventStorage()
+    with pytest.raises(ZeroDivisionError), storage.name_scope("stage0"):  # noqa: PT012
+        storage.put_scalar("loss", 1.0)
+        with storage.name_scope("head/"):
+            storage.put_scalar("loss", 2.0)
+            storage.put_image("mask", torch.zeros(1, 2, 2))
+            storage.put_histogram("weight", torch.ones(2))
+        raise ZeroDivisionError
+    storage.put_scalar("loss", 3.0)
+    assert list(storage.latest()) == ["stage0/loss", "stage0/head/loss", "loss"]
+    assert storage.images()[0][0] == "stage0/head/mask"
+    assert storage.histograms()[0]["tag"] == "stage0/head/weight"
+
+
+@pytest.mark.parametrize(
+    "array", [torch.rand(3, 2, 5), np.full((1, 2, 2), 255, dtype=np.uint8)]
+)
+def test_images_are_copied_with_their_iteration_and_cleared(array: Any) -> None:
+    storage, expected = EventStorage(4), torch.as_tensor(array).clone()
+    storage.put_image("photo", array)
+    array[:] = 0
+    ((name, image, iteration),) = storage.images()
+    assert (name, iteration) == ("photo", 4)
+    assert type(image) is type(array)
+    assert torch.equal(torch.as_tensor(image), expected)
+    assert (
+        list(storage._vis_data) == storage.images()
+    )  # as projects of detectron2 read it
+    storage.clear_images()
+    assert storage.images() == []
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *(
+            torch.zeros(s)
+            for s in [(4, 4), (4, 4, 3), (1, 3, 4, 4), (2, 4, 4), (3, 0, 4)]
+        ),
+        torch.zeros((3, 4, 4), dtype=torch.int64),
+    ],
+)
+def test_an_image_of_another_shape_or_type_is_refused(image: torch.Tensor) -> None:
+    storage = EventStorage()
+    with pytest.raises(
+        ValueError, match=r"'photo' must be uint8 .*, of shape \(channels"
+    ) as error:
+        storage.put_image("photo", image)
+    assert f"{image.dtype}, {tuple(image.shape)}" in str(error.value)
+    assert storage.images() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_histogram_counts_all_elements(dtype: torch.dtype) -> None:
+    storage = EventStorage(9)
+    values = torch.tensor([[0.0, 1.0, 1.5], [3.0, 4.0, 4.0]], dtype=dtype)
+    storage.put_histogram("weight", values, bins=4)
+    assert storage.histograms() == [
+        {
+            "tag": "weight",
+            "min": 0.0,
+            "max": 4.0,
+            "num": 6,
+            "sum": 13.5,
+            "sum_squares": 44.25,
+            "bucket_limits": [1.0, 2.0, 3.0, 4.0],
+            "bucket_counts": [1, 2, 0, 3],
+            "global_step": 9,
+        }
+    ]
+    storage.clear_histograms()
+    assert storage.histograms() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "bins"),
+    [([], 9), ([1.0, math.nan], 9), ([math.inf, 1.0], 9), ([1.0], 0)],
+)
+def test_a_histogram_of_nothing_or_of_nan_or_without_bins_is_refused(
+    values: list[float], bins: int
+) -> None:
+    storage = EventStorage()
+    with pytest.raises(ValueError, match=r"zero-size|not finite|bins"):
+        storage.put_histogram("weight", torch.tensor(values), bins)
+    assert storage.histograms() == []
+
+
+def test_queues_are_bounded_with_one_warning_a_storage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = EventStorage()
+    for i in range(70):
+        assert len(caplog.records) == (i > 64)
+        storage.put_image(f"image{i}", torch.zeros(1, 1, 1))
+        storage.put_histogram(f"histogram{i}", torch.ones(1), bins=1)
+    assert [name for name, _, _ in storage.images()] == [
+        f"image{i}" for i in range(6, 70)
+    ]
+    assert [h["tag"] for h in storage.histograms()] == [
+        f"histogram{i}" for i in range(6, 70)
+    ]
+    assert [r.message.split(": ")[1][:30] for r in caplog.records] == [
+        "from now on the oldest are dro"
+    ]
+
+
+def test_a_loaded_storage_gives_the_same_answers(
+    tmp_path: Path, transfers: list[int]
+) -> None:
+    storage = EventStorage()
+    for iteration in range(1030):
+        storage.iter = iteration
+        storage.put_scalar("loss", torch.tensor(1.0 / (iteration + 1)))
+        storage.put_scalar("lr", 0.1, smoothing_hint=False)
+    storage.put_scalar("accuracy", math.nan, smoothing_hint=False, cur_iter=40)
+    torch.save(storage.state_dict(), tmp_path / "state.pth")
+
+    loaded = EventStorage(3)
+    loaded.put_scalar("forgotten", torch.tensor(1.0))
+    loaded.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+    assert loaded.iter == 1029
+    assert list(loaded.latest()) == ["loss", "lr", "accuracy"]
+    assert str(loaded.latest()) == str(storage.latest())
+    assert str(loaded.latest_with_smoothing_hint()) == str(
+        storage.latest_with_smoothing_hint()
+    )
+    assert loaded.smoothing_hints() == storage.smoothing_hints()
+    assert loaded.count_samples("loss") == storage.count_samples("loss") == 20
+    assert loaded.history("loss").values() == storage.history("loss").values()[-1000:]
+    assert loaded.history("loss").global_avg() == storage.history("loss").global_avg()
+    with pytest.raises(ValueError, match="smoothing_hint=False before"):
+        loaded.put_scalar("lr", 0.1)
+
+
+def test_an_incomplete_state_is_refused_and_changes_nothing() -> None:
+    storage = EventStorage(5)
+    storage.put_scalar("loss", 1.0)
+    state = storage.state_dict()
+    del state["metrics"]["loss"]["values"]
+    state["iteration"] = 9
+    with pytest.raises(KeyError, match="values"):
+        storage.load_state_dict(state)
+    assert storage.iter == 5
+    assert storage.latest() == {"loss": (1.0, 5)}
+
+
+def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
+    storage = EventStorage(7)
+    storage.put_scalar("loss", 1.0)
+    storage.put_scalar("loss", 3.0)
+    assert storage._latest_scalars == {"loss": (3.0, 7)}
+    assert storage._history["loss"].avg(2) == 2.0
+    assert storage._history["loss"]._data[-1] == (3.0, 7)

@@ -1,0 +1,187 @@
+import math
+import resource
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer import event_file_writer
+
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage, TensorboardXWriter
+
+
+@pytest.fixture(autouse=True)
+def _files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count files from 0: within a second TensorBoard reads the tenth before the ninth."""
+    monkeypatch.setattr(
+        event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0)
+    )
+
+
+def read(folder: Path) -> EventAccumulator:
+    return EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "images": 0, "histograms": 0}
+    ).Reload()
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(name)]
+
+
+def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path, window_size=3)
+    with EventStorage() as storage:
+        for iteration, value in enumerate((9.0, 1.0, 2.0, 6.0)):
+            storage.iter = iteration
+            storage.put_scalar("loss", value)
+        storage.put_scalar("lr", 0.5, smoothing_hint=False, cur_iter=1)
+        storage.put_image("photo", torch.rand(3, 4, 6))
+        storage.put_image("mask", torch.full((1, 2, 2), 255, dtype=torch.uint8))
+        storage.put_histogram("weight", torch.arange(12.0).reshape(3, 4), bins=3)
+        writer.write()
+        assert storage.images() == []
+        assert storage.histograms() == []
+    writer.close()
+    events = read(tmp_path)
+    assert scalars(tmp_path, "loss") == [(3, 2.0)]
+    assert scalars(tmp_path, "lr") == [(1, 0.5)]
+    (photo,) = events.Images("photo")
+    assert (photo.step, photo.height, photo.width) == (3, 4, 6)
+    assert [event.step for event in events.Images("mask")] == [3]
+    (histogram,) = events.Histograms("weight")
+    value = histogram.histogram_value
+    assert (histogram.step, value.num, value.min, value.max) == (3, 12.0, 0.0, 11.0)
+    assert (value.sum, value.sum_squares) == (66.0, 506.0)
+    assert sum(value.bucket) == 12.0
+
+
+def test_the_writer_of_tensorboard_is_there_at_any_time(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path / "folder")
+    for step in range(2):
+        assert writer._writer is writer.summary_writer  # detectron2's name
+        writer.summary_writer.add_scalar("mine", 0.5, step)
+        writer.close()
+    assert scalars(tmp_path / "folder", "mine") == [(0, 0.5), (1, 0.5)]
+
+
+def test_a_folder_that_somebody_has_deleted_is_made_again(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path / "out")
+    with EventStorage() as storage:
+        for storage.iter in range(2):
+            storage.put_scalar("loss", 1.0)
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            writer.write()
+    writer.close()
+    assert scalars(tmp_path / "out", "loss") == [(1, 1.0)]
+
+
+def test_each_value_is_written_once_and_at_once_also_a_late_one(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(str(tmp_path / "tb"), filename_suffix=".mine")
+    with EventStorage(19) as storage:
+        writer.write()
+        assert not (tmp_path / "tb").exists()
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        assert scalars(tmp_path / "tb", "loss") == [(19, 1.0)]
+        writer.close()
+        writer.close()
+        storage.put_scalar("late", 2.0, cur_iter=5)
+        storage.put_scalar("nan", math.nan)
+        writer.write()
+        writer.write()
+    writer.close()
+    assert scalars(tmp_path / "tb", "loss") == [(19, 1.0)]
+    assert scalars(tmp_path / "tb", "late") == [(5, 2.0)]
+    assert len(scalars(tmp_path / "tb", "nan")) == 1
+    assert [path.suffix for path in (tmp_path / "tb").iterdir()] == [".mine", ".mine"]
+
+
+def test_only_the_main_process_writes_and_no_process_keeps_the_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    writer = TensorboardXWriter(tmp_path / "tb")
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_image("photo", torch.zeros(1, 2, 2))
+        storage.put_histogram("weight", torch.ones(3))
+        writer.write()
+        assert storage.images() == []
+        assert storage.histograms() == []
+    assert not (tmp_path / "tb").exists()
+
+
+def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path)
+    for start, value in ((0, 1.0), (5, 2.0)):
+        with EventStorage(start) as storage:
+            writer.rewind(start)
+            for storage.iter in range(start, 10):
+                storage.put_scalar("loss", value, smoothing_hint=False)
+                if storage.iter in (3, 9):
+                    writer.write()
+    writer.close()
+    assert scalars(tmp_path, "loss") == [(3, 1.0), (9, 2.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    writer = TensorboardXWriter(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        (file,) = tmp_path.iterdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limits[1]))
+        try:
+            for storage.iter in (1, 2, 3):
+                storage.put_scalar("loss", 2.0)
+                with pytest.raises(OSError, match="File too large"):
+                    writer.write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == [file]
+        writer.write()
+    writer.close()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()  # its exception belongs to this test, not to the next
+    assert scalars(tmp_path, "loss") == [(0, 1.0), (3, 2.0)]
+
+
+def test_a_configuration_is_shown_as_text_and_as_hyperparameters_with_all_metrics(
+    tmp_path: Path,
+) -> None:
+    config = {"optimizer": {"lr": 0.5, "name": "SGD", "decay": None}}
+    with EventStorage(7) as storage:
+        writer = TensorboardXWriter(tmp_path)
+        writer.add_config(config)
+        storage.put_scalar("loss", 1.0)
+        writer.write()
+        writer.write()
+    writer.close()
+    events = read(tmp_path)
+    (text,) = events.Tensors("config/text_summary")
+    lines = [
+        "    optimizer.lr = 0.5",
+        "    optimizer.name = SGD",
+        "    optimizer.decay = None",
+    ]
+    assert (text.step, text.tensor_proto.string_val[0].decode().splitlines()) == (
+        7,
+        lines,
+    )
+    # TensorBoard shows all metrics where the tag _hparams_/experiment does not list some.
+    shown = events.summary_metadata
+    assert [name for name in shown if "hparams" in name] == [
+        "_hparams_/session_start_info"
+    ]
+    content = shown["_hparams_/session_start_info"].plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert set(hparams) == {"optimizer.lr", "optimizer.name"}
+    assert hparams["optimizer.lr"].number_value == 0.5
+    assert hparams["optimizer.name"].string_value == "SGD"
