@@ -27,7 +27,7 @@ from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
 from hooktrain.utils import comm, env, events, logger, registry
 from processes import run_program
-from toy import linear_trainer
+from toys import linear_trainer
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(
     encoding="utf-8"

@@ -22,7 +22,7 @@ from hooktrain.demos import (
 from hooktrain.demos.samples import make_grid
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import EMA
-from toy import Idle, linear_trainer
+from toys import Idle, linear_trainer
 
 
 class Painter(nn.Module):

@@ -45,7 +45,7 @@ from hooktrain.utils.events import (
     TensorboardXWriter,
 )
 from hooktrain.utils.logger import close_logger, setup_logger
-from toy import LinearLoss
+from toys import LinearLoss
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 

@@ -28,7 +28,7 @@ from hooktrain.model.sharding import shard_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import local_tensor
-from toy import LinearLoss, linear_trainer
+from toys import LinearLoss, linear_trainer
 
 
 def plateau_of_the_main_rank() -> float:

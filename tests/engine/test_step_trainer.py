@@ -15,7 +15,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import StepTrainer
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from toy import LinearLoss, linear_trainer
+from toys import LinearLoss, linear_trainer
 
 
 class OwnStep(LinearLoss):

@@ -21,7 +21,7 @@ from hooktrain.engine.hooks.checkpointing import Preemption
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils.workers import start_workers
 from processes import LIMIT_SECONDS, alive, end, start, wait_until
-from toy import LinearLoss
+from toys import LinearLoss
 
 
 class Samples(Dataset[torch.Tensor]):

@@ -19,7 +19,7 @@ from hooktrain.engine.hooks import (
 )
 from hooktrain.engine.hooks.evaluation import better_by_name
 from hooktrain.utils import comm
-from toy import LinearLoss, linear_trainer
+from toys import LinearLoss, linear_trainer
 
 
 def run(

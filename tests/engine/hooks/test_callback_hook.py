@@ -1,5 +1,5 @@
 from hooktrain.engine.hooks import CallbackHook
-from toy import Idle
+from toys import Idle
 
 
 def test_each_function_is_called_at_its_event_with_the_trainer_in_each_run() -> None:

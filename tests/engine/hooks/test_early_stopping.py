@@ -5,7 +5,7 @@ import pytest
 
 from hooktrain.engine.hooks import CallbackHook, EarlyStopping
 from hooktrain.utils.events import EventStorage
-from toy import Idle
+from toys import Idle
 
 
 def trainer_of(values: list[float], **kwargs: Any) -> Idle:

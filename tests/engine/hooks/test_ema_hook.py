@@ -12,7 +12,7 @@ from hooktrain.model import (
     MomentumAnnealingEMA,
     StochasticWeightAverage,
 )
-from toy import linear_trainer
+from toys import linear_trainer
 
 
 def test_the_average_follows_the_weights_and_the_model_keeps_the_raw_ones() -> None:

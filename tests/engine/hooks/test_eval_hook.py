@@ -14,7 +14,7 @@ from hooktrain.engine.hooks import (
 )
 from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.utils import comm
-from toy import Idle, linear_trainer
+from toys import Idle, linear_trainer
 
 
 @pytest.mark.parametrize(

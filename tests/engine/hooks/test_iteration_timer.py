@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hooktrain.engine.hooks import CallbackHook, IterationTimer, writing
-from toy import Idle
+from toys import Idle
 
 
 def take(clock: SimpleNamespace, seconds: float) -> Callable[[object], None]:

@@ -32,7 +32,7 @@ from hooktrain.solver import (
     StepParamScheduler,
     build_param_scheduler,
 )
-from toy import LinearLoss, linear_trainer
+from toys import LinearLoss, linear_trainer
 
 
 def recorded(trainer: Any, name: str = "lr") -> list[float]:

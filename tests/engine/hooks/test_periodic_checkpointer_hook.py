@@ -19,7 +19,7 @@ from hooktrain.engine.hooks import (
     Preemption,
 )
 from hooktrain.utils import comm
-from toy import Idle, linear_trainer
+from toys import Idle, linear_trainer
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "in the background"])

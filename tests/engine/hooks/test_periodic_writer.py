@@ -30,7 +30,7 @@ from hooktrain.utils.events import (
     get_event_storage,
     load_json_metrics,
 )
-from toy import Idle
+from toys import Idle
 
 
 class Recorder(EventWriter):

@@ -17,7 +17,7 @@ from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook, EvalHook, PeriodicCheckpointer
 from hooktrain.engine.hooks.checkpointing import Preemption
 from hooktrain.utils import comm
-from toy import linear_trainer
+from toys import linear_trainer
 
 
 def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:

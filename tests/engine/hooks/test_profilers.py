@@ -12,7 +12,7 @@ from hooktrain.engine.hooks import (
     TorchProfiler,
     profiling,
 )
-from toy import linear_trainer
+from toys import linear_trainer
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hooktrain.data import TrainingSampler, build_train_loader
 from hooktrain.engine import DefaultTrainer, SimpleTrainer, hooks
 from hooktrain.strategy import wrap_in_ddp
 from hooktrain.utils import comm
-from toy import LinearLoss
+from toys import LinearLoss
 
 CONFIG = Path(__file__).parent.parent.parent.parent / "configs" / "digits_cnn.py"
 

@@ -14,7 +14,7 @@ from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.strategy import wrap_in_ddp
 from hooktrain.utils import comm
-from toy import LinearLoss
+from toys import LinearLoss
 
 
 class Clock:

@@ -18,7 +18,7 @@ from hooktrain.engine.hooks.bad_runs import Watchdog, describe
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils import comm
 from processes import wait_until
-from toy import Idle
+from toys import Idle
 
 LIMIT_SECONDS = 30
 

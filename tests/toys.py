@@ -1,4 +1,4 @@
-"""Small trainers for the tests of hooks."""
+"""Small models, data and trainers for the tests of all folders."""
 
 from typing import Any
 
@@ -34,12 +34,20 @@ class LinearLoss(nn.Module):
         return self.fc(x).square().mean()
 
 
+def batches(count: int, size: int = 8) -> list[Tensor]:
+    """Fixed batches of shape (size, 4)."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(size, 4, generator=generator) for _ in range(count)]
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    options = {"lr": 0.1, "momentum": 0.9, **options}
+    return torch.optim.SGD(model.parameters(), **options)
+
+
 def linear_trainer(*hooks: HookBase, lr: float = 0.1, **kwargs: Any) -> SimpleTrainer:
     """A trainer of `LinearLoss` by SGD with momentum on four fixed batches."""
-    generator = torch.Generator().manual_seed(2)
-    data = [torch.randn(8, 4, generator=generator) for _ in range(4)]
     model = LinearLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    trainer = SimpleTrainer(model, data, optimizer, **kwargs)
+    trainer = SimpleTrainer(model, batches(4), sgd(model, lr=lr), **kwargs)
     trainer.register_hooks(hooks)
     return trainer
