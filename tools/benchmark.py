@@ -1,6 +1,7 @@
 """Measure what hooktrain adds to a step.
 
     python tools/benchmark.py step
+    python tools/benchmark.py step --instructions
     python tools/benchmark.py ddp
     python tools/benchmark.py fsdp
 
@@ -8,13 +9,21 @@ Machines are noisy and drift, so a process trains by a bare loop and by hooktrai
 the result is the median over the pairs: on the CPU, for ``step`` (a linear layer) in one process,
 for ``ddp`` (the same) and ``fsdp`` (a small transformer) in two. hooktrain's loop has a timer, a
 schedule, and the metrics of every iteration, which go to the console and to JSON each 20.
+
+With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
+machine as on an idle one. valgrind (a package of most systems) runs 100 and 1,100 steps of each
+loop; their difference is 1,000 steps.
 """
 
 import argparse
+import os
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from itertools import repeat
 from typing import Any
@@ -84,28 +93,24 @@ def model_and_batch(kind: str) -> tuple[nn.Module, Any]:
     return model, {"tokens": text[:, :-1], "targets": text[:, 1:]}
 
 
-def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, float]]:
-    """Train by the full stack and by a bare loop in turns, in this process or in one of several."""
-    torch.set_num_threads(1)
-    model, batch = model_and_batch(kind)
-    bare_model, _ = model_and_batch(kind)
-    optimizer, bare_optimizer = (
-        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)
-        for m in (model, bare_model)
-    )
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """That of all loops."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def bare_block() -> list[float]:
-        starts = []
-        for _ in range(iterations):
-            starts.append(time.perf_counter())
-            losses = bare_model(batch)
-            loss = losses["loss_lm"] if kind == "fsdp" else losses
-            bare_optimizer.zero_grad()
-            loss.backward()
-            bare_optimizer.step()
-        return starts
 
-    turns, total = InTurns(bare_block, iterations), (pairs + 1) * iterations
+def bare_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One iteration of a bare loop."""
+    losses = model(batch)
+    loss = losses["loss_lm"] if isinstance(losses, dict) else losses
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def train(
+    model: nn.Module, batch: Any, total: int, last: Sequence[HookBase] = ()
+) -> None:
+    """Train by hooktrain, with what most runs have; ``last`` are further hooks."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open(f"{folder}/console", "w") as console,
@@ -113,18 +118,79 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
     ):
         setup_logger(folder, distributed_rank=comm.get_rank())
         writers = [CommonMetricPrinter(total), JSONWriter(f"{folder}/metrics.json")]
-        trainer = SimpleTrainer(model, repeat(batch), optimizer)
+        trainer = SimpleTrainer(model, repeat(batch), new_optimizer(model))
         trainer.register_hooks(
             [
                 hooks.IterationTimer(),
                 hooks.LRScheduler(scheduler=CosineParamScheduler(1.0, 0.0)),
                 hooks.PeriodicWriter(writers, period=20),
-                turns,
+                *last,
             ]
         )
         trainer.train(0, total)
         close_logger()
+
+
+def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, float]]:
+    """Train by the full stack and by a bare loop in turns, in this process or in one of several."""
+    torch.set_num_threads(1)
+    model, batch = model_and_batch(kind)
+    bare_model, _ = model_and_batch(kind)
+    bare_optimizer = new_optimizer(bare_model)
+
+    def bare_block() -> list[float]:
+        starts = []
+        for _ in range(iterations):
+            starts.append(time.perf_counter())
+            bare_step(bare_model, batch, bare_optimizer)
+        return starts
+
+    turns = InTurns(bare_block, iterations)
+    train(model, batch, (pairs + 1) * iterations, [turns])
     return turns.pairs
+
+
+def run_steps(loop: str, iterations: int) -> None:
+    """Run one of the loops in this process, for somebody who counts its instructions."""
+    torch.set_num_threads(1)
+    model, batch = model_and_batch("step")
+    if loop == "hooktrain":
+        train(model, batch, iterations)
+        return
+    optimizer = new_optimizer(model)
+    for _ in range(iterations):
+        bare_step(model, batch, optimizer)
+
+
+def count_instructions(loop: str) -> float:
+    """The instructions of a step of a loop, in thousands."""
+    counts = []
+    for iterations in (100, 1100):
+        command = ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
+        command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]
+        command += ["--loop", loop, "--iterations", str(iterations)]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        (count,) = re.findall(r"I\s+refs:\s+([\d,]+)", done.stderr)
+        counts.append(int(count.replace(",", "")))
+    return (counts[1] - counts[0]) / 1e6
+
+
+def report_instructions() -> None:
+    """Print the instructions of a step of both loops."""
+    bare, ours = count_instructions("bare"), count_instructions("hooktrain")
+    rows = [
+        ["bare loop", f"{bare:.0f}"],
+        ["hooktrain", f"{ours:.0f}"],
+        ["ratio", f"{ours / bare:.3f}"],
+    ]
+    print(f"\nthousands of instructions a step, torch {torch.__version__}")
+    print(tabulate(rows, tablefmt="pipe", headers=["Linear(16, 16)", ""]))
 
 
 def report(what: str, pairs: list[tuple[float, float]], iterations: int) -> None:
@@ -151,7 +217,15 @@ def main() -> None:
     parser.add_argument("what", choices=["step", "ddp", "fsdp"], help="what to measure")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--iterations", type=int, help="by default 1001, for fsdp 41")
+    parser.add_argument("--instructions", action="store_true", help="count them")
+    parser.add_argument("--loop", choices=["bare", "hooktrain"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.loop:
+        run_steps(args.loop, args.iterations)
+        return
+    if args.instructions:
+        report_instructions()
+        return
     # One more than a multiple of 20: the times between two starts then hold whole periods.
     iterations = args.iterations or (41 if args.what == "fsdp" else 1001)
     arguments = (args.what, args.pairs, iterations)
