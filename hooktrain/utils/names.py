@@ -34,6 +34,11 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f"; there is {shown or 'nothing'}"
 
 
+def is_loss(name: str) -> bool:
+    """Whether a metric of this name is a loss: one that has "loss" in it, as in MMEngine."""
+    return "loss" in name
+
+
 def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
     """Say at once, when a class is defined, that nothing would call a method of it.
 
