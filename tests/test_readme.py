@@ -1,14 +1,22 @@
 """The programs of README.md and docs/guide.md run as they stand there."""
 
+import io
 import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gloo import run_ranks
+from hooktrain.engine import hooks
+from hooktrain.utils import comm
 from processes import run_program
+from toys import linear_trainer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,6 +89,25 @@ def test_the_script_of_the_guide_trains_on_any_number_of_processes(
         "1",
     ]
     assert "Warning" not in printed
+
+
+def with_a_slow_rank(program: str) -> str:
+    """What the hook of the guide prints where rank 1 is slow."""
+    names: dict[str, Any] = {"hooks": hooks, "comm": comm}
+    exec(program.partition("\n\ntrainer.")[0], names)
+    trainer = linear_trainer(names["Stragglers"]())
+    if comm.get_rank() == 1:
+        trainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        trainer.train(max_iter=20)
+    return printed.getvalue()
+
+
+def test_the_hook_of_the_guide_names_the_slow_rank() -> None:
+    (program,) = [block for block in programs(GUIDE) if "class Stragglers" in block]
+    told = "the others wait for rank 1\n"
+    assert run_ranks(with_a_slow_rank, 2, program) == [told, told]
 
 
 @pytest.mark.parametrize(

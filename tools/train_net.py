@@ -6,7 +6,6 @@ Go on after a stop: add --resume; without a checkpoint it starts from the beginn
                     same command can be submitted again and again.
 Try it out:         --dry-run makes two iterations, and tells what the whole run will take;
                     --print-config prints the configuration.
-Look at a NaN:      --replay N computes iteration N again and shows the numbers of all layers.
 """
 
 import argparse
@@ -58,8 +57,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     trainer = DefaultTrainer(cfg)
     logger.debug("Hooks:\n%s", trainer.describe_hooks())
-    if args.replay is not None:
-        trainer.replay(args.replay)
     # torchrun's --max-restarts goes on by itself.
     trainer.resume_or_load(resume=args.resume or restart_count() > 0)
     return trainer.train()

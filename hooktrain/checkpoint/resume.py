@@ -104,21 +104,6 @@ def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
     return int(match["iteration"])
 
 
-def newest_before(save_dir: str, iteration: int) -> str | None:
-    """The path of the numbered checkpoint to go back to so that ``iteration`` is done again.
-
-    Args:
-        save_dir: the folder.
-        iteration: the last one of the checkpoint is below it.
-
-    Returns:
-        None if there is no such checkpoint.
-    """
-    numbers = [(iteration_in_name(name), name) for name in checkpoint_names(save_dir)]
-    found = [(n, name) for n, name in numbers if n is not None and n < iteration]
-    return os.path.join(save_dir, max(found)[1]) if found else None
-
-
 def _stored_iteration(path: str) -> int | None:
     """The last iteration in the checkpoint of a trainer or a strategy, if it is one of them."""
     try:

@@ -17,7 +17,6 @@ from torch import nn
 
 from hooktrain import evaluation, events, solver
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import newest_before
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
@@ -106,12 +105,6 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
         help="two iterations, to see that it works and how fast",
     )
     add(
-        "--replay",
-        type=int,
-        metavar="N",
-        help="show all layers in the past iteration N",
-    )
-    add(
         "--num-gpus",
         type=int,
         default=1,
@@ -144,8 +137,8 @@ def default_setup(cfg: Any, args: Any) -> None:
             ``train.float32_precision`` are looked at. Each rank is seeded with the seed plus its
             rank.
         args: the command line's arguments; of them, ``config_file``, ``resume``, ``log_level``,
-            ``eval_only``, ``replay``, ``dry_run`` and ``print_config``, if there. With the first
-            two nothing but the log is written, and another run may be using the folder; with
+            ``eval_only``, ``dry_run`` and ``print_config``, if there. With ``eval_only``
+            nothing but the log is written, and another run may be using the folder; with
             ``dry_run`` nothing is. A restart by torchrun is a resume too.
 
     Raises:
@@ -167,12 +160,11 @@ def default_setup(cfg: Any, args: Any) -> None:
     if output_dir:
         train["output_dir"] = output_dir
     eval_only = getattr(args, "eval_only", False)
-    reads_only = eval_only or getattr(args, "replay", None) is not None
     if getattr(args, "dry_run", False):
         output_dir = ""
     if output_dir and comm.is_main_process():
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if not reads_only:
+        if not eval_only:
             lock_folder(output_dir)
     comm.synchronize()
     level = getattr(args, "log_level", "normal")
@@ -187,7 +179,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         logger.debug("Contents of %s:\n%s", config_file, text)
 
     seed, path = train.get("seed"), Path(output_dir, "config.py")
-    resumes = getattr(args, "resume", False) or reads_only or restart_count() > 0
+    resumes = getattr(args, "resume", False) or eval_only or restart_count() > 0
     if output_dir and resumes and (seed is None or seed < 0):
         is_there = (
             comm.is_main_process() and path.is_file()
@@ -199,7 +191,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         train["seed"] = seed
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
-    if output_dir and comm.is_main_process() and not reads_only:
+    if output_dir and comm.is_main_process() and not eval_only:
         _save_config(cfg, path, resumes)
     if not eval_only and train.get("cudnn_benchmark") is not None:
         torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
@@ -613,35 +605,6 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             checkpointables=self.cfg.train.resume_parts,
         )
 
-    def replay(self, iteration: int) -> None:
-        """Compute a past iteration again, show all its layers, and end the process.
-
-        Training goes from the newest checkpoint before it, or from the beginning, up to that
-        iteration, with the same numbers as the run had. Nothing is saved and no metrics are
-        written. See :class:`~hooktrain.engine.hooks.Replay`.
-
-        Args:
-            iteration: counted from 0, less than ``train.max_iter``.
-
-        Raises:
-            ValueError: for another iteration.
-            SystemExit: after that iteration.
-        """
-        if not 0 <= iteration < self.cfg.train.max_iter:
-            raise ValueError(
-                f"there is no iteration {iteration} to replay before train.max_iter"
-            )
-        if path := comm.broadcast(newest_before(self.cfg.train.output_dir, iteration)):
-            self.checkpointer.load(path)
-        else:
-            self.resume_or_load(resume=False)
-        saving = (hooks.PeriodicCheckpointer, hooks.BestCheckpointer, hooks.Preemption)
-        silent = (hooks.PeriodicWriter, *saving)
-        kept = [hook for hook in self._hooks if not isinstance(hook, silent)]
-        self._hooks.clear()
-        self.register_hooks([hooks.Replay(iteration), *kept])
-        self.train()
-
     def train(  # type: ignore[override]
         self,
         start_iter: int | None = None,
@@ -651,9 +614,6 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
     ) -> dict[str, Any]:
         """Train up to ``train.max_iter``, or to ``max_iter`` or ``max_epochs`` if that is given.
 
-        With the hook :class:`~hooktrain.engine.hooks.Rewind` it goes on after a loss that is not
-        finite.
-
         Returns:
             The results of the last evaluation.
 
@@ -662,18 +622,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         """
         if max_iter is None and max_epochs is None:
             max_iter = self.cfg.train.max_iter
-        while True:
-            try:
-                super().train(start_iter, max_iter, max_epochs=max_epochs)
-                break
-            except FloatingPointError as error:
-                rewind = [
-                    hook for hook in self._hooks if isinstance(hook, hooks.Rewind)
-                ]
-                if not rewind:
-                    raise
-                rewind[0].go_back(error, self.checkpointer)
-                start_iter = None
+        super().train(start_iter, max_iter, max_epochs=max_epochs)
         if self.cfg.train.expected_results and comm.is_main_process():
             evaluation.verify_results(
                 self.cfg.train.expected_results, self.last_results

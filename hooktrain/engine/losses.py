@@ -287,8 +287,14 @@ class LossRecorder:
         self._tolerated = {i for i in self._tolerated if i >= self._checked}
 
 
+LOOK_AGAIN = (
+    "To see in which layer that begins, compute the iteration again: docs/guide.md, "
+    '"When a run goes wrong"'
+)
+
+
 def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
     return FloatingPointError(
         f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}\n"
-        f"To see where that begins: --replay {iteration}, or the hook Replay({iteration})"
+        f"{LOOK_AGAIN}"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.engine.batches import Batches
-from hooktrain.engine.losses import LossRecorder, parse_losses
+from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder, parse_losses
 from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
@@ -184,8 +184,7 @@ class ModelTrainer(TrainerBase):
             iteration = self._finished - 1
             raise FloatingPointError(
                 f"Weights or buffers became infinite or NaN at or before iteration={iteration}, "
-                f"and are not saved: {sorted(broken)[:10]}\nTo see where that begins: --replay "
-                f"{iteration}, or the hook Replay({iteration})"
+                f"and are not saved: {sorted(broken)[:10]}\n{LOOK_AGAIN}"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,7 +85,6 @@ def test_the_arguments_are_those_that_scripts_expect() -> None:
         "log_level": "normal",
         "print_config": False,
         "dry_run": False,
-        "replay": None,
         "opts": ["a=1", "b=2"],
     }
 

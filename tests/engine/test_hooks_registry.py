@@ -41,7 +41,6 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Preemption": lambda folder: {
         "checkpointer": Checkpointer(nn.Linear(1, 1), str(folder))
     },
-    "Replay": lambda folder: {"iteration": 0},
     "TorchProfiler": lambda folder: {
         "enable_predicate": bool,
         "output_dir": str(folder),

@@ -21,9 +21,6 @@ from hooktrain.engine.hooks.profiling import (
     TorchMemoryStats as TorchMemoryStats,
     TorchProfiler as TorchProfiler,
 )
-from hooktrain.engine.hooks.replay import Replay as Replay
-from hooktrain.engine.hooks.rewind import Rewind as Rewind
-from hooktrain.engine.hooks.stragglers import Stragglers as Stragglers
 from hooktrain.engine.hooks.writing import (
     IterationTimer as IterationTimer,
     PeriodicWriter as PeriodicWriter,
