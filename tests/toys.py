@@ -1,5 +1,6 @@
 """Small models, data and trainers for the tests of all folders."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,3 +52,12 @@ def linear_trainer(*hooks: HookBase, lr: float = 0.1, **kwargs: Any) -> SimpleTr
     trainer = SimpleTrainer(model, batches(4), sgd(model, lr=lr), **kwargs)
     trainer.register_hooks(hooks)
     return trainer
+
+
+def write_configs(folder: Path, **files: str) -> Path:
+    """Write config files; two underscores in a name are a folder. Gives the folder."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder

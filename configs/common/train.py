@@ -7,7 +7,7 @@ train = dict(
     max_iter=90000,
     max_epochs=None,  # in place of max_iter. Periods may be texts such as "1 epoch"
     epoch_length=None,  # iterations of an epoch; None asks the loader
-    seed=1,  # None draws one and writes it into config.py, where --resume takes it from
+    seed=1,  # None draws one and writes it into config.json, where --resume takes it from
     # "auto" takes the processes that there are. Others are "FSDPStrategy", or a dict with options,
     # like dict(type="FSDPStrategy", wrap=["Block"], mp_policy=dict(param_dtype="bfloat16")).
     strategy="auto",

@@ -54,7 +54,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     """:func:`hooktrain.engine.default_setup`, also for a tree with ``OUTPUT_DIR``.
 
     Of such a tree ``OUTPUT_DIR``, ``SEED`` and ``CUDNN_BENCHMARK`` are looked at, and it is saved
-    as ``config.yaml``. Beside it, ``config.py`` holds the seed of a run that has drawn one.
+    as ``config.yaml``. Beside it, ``config.json`` holds the seed of a run that has drawn one.
     """
     if "OUTPUT_DIR" not in cfg:
         return defaults.default_setup(cfg, args)

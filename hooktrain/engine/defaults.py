@@ -127,7 +127,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
 def default_setup(cfg: Any, args: Any) -> None:
     """Prepare a run: output folder, logs, environment report, configuration file, seed.
 
-    It writes ``log.txt`` (one more for each further rank) and ``config.py`` into the output
+    It writes ``log.txt`` (one more for each further rank) and ``config.json`` into the output
     folder, and locks the folder against a second run until the process ends.
 
     Args:
@@ -153,7 +153,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         raise ValueError(f"{yacs} would not be used: take {instead}")
     if getattr(args, "print_config", False):
         if comm.is_main_process():
-            sys.stdout.write(LazyConfig.source(cfg))
+            sys.stdout.write(LazyConfig.to_json(cfg))
         raise SystemExit(0)
     train = cfg.get("train", {})
     output_dir, rank = on_disk(train.get("output_dir", "")), comm.get_rank()
@@ -178,7 +178,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         text = Path(config_file).read_text(encoding="utf-8")
         logger.debug("Contents of %s:\n%s", config_file, text)
 
-    seed, path = train.get("seed"), Path(output_dir, "config.py")
+    seed, path = train.get("seed"), Path(output_dir, "config.json")
     resumes = getattr(args, "resume", False) or eval_only or restart_count() > 0
     if output_dir and resumes and (seed is None or seed < 0):
         is_there = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from config_toys import write
 
 from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, resolve
+from toys import write_configs as write
 
 # LazyCall and instantiate
 
@@ -43,9 +43,7 @@ def test_a_target_is_called_with_positional_and_keyword_arguments() -> None:
         assert (layer.in_features, layer.out_features, layer.bias) == (3, 2, None)
 
 
-def test_children_are_built_before_their_parents_at_any_depth_and_arrive_in_plain_types() -> (
-    None
-):
+def test_children_are_built_before_their_parents() -> None:
     part = LazyCall(scaled)(1.0, factor=2.0)
     cfg = resolve(
         ConfigDict(
@@ -122,9 +120,7 @@ def test_an_error_keeps_its_type_and_notes_the_key(
 # LazyConfig.load
 
 
-def test_a_config_is_the_public_dicts_and_lists_of_a_file_or_what_all_names(
-    tmp_path: Path,
-) -> None:
+def test_a_config_is_the_public_dicts_and_lists_of_a_file(tmp_path: Path) -> None:
     text = (
         "import math\nfrom hooktrain.config import LazyCall as L\n"
         "limit = 3\ntrain = dict(max_iter=limit, pi=math.pi)\nhooks = [dict(period=2)]\n"
@@ -137,13 +133,6 @@ def test_a_config_is_the_public_dicts_and_lists_of_a_file_or_what_all_names(
         "model": {"_target_": "torch.nn.ReLU"},
     }
     assert cfg.hooks[0].period == 2
-    write(tmp_path, main="__all__ = ['seed', 'a']\nseed = 3\na = {}\nb = {}\n")
-    assert LazyConfig.load(tmp_path / "main.py") == {"seed": 3, "a": {}}
-    write(tmp_path, main="__all__ = ['seeds']\nseed = 3\n")
-    with pytest.raises(
-        KeyError, match=r"main\.py' has no 'seeds'; did you mean 'seed'"
-    ):
-        LazyConfig.load(tmp_path / "main.py")
 
 
 def test_keys_choose_objects(tmp_path: Path) -> None:
@@ -157,9 +146,7 @@ def test_keys_choose_objects(tmp_path: Path) -> None:
     assert LazyConfig.load(file, "n") == 5
     assert LazyConfig.load(file, ["n"]) == (5,)
     assert LazyConfig.load(file, "hooks")[0] == 1
-    with pytest.raises(
-        KeyError, match=r"main\.py' has no 'trian'; did you mean 'train'"
-    ):
+    with pytest.raises(KeyError, match="no 'trian'; did you mean 'train'"):
         LazyConfig.load(file, "trian")
 
 
@@ -204,7 +191,7 @@ def test_loads_share_nothing(tmp_path: Path) -> None:
         cfg.shared.n = 5
 
 
-def test_a_file_may_define_dataclasses_and_is_no_module_afterwards(
+def test_a_file_may_define_dataclasses(
     tmp_path: Path,
 ) -> None:
     text = (
@@ -239,7 +226,7 @@ def test_a_relative_import_of_nothing_names_the_missing_file(
     assert error.value.filename == path
 
 
-def test_pythons_import_is_left_alone_and_files_may_import_later(
+def test_pythons_own_import_is_left_alone(
     tmp_path: Path,
 ) -> None:
     original = builtins.__import__
@@ -255,23 +242,14 @@ def test_pythons_import_is_left_alone_and_files_may_import_later(
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be a \.py file, got 'config\.yaml'"):
-        LazyConfig.load("config.yaml")
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    with pytest.raises(ValueError, match=r"config\.yaml' is neither a \.py file nor"):
+        LazyConfig.load(tmp_path / "config.yaml")
     with pytest.raises(FileNotFoundError, match=r"absent\.py'"):
         LazyConfig.load(tmp_path / "absent.py")
-    write(
-        tmp_path, a="from .b import x\n", b="from .a import x\n", c="from .d import x\n"
-    )
-    with pytest.raises(ImportError, match=r"in a circle, .*a\.py among them"):
-        LazyConfig.load(tmp_path / "a.py")
-    write(tmp_path, d="x = 1\ny = = 2\n")
+    write(tmp_path, c="from .d import x\n", d="x = 1\ny = = 2\n")
     with pytest.raises(SyntaxError, match=r"d\.py, line 2"):
         LazyConfig.load(tmp_path / "c.py")
-    for target in (3, None, ["torch.nn.ReLU"]):
-        with pytest.raises(
-            TypeError, match="LazyCall needs a callable, its name or a config"
-        ):
-            LazyCall(target)  # type: ignore[arg-type]
 
 
 def test_load_rel_counts_from_the_file_of_the_caller(tmp_path: Path) -> None:

@@ -89,15 +89,16 @@ def test_the_arguments_are_those_that_scripts_expect() -> None:
     }
 
 
-def test_the_printed_configuration_is_a_file_that_loads_and_nothing_else_happens(
+def test_the_printed_configuration_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg = config(tmp_path / "out", "train.max_iter=7")
     with pytest.raises(SystemExit) as caught:
         default_setup(cfg, Namespace(print_config=True))
     assert caught.value.code == 0
-    (tmp_path / "printed.py").write_text(capsys.readouterr().out)
-    assert LazyConfig.load(tmp_path / "printed.py") == cfg
+    (tmp_path / "printed.json").write_text(capsys.readouterr().out)
+    printed = LazyConfig.load(tmp_path / "printed.json")
+    assert LazyConfig.to_json(printed) == LazyConfig.to_json(cfg)
     assert not (tmp_path / "out").exists()
 
 
@@ -113,9 +114,9 @@ def test_a_resume_says_what_has_changed_in_the_configuration(folder: Path) -> No
     )
     assert len(said) == 1
     assert said[0].splitlines()[1:4] == [
-        "-    'max_iter': 4,",
-        "+    'max_iter': 8,",
-        "-    'ema': {'enabled': False, 'decay': 0.999},",
+        '-    "max_iter": 4,',
+        '+    "max_iter": 8,',
+        '-    "ema": {',
     ]
 
 
@@ -128,7 +129,8 @@ def test_setup_saves_the_configuration_and_logs_into_the_folder(
         args.log_level = level
     default_setup(cfg, args)
     log, printed = (folder / "log.txt").read_text(), capsys.readouterr().out
-    assert LazyConfig.load(str(folder / "config.py")) == cfg
+    saved = LazyConfig.load(str(folder / "config.json"))
+    assert LazyConfig.to_json(saved) == LazyConfig.to_json(cfg)
     assert "Rank of current process: 0. World size: 1" in log
     # What is long is in the file, among it the text of the configuration's own file.
     for text in ("PyTorch built with", "train.max_iter = 2000"):
@@ -144,7 +146,7 @@ def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:
     ]
     default_setup(cfg, Namespace())
     log = (folder / "log.txt").read_text()
-    assert "WARNING: The saved config lacks hooks.0.after_step: <function" in log
+    assert "WARNING: The saved config lacks hooks.0.after_step._args_ = " in log
     DefaultTrainer(cfg).train(max_iter=2)
     assert steps == [0, 1]
 
@@ -183,7 +185,7 @@ def test_setup_seeds_every_generator_from_the_configuration(folder: Path) -> Non
 def test_a_seed_that_is_not_given_is_drawn_and_saved(folder: Path, seed: str) -> None:
     cfg = config(folder, f"train.seed={seed}")
     default_setup(cfg, Namespace())
-    saved = LazyConfig.load(str(folder / "config.py"))
+    saved = LazyConfig.load(str(folder / "config.json"))
     assert saved.train.seed == cfg.train.seed >= 0
     assert saved.dataloader.train.seed == cfg.dataloader.train.seed == cfg.train.seed
 
@@ -218,7 +220,7 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     resumed = run(folder, None, 4, resume=not restarted)
     whole = run(folder.with_name("whole"), drawn, 4)
     assert_equal(resumed.model.state_dict(), whole.model.state_dict())
-    assert LazyConfig.load(folder / "config.py").train.seed == drawn
+    assert LazyConfig.load(folder / "config.json").train.seed == drawn
     monkeypatch.undo()
     default_setup(new := config(folder, "train.seed=null"), Namespace(resume=False))
     assert new.train.seed != drawn

@@ -174,5 +174,6 @@ def test_the_network_is_resnet_50_whose_branches_begin_at_zero() -> None:
 
 def test_the_configuration_can_be_saved_and_loaded(tmp_path: Path) -> None:
     cfg = LazyConfig.load(CONFIG)
-    LazyConfig.save(cfg, tmp_path / "config.py")
-    assert LazyConfig.load(tmp_path / "config.py") == cfg
+    LazyConfig.save(cfg, tmp_path / "config.json")
+    loaded = LazyConfig.load(tmp_path / "config.json")
+    assert LazyConfig.to_json(loaded) == LazyConfig.to_json(cfg)

@@ -84,7 +84,7 @@ def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(
         path.name for path in tmp_path.iterdir() if "tfevents" not in path.name
     } == {
         ".lock",
-        "config.py",
+        "config.json",
         "last_checkpoint",
         "log.txt",
         "metrics.json",
@@ -109,7 +109,7 @@ def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(
 
 def test_the_saved_configuration_trains_the_same_network(tmp_path: Path) -> None:
     run(tmp_path / "first")
-    saved = ["--config-file", str(tmp_path / "first" / "config.py")]
+    saved = ["--config-file", str(tmp_path / "first" / "config.json")]
     override = f"train.output_dir={tmp_path / 'second'}"
     done = run_program(ROOT / "tools" / "train_net.py", *saved, override)
     assert done.returncode == 0, done.stdout

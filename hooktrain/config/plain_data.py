@@ -1,0 +1,86 @@
+"""A config as plain data: what JSON has, with dotted names for classes and functions."""
+
+import pkgutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from hooktrain.config.config_dict import ConfigDict, known_keys
+from hooktrain.utils.names import importable_name
+
+# How the text begins that stands for what cannot be imported by a name.
+NOT_SAVED = "NOT SAVED: "
+
+_SCALARS = (str, int, bool, float, type(None))
+
+
+def to_data(value: Any) -> Any:
+    """A value as dicts with text keys, lists, texts, numbers, True, False and None.
+
+    Tuples become lists. A class or a function becomes its dotted name where that is understood,
+    as ``_target_`` and ``type``, and elsewhere a call that imports it. Partial functions, paths,
+    devices, ranges, and dicts with other keys become calls too; `instantiate` makes them.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind in (list, tuple):
+        return [to_data(item) for item in value]
+    if kind in (dict, ConfigDict):
+        return _dict_data(value)
+    if kind is partial:
+        args = (value.func, *value.args)
+        return _call_data(partial, *args, **value.keywords)
+    if isinstance(value, range | PurePath | torch.device):
+        # As pickle makes them again: what to call, and its arguments.
+        reduced: Any = value.__reduce__()
+        return _call_data(reduced[0], *reduced[1])
+    return _call_data(pkgutil.resolve_name, _name(value, ":"))
+
+
+def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
+    if not all(isinstance(key, str) for key in value):
+        return _call_data(dict, list(value.items()))
+    named = "_target_" if "_target_" in value else "type"
+    data = {}
+    for key, item in value.items():
+        if key == named and callable(item):
+            data[key] = _name(item, ".")
+        else:
+            data[key] = to_data(item)
+    return data
+
+
+def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return _dict_data({"_target_": target, "_args_": args, **kwargs})
+
+
+def _name(value: Any, separator: str) -> str:
+    """The module of a class or function, the separator, and its name there."""
+    try:
+        return separator.join(importable_name(value))
+    except ValueError:
+        return f"{NOT_SAVED}{value!r:.80}"
+
+
+def dotted_lines(data: Any, prefix: str) -> Iterator[str]:
+    """Plain data as lines such as ``train.max_iter = 100``."""
+    for key in known_keys(data):
+        value = data[key]
+        if _has_parts(value):
+            yield from dotted_lines(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} = {value!r}\n"
+
+
+def _has_parts(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) > 0
+    items = value if isinstance(value, list) else []
+    return any(isinstance(item, dict | list) for item in items)

@@ -1,0 +1,210 @@
+"""Configurations saved as JSON, which loads again."""
+
+import math
+import os
+import sys
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, resolve
+from toys import write_configs
+
+
+class Precision(Enum):
+    HALF = "half"
+
+
+class Backbone(torch.nn.Module):
+    class Block:
+        pass
+
+    def __init__(self, width: int, norm: Any = torch.nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.norm = norm(width)
+
+    @classmethod
+    def small(cls) -> "Backbone":
+        return cls(2)
+
+
+def round_trip(cfg: ConfigDict, folder: Path) -> ConfigDict:
+    LazyConfig.save(cfg, folder / "config.json")
+    loaded = LazyConfig.load(folder / "config.json")
+    assert isinstance(loaded, ConfigDict)
+    return loaded
+
+
+def test_a_saved_config_describes_the_same_objects(tmp_path: Path) -> None:
+    cfg = ConfigDict(
+        model=LazyCall(Backbone)(width="${..train.width}", norm=torch.nn.BatchNorm2d),
+        optimizer=LazyCall(torch.optim.AdamW)(lr="${train.lr}", betas=(0.9, 0.999)),
+        wrapper={"type": torch.optim.SGD},
+        train={"width": 4, "lr": 1e-3, "name": "lr ${.lr}"},
+    )
+    loaded = round_trip(resolve(cfg), tmp_path)
+    assert list(loaded) == list(cfg)
+    assert loaded.train == cfg.train
+    assert loaded.wrapper.type == "torch.optim.SGD"
+    LazyConfig.apply_overrides(loaded, ["train.lr=0.5"])
+    assert (loaded.optimizer.lr, loaded.train.name) == (0.5, "lr 0.5")
+    assert isinstance(instantiate(loaded.model).norm, torch.nn.BatchNorm2d)
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_a_saved_file_reads_well(tmp_path: Path) -> None:
+    cfg = ConfigDict(
+        model=LazyCall(torch.nn.Linear)(8, dtype=torch.float16),
+        train={"max_iter": 10, "lr": [0.1, None], "ema": True, "x": "${.lr}"},
+    )
+    LazyConfig.save(resolve(cfg), tmp_path / "config.json")
+    assert (tmp_path / "config.json").read_text() == (
+        "{\n"
+        '  "model": {\n'
+        '    "_target_": "torch.nn.Linear",\n'
+        '    "_args_": [\n'
+        "      8\n"
+        "    ],\n"
+        '    "dtype": {\n'
+        '      "_target_": "pkgutil.resolve_name",\n'
+        '      "_args_": [\n'
+        '        "torch:float16"\n'
+        "      ]\n"
+        "    }\n"
+        "  },\n"
+        '  "train": {\n'
+        '    "max_iter": 10,\n'
+        '    "lr": [\n'
+        "      0.1,\n"
+        "      null\n"
+        "    ],\n"
+        '    "ema": true,\n'
+        '    "x": "${.lr}"\n'
+        "  }\n"
+        "}\n"
+    )
+
+
+def test_to_load_a_saved_file_runs_and_imports_nothing(tmp_path: Path) -> None:
+    text = "open('ran', 'w')\nclass Net: pass\n"
+    (tmp_path / "own_module.py").write_text(text)
+    file = tmp_path / "config.json"
+    file.write_text('{"model": {"_target_": "own_module.Net"}}')
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert LazyConfig.load(file, "model")["_target_"] == "own_module.Net"
+        assert "own_module" not in sys.modules
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+NAMED = [Backbone, Backbone.Block, Backbone.small, Precision.HALF, torch.tanh, len]
+CALLS = [Path("a/b"), torch.device("cuda", 1), range(1, 9, 2), {3: 4, None: 5}]
+PLAIN = [-math.inf, "${", "é😀\u2028"]
+
+
+@pytest.mark.parametrize("value", [*NAMED, torch.float16, *CALLS, *PLAIN])
+def test_a_saved_value_is_made_again(value: Any, tmp_path: Path) -> None:
+    loaded = round_trip(ConfigDict(a={"found": [value]}), tmp_path)
+    made = instantiate(loaded.a)["found"][0]
+    assert type(made) is type(value)
+    assert made == value
+
+
+def test_partials_and_numbers_of_numpy_are_made_again(tmp_path: Path) -> None:
+    sgd = partial(torch.optim.SGD, lr=np.float64(0.1))
+    numbers = [np.int64(3), np.bool_(True), np.str_("x"), np.float32(math.inf)]
+    loaded = instantiate(round_trip(ConfigDict(a=numbers, b={"sgd": sgd}), tmp_path))
+    assert loaded["a"] == [3, True, "x", math.inf]
+    assert [type(value) for value in loaded["a"]] == [int, bool, str, float]
+    assert (loaded["b"]["sgd"].func, loaded["b"]["sgd"].keywords) == (
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+
+
+# Without references, which would be resolved, and surrogates, which no file holds.
+TEXTS = st.text(st.characters(codec="utf-8")).filter(lambda text: "${" not in text)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None, max_examples=60, database=None)
+@given(st.dictionaries(TEXTS, VALUES, max_size=3))
+def test_any_plain_config_survives_saving(
+    tmp_path_factory: Any, items: dict[str, Any]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.json"
+    # As save does, but for the fsync.
+    file.write_text(LazyConfig.to_json(ConfigDict(items)), encoding="utf-8")
+    loaded = LazyConfig.load(file)
+    assert loaded == items
+    assert repr(loaded) == repr(items)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda x: x, torch.zeros(2), torch.nn.Linear(1, 1), np.longdouble(1)],
+)
+def test_what_cannot_be_saved_is_said_and_fails_when_it_is_made(
+    value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = ConfigDict(a=LazyCall(dict)(1, b=[0, {"x": value}]), e=[1])
+    loaded = round_trip(cfg, tmp_path)
+    assert "The saved config lacks a.b.1.x." in caplog.text
+    assert loaded.e == [1]
+    with pytest.raises(ValueError, match="NOT SAVED"):
+        instantiate(loaded.a)
+
+
+def test_a_function_of_the_config_file_itself_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_configs(tmp_path, main="def f(): pass\na = dict(f=f)\n")
+    LazyConfig.save(LazyConfig.load(tmp_path / "main.py"), tmp_path / "config.json")
+    assert "lacks a.f." in caplog.text
+
+
+def test_a_save_that_fails_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    LazyConfig.save(ConfigDict(a={"x": 1}), path)
+    with pytest.raises(ValueError, match=r"as JSON.*not 'config\.py'"):
+        LazyConfig.save(ConfigDict(), "config.py")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"no space to write .*config\.json"):
+        LazyConfig.save(ConfigDict(a={"x": 2}), path)
+    assert LazyConfig.load(path) == {"a": {"x": 1}}
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_to_py_lists_dotted_keys() -> None:
+    cfg = ConfigDict(
+        model=LazyCall(Backbone)(8),
+        train={"lr": 0.1, "empty": {}, "steps": (1, 2)},
+        hooks=[{"f": "x"}],
+    )
+    assert LazyConfig.to_py(cfg) == (
+        f"cfg.model._target_ = '{__name__}.Backbone'\n"
+        "cfg.model._args_ = [8]\n"
+        "cfg.train.lr = 0.1\n"
+        "cfg.train.empty = {}\n"
+        "cfg.train.steps = [1, 2]\n"
+        "cfg.hooks.0.f = 'x'\n"
+    )
+    assert LazyConfig.to_py(ConfigDict(a=1), prefix="") == "a = 1\n"
