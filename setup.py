@@ -13,12 +13,9 @@ VERSION = re.search(
 )
 assert VERSION is not None
 
-TENSORBOARD = ["tensorboard>=2.14"]
+TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
 STREAMS = ["torchdata>=0.10"]
-WANDB = ["wandb>=0.19", "pillow>=9.4"]
-# A small part of mlflow, and what it needs for a database in a file.
-MLFLOW = ["mlflow-skinny>=2.14", "alembic>=1.10", "pillow>=9.4", "sqlalchemy>=2.0"]
 
 
 class BuildWithScripts(build_py):
@@ -56,16 +53,12 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
-        "wandb": WANDB,
-        "mlflow": MLFLOW,
         "streams": STREAMS,
         "vision": ["torchvision"],
         "docs": ["pdoc>=15"],
         "dev": [
             *TENSORBOARD,
             *PLOT,
-            *WANDB,
-            *MLFLOW,
             *STREAMS,
             "hypothesis>=6.90",
             "mmengine==0.10.7",

@@ -2,18 +2,20 @@
 
 import logging
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hooktrain.demos.text import CharVocabulary
 from hooktrain.engine import HookBase
 from hooktrain.evaluation import inference_context
-from hooktrain.events.storage import write_png
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import atomic_write, is_disk_full
@@ -199,6 +201,29 @@ class TextSampler(PeriodicSampler):
 def _write(path: Path, text: str) -> None:
     with atomic_write(path) as file:
         file.write(text.encode())
+
+
+def write_png(path: Path, image: Tensor) -> None:
+    """Write an image as a PNG file (ISO/IEC 15948).
+
+    Args:
+        path: the file; its folder must exist.
+        image: shape (C, H, W), C 1 or 3; values in [0, 1] (what lies outside is clipped)
+            or uint8.
+    """
+    if image.is_floating_point():
+        image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+    channels, height, width = image.shape
+    colour = {1: 0, 3: 2}[channels]  # grey, red-green-blue
+    rows = image.permute(1, 2, 0).reshape(height, -1).cpu().numpy()
+    rows = np.pad(rows, ((0, 0), (1, 0)))  # each begins with its filter, 0 for none
+    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
+    with atomic_write(path) as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        for kind, data in chunks.items():
+            file.write(struct.pack(">I", len(data)) + kind + data)
+            file.write(struct.pack(">I", zlib.crc32(kind + data)))
 
 
 def make_grid(

@@ -219,7 +219,7 @@ def default_writers(
 ) -> list[events.EventWriter]:
     """Writers to the console, to ``metrics.json`` and to TensorBoard.
 
-    Where ``tensorboard`` is not installed, images are written into the folder ``images``.
+    The last one is left out where ``tensorboard`` is not installed.
 
     Args:
         output_dir: the folder to write to; it is made if needed.
@@ -230,8 +230,8 @@ def default_writers(
     metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[events.EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
     if find_spec("tensorboard") is not None:
-        return [*writers, events.TensorboardXWriter(output_dir)]
-    return [*writers, events.ImageWriter(Path(output_dir, "images"))]
+        writers.append(events.TensorboardXWriter(output_dir))
+    return writers
 
 
 def default_hooks(
@@ -522,8 +522,6 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         )  # a cycle of strong references would keep the model alive
         known = ConfigDict(self.cfg, train={**train, "epoch_length": self.epoch_length})
         writers = self.build_writers()
-        for writer in writers:
-            writer.add_config(self.cfg)
         found = default_hooks(
             scheduler=self.build_lr_scheduler(known, self.optim_wrapper),
             checkpointer=self.checkpointer,

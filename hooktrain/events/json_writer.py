@@ -4,166 +4,101 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from io import FileIO
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hooktrain.events.storage import get_event_storage
 from hooktrain.events.writer import EventWriter, UnwrittenScalars
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import atomic_write, set_aside
+from hooktrain.utils.file_io import atomic_write
 
 logger = logging.getLogger(__name__)
 
-_ENCODER = json.JSONEncoder(sort_keys=True, allow_nan=False)
-
-# JSON has no such numbers. This is how they are written; float() reads it.
-_SPELLED = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-
 
 class JSONWriter(EventWriter):
-    """Appends metrics to a file, one JSON object a line, the main process only.
+    """Appends metrics to a file, one JSON object a line, on the main process only.
 
-    A line has ``iteration`` and the metrics that were put at it. Metrics whose hint says so are
-    smoothed: each ``write()`` has one value, the median of the last iterations. Of others it has
-    all since the last ``write()``, but of those that are put at each iteration only the last. Keys
-    are sorted, and the lines of one ``write()`` are in increasing order of iteration. A metric that
-    is put late, for an iteration long written, gets another line. JSON knows no NaN and infinities;
-    they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
-    :func:`load_json_metrics` reads it all back.
+    A line has ``iteration`` and the metrics that were put at it, with sorted keys. Of a
+    metric whose hint says so, each ``write()`` has one value: the median of the last
+    iterations. Of others it has all since the last ``write()``, but of those that are
+    put at each iteration only the last. A metric that is put late, for an iteration
+    long written, gets another line. NaN and infinities, which JSON does not know, are
+    the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
+    all back, and so does ``pandas.read_json(file, lines=True)``.
 
-    What ``write()`` has written survives the process, however that ends; ``close()`` brings it to
-    the disk, which takes too long to do each time. The file is made by the first ``write()`` that
-    has something to write.
+    What ``write()`` has written survives the process, however that ends. ``close()``
+    brings it to the disk, which takes too long to do each time.
 
     Args:
-        json_file: the file; its folder is made if there is none.
+        json_file: the file; the first ``write()`` with something to write makes it.
         window_size: the number of iterations to smooth over, at least 1.
-
-    Raises:
-        IsADirectoryError: if ``json_file`` is a folder.
     """
 
     def __init__(
         self, json_file: str | os.PathLike[str], window_size: int = 20
     ) -> None:
         self._path = Path(json_file)
-        if self._path.is_dir():  # a new run would move it aside, with all that is in it
-            raise IsADirectoryError(
-                f"json_file must be a file, not the folder {json_file!r}"
-            )
-        self._unwritten = UnwrittenScalars(window_size)
-        self._file: FileIO | None = None
+        self._unwritten = UnwrittenScalars(self._path.name, window_size)
 
     def write(self) -> None:
         """Append what is new.
 
         Raises:
-            ValueError: for a metric that is named ``iteration``.
             OSError: if the disk is full or fails; what was new still is.
-        """
-        storage = get_event_storage()
-        scalars = self._unwritten.find(storage) if comm.is_main_process() else ()
-        if not scalars:
-            return
-        storage.written[self._path.name] = self._append(self._encode(scalars).encode())
-        self._unwritten.mark_written()
-
-    # The format, which a subclass may change: the first line, lines of metrics, and one line back.
-    _header = ""
-    _decode: Callable[[str], Any] = staticmethod(json.loads)
-
-    def _encode(self, scalars: Iterable[tuple[str, float, int]]) -> str:
-        lines: dict[int, dict[str, Any]] = {}
-        for name, value, iteration in scalars:
-            if name == "iteration":
-                raise ValueError(
-                    "no metric may be named 'iteration': each line has that already"
-                )
-            line = lines.setdefault(iteration, {"iteration": iteration})
-            line[name] = value if math.isfinite(value) else _SPELLED[str(value)]
-        return "".join(_ENCODER.encode(line) + "\n" for line in lines.values())
-
-    def _append(self, text: bytes) -> int:
-        """Write, all or nothing; return the size of the file."""
-        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-            self.close()  # somebody has deleted it: make another
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Without a buffer: one would try again later to write what a full disk has refused.
-            self._file = FileIO(self._path, "a+")
-            if self._file.tell():
-                self._file.seek(-1, os.SEEK_END)
-                if self._file.read() != b"\n":
-                    text = (
-                        b"\n" + text
-                    )  # the last line is incomplete; do not spoil ours
-        end = self._file.seek(0, os.SEEK_END)
-        text = text if end else self._header.encode() + text
-        try:
-            while text:
-                text = text[self._file.write(text) :]
-        except OSError:
-            self._file.truncate(end)
-            raise
-        return self._file.tell()
-
-    def rewind(self, iteration: int) -> None:
-        """Make the file end before ``iteration``, so that the run continues it without overlap.
-
-        If ``iteration`` is 0, a new run begins: a file that is there already is renamed to the
-        first free ``<name>.1``, ``<name>.2``, ... Otherwise the lines from ``iteration`` on are
-        removed, and those that are incomplete, as a run leaves them that is killed. What is missing
-        of earlier ones is said loudly, and what was not smoothed is written again.
         """
         if not comm.is_main_process():
             return
-        self.close()
-        self._unwritten.rewind(())
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if size < (before := get_event_storage().written.get(self._path.name, 0)):
-            message = "METRICS ARE LOST: %s has %d bytes, but had %d at the checkpoint"
-            logger.error(message, self._path, size, before)
-        if not size:
-            return
-        if iteration == 0:
-            set_aside(self._path)
-            return
-        lines = self._read_lines(self._path)
-        kept = [(text, line) for text, line in lines if line["iteration"] < iteration]
-        with atomic_write(self._path) as file:
-            file.write(self._header.encode())
-            file.writelines(f"{text}\n".encode() for text, _ in kept)
-        self._unwritten.rewind(
-            (name, line["iteration"]) for _, line in kept for name in line
-        )
+        storage = get_event_storage()
+        found = self._unwritten.find(storage)
+        if found:
+            lines = [_encode({**found[i], "iteration": i}) for i in found]
+            self._append("".join(lines).encode())
+            self._unwritten.mark_written(storage, found)
 
-    @classmethod
-    def _read_lines(cls, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The valid lines, each as the text in the file and as a dict."""
-        broken = []
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for number, text in enumerate(file, 1):
-                if text == cls._header:
-                    continue
-                try:
-                    line = cls._decode(text)
-                except ValueError:
-                    line = None
-                if isinstance(line, dict) and isinstance(line.get("iteration"), int):
-                    yield text.rstrip("\n"), line
-                else:
-                    broken.append(number)
-        if broken:
-            message = "%s: left out %d lines that are no complete metrics, the first one is line %d"
-            logger.warning(message, path, len(broken), broken[0])
+    def _append(self, text: bytes) -> None:
+        """Write all or nothing."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Without a buffer: one would write later what a full disk has refused.
+        with open(self._path, "ab+", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # the last line is torn; do not spoil ours
+                    text = b"\n" + text
+            try:
+                while text:
+                    text = text[file.write(text) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def rewind(self, iteration: int) -> None:
+        """Remove the lines from ``iteration`` on, so that the run continues the file.
+
+        Incomplete lines, as a run leaves that is killed, are removed too. What is not
+        smoothed and missing in the earlier lines is written again.
+        """
+        if not comm.is_main_process():
+            return
+        kept = []
+        if self._path.exists():
+            lines = _read_lines(self._path)
+            kept = [line for line in lines if line["iteration"] < iteration]
+            with atomic_write(self._path) as file:
+                file.writelines(_encode(line).encode() for line in kept)
+        last = max((line["iteration"] for line in kept), default=-1)
+        before = get_event_storage().written.get(self._path.name, 0) - 1
+        if last < before:
+            text = "METRICS ARE LOST: %s ends at iteration %d, but was written up to %d"
+            logger.error(text, self._path, last, before)
+        in_file = {(name, line["iteration"]) for line in kept for name in line}
+        self._unwritten.rewind(lambda *entry: entry in in_file)
 
     def close(self) -> None:
         """Bring the file to the disk."""
-        file, self._file = self._file, None
-        if file is not None:
-            with file:
+        if self._path.exists() and comm.is_main_process():
+            with open(self._path, "rb") as file:
                 os.fsync(file.fileno())
 
 
@@ -171,13 +106,29 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a file of :class:`JSONWriter`: a dict a line, in the order of the file.
 
     NaN and infinities are floats again. Lines that are no complete JSON object with an
-    ``iteration`` are left out: where a run was killed while it wrote, or is writing now, the last
-    line may be incomplete. A warning tells how many.
+    ``iteration`` are left out, with a warning: a run that is killed may leave one.
 
     Raises:
         FileNotFoundError: if there is no such file.
     """
-    return [
-        {k: float(v) if v in _SPELLED.values() else v for k, v in line.items()}
-        for _, line in JSONWriter._read_lines(Path(path))
-    ]
+    lines = list(_read_lines(Path(path)))
+    for line in lines:
+        line.update({k: float(v) for k, v in line.items() if isinstance(v, str)})
+    return lines
+
+
+def _encode(line: dict[str, Any]) -> str:
+    bad = {k: str(v) for k, v in line.items() if v in (math.inf, -math.inf) or v != v}
+    return json.dumps({**line, **bad}, sort_keys=True) + "\n"
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+                iteration = int(line["iteration"])
+            except (ValueError, TypeError, KeyError):
+                logger.warning("%s: line %d is incomplete and left out", path, number)
+            else:
+                yield {**line, "iteration": iteration}

@@ -1,18 +1,26 @@
 """What brings metrics out, and what every such writer has to remember."""
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from hooktrain.events.storage import EventStorage, HistoryBuffer
+from hooktrain.events.storage import (
+    Entry,
+    EventStorage,
+    HistoryBuffer,
+    get_event_storage,
+)
+from hooktrain.utils import comm
+
+Metrics = dict[int, dict[str, float]]  # by iteration and by name
+IsWritten = Callable[[str, int], bool]  # of a metric's name and an iteration
 
 
 class EventWriter:
     """Brings metrics from the current storage to a file, a screen or elsewhere.
 
-    Writers exist on every rank. One that should write once does so on the main process only. A
-    subclass has to define :meth:`write` and nothing else.
+    Writers exist on every rank. One that should write once does so on the main process
+    only. A subclass has to define :meth:`write` and nothing else.
     """
 
     def write(self) -> None:
@@ -20,14 +28,11 @@ class EventWriter:
         raise NotImplementedError(f"{type(self).__qualname__} must define write")
 
     def rewind(self, iteration: int) -> None:
-        """Forget everything that this writer has recorded at or after ``iteration``.
+        """Forget everything that was recorded at or after ``iteration``.
 
-        Called inside of the run's storage when the run starts (``iteration`` is 0) or resumes,
-        before the first :meth:`write`.
+        Called inside of the run's storage when the run starts (``iteration`` is 0) or
+        resumes, before the first :meth:`write`.
         """
-
-    def add_config(self, config: Mapping[str, Any]) -> None:
-        """Take the configuration of the run, dicts in dicts, to be shown with its metrics."""
 
     def close(self) -> None:
         """Release what the writer holds. Called at the end of a run."""
@@ -37,48 +42,92 @@ class UnwrittenScalars:
     """Picks the metrics that a writer has not written yet, by counting their values.
 
     Args:
-        window_size: how many iterations to smooth over, where a metric's hint allows it.
+        name: of the writer. Under this name the storage keeps how far it has written.
+        window_size: how many iterations to smooth over, where a metric's hint says so.
     """
 
-    def __init__(self, window_size: int) -> None:
+    def __init__(self, name: str, window_size: int) -> None:
+        self._name = name
         self._window_size = window_size
         self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
-        self._found: dict[HistoryBuffer, int] = {}
-        self._written: set[tuple[str, int]] = set()
+        self._is_written: IsWritten = _never
 
-    def rewind(self, written: Iterable[tuple[str, int]]) -> None:
-        """Begin anew, where these values (name, iteration) are written already."""
-        self._counts, self._written = {}, set(written)
+    def find(self, storage: EventStorage) -> Metrics:
+        """What is new.
 
-    def skip(self, storage: EventStorage, end: int) -> None:
-        """Begin anew, where everything before the iteration ``end`` is written already."""
-        entries = (
-            (name, i) for name, h in storage.histories().items() for _, i in h.values()
-        )
-        self.rewind((name, i) for name, i in entries if i < end)
+        Of a metric that is smoothed there is one value. Of others all are there, but of
+        those that are put at each iteration, such as a learning rate, only the last.
 
-    def find(self, storage: EventStorage) -> list[tuple[str, float, int]]:
-        """(name, value, iteration) of what is new, in increasing order of iteration.
-
-        Of a metric that is smoothed, one value. Of others all, unless one of the next iteration
-        follows: of those that are put at each iteration, such as a learning rate, the last.
+        Returns:
+            Metrics by iteration, in increasing order, and by name.
         """
-        histories = storage.histories()
-        self._found = {history: history.count for history in histories.values()}
-        found = []
-        for name, history in histories.items():
-            entries = history.tail(history.count - self._counts.get(history, 0))
-            if entries and history.smoothing_hint:
-                entries = [(history.recent_median(self._window_size), entries[-1][1])]
-            for (value, iteration), (_, following) in pairwise([*entries, (0.0, -1)]):
-                if (
-                    following != iteration + 1
-                    and (name, iteration) not in self._written
-                ):
-                    found.append((name, value, iteration))
-        return sorted(found, key=itemgetter(2))
+        found: Metrics = {}
+        for name, history in storage.histories().items():
+            for value, iteration in self._new_entries(history):
+                if not self._is_written(name, iteration):
+                    found.setdefault(iteration, {})[name] = value
+        return dict(sorted(found.items(), key=itemgetter(0)))
 
-    def mark_written(self) -> None:
+    def _new_entries(self, history: HistoryBuffer) -> list[Entry]:
+        new = history.tail(history.count - self._counts.get(history, 0))
+        if new and history.smoothing_hint:
+            return [(history.recent_median(self._window_size), new[-1][1])]
+        before = {iteration - 1 for _, iteration in new}
+        return [entry for entry in new if entry[1] not in before]
+
+    def mark_written(self, storage: EventStorage, found: Metrics) -> None:
         """Remember that what was found is written."""
-        self._counts = self._found
-        self._written.clear()
+        self._counts = {h: h.count for h in storage.histories().values()}
+        self._is_written = _never
+        before = storage.written.get(self._name, 0)
+        storage.written[self._name] = max([before, *(i + 1 for i in found)])
+
+    def rewind(self, is_written: IsWritten) -> None:
+        """Begin anew, where a metric's value at an iteration may be written already."""
+        self._counts = {}
+        self._is_written = is_written
+
+    def resume(self, storage: EventStorage) -> None:
+        """Begin anew after the last write that the storage knows of."""
+        end = storage.written.get(self._name, 0)
+        self.rewind(lambda name, iteration: iteration < end)
+
+
+def _never(name: str, iteration: int) -> bool:
+    return False
+
+
+class FunctionWriter(EventWriter):
+    """Gives metrics to a function of an experiment tracker, on the main process only.
+
+    Example::
+
+        wandb.init(project="points")
+        FunctionWriter(wandb.log)
+        FunctionWriter(mlflow.log_metrics)
+
+    After a kill, what was written since the last checkpoint is given a second time.
+
+    Args:
+        log: called as ``log(metrics, step=iteration)``, with a dict from names to floats,
+            for each iteration that has something new.
+        window_size: the number of iterations to smooth over, at least 1.
+    """
+
+    def __init__(self, log: Callable[..., Any], window_size: int = 20) -> None:
+        self._log = log
+        self._unwritten = UnwrittenScalars("function", window_size)
+
+    def write(self) -> None:
+        """Call the function for each iteration that has something new."""
+        if not comm.is_main_process():
+            return
+        storage = get_event_storage()
+        found = self._unwritten.find(storage)
+        for iteration, metrics in found.items():
+            self._log(metrics, step=iteration)
+        self._unwritten.mark_written(storage, found)
+
+    def rewind(self, iteration: int) -> None:
+        """Go on after the last write before the checkpoint."""
+        self._unwritten.resume(get_event_storage())

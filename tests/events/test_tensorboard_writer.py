@@ -1,3 +1,4 @@
+import importlib.util
 import math
 import resource
 import shutil
@@ -7,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer import event_file_writer
 
+from hooktrain.events import EventStorage, TensorboardXWriter
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage, TensorboardXWriter
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,7 @@ def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> Non
         storage.put_scalar("lr", 0.5, smoothing_hint=False, cur_iter=1)
         storage.put_image("photo", torch.rand(3, 4, 6))
         storage.put_image("mask", torch.full((1, 2, 2), 255, dtype=torch.uint8))
+        storage.put_image("half", torch.rand(3, 2, 2, dtype=torch.bfloat16))
         storage.put_histogram("weight", torch.arange(12.0).reshape(3, 4), bins=3)
         writer.write()
         assert storage.images() == []
@@ -145,7 +146,6 @@ def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
                     writer.write()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert list(tmp_path.iterdir()) == [file]
         writer.write()
     writer.close()
     for thread in set(threading.enumerate()) - threads:
@@ -153,35 +153,25 @@ def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
     assert scalars(tmp_path, "loss") == [(0, 1.0), (3, 2.0)]
 
 
-def test_a_configuration_is_shown_as_text_and_as_hyperparameters_with_all_metrics(
-    tmp_path: Path,
-) -> None:
-    config = {"optimizer": {"lr": 0.5, "name": "SGD", "decay": None}}
-    with EventStorage(7) as storage:
-        writer = TensorboardXWriter(tmp_path)
-        writer.add_config(config)
-        storage.put_scalar("loss", 1.0)
-        writer.write()
+def test_a_resumed_run_writes_what_came_after_the_last_write(tmp_path: Path) -> None:
+    with EventStorage() as storage:
+        for storage.iter in (0, 2, 4):
+            storage.put_scalar("accuracy", storage.iter, smoothing_hint=False)
+            if storage.iter == 2:
+                TensorboardXWriter(tmp_path / "first").write()
+    loaded = EventStorage()
+    loaded.load_state_dict(storage.state_dict())
+    writer = TensorboardXWriter(tmp_path / "second")
+    with loaded:
+        writer.rewind(6)
         writer.write()
     writer.close()
-    events = read(tmp_path)
-    (text,) = events.Tensors("config/text_summary")
-    lines = [
-        "    optimizer.lr = 0.5",
-        "    optimizer.name = SGD",
-        "    optimizer.decay = None",
-    ]
-    assert (text.step, text.tensor_proto.string_val[0].decode().splitlines()) == (
-        7,
-        lines,
-    )
-    # TensorBoard shows all metrics where the tag _hparams_/experiment does not list some.
-    shown = events.summary_metadata
-    assert [name for name in shown if "hparams" in name] == [
-        "_hparams_/session_start_info"
-    ]
-    content = shown["_hparams_/session_start_info"].plugin_data.content
-    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert set(hparams) == {"optimizer.lr", "optimizer.name"}
-    assert hparams["optimizer.lr"].number_value == 0.5
-    assert hparams["optimizer.name"].string_value == "SGD"
+    assert scalars(tmp_path / "second", "accuracy") == [(4, 4.0)]
+
+
+def test_without_the_package_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'hooktrain\[tensorboard\]'"):
+        TensorboardXWriter("output")

@@ -123,20 +123,19 @@ class PeriodicWriter(HookBase):
         """Write where a period ends."""
         if not self.is_due(self._period):
             return
-        with self.trainer.storage.writing():
-            for writer in self._writers:
-                try:
-                    writer.write()
-                except OSError as error:
-                    if not is_disk_full(error):
-                        raise
-                    text = "%s: NOT WRITTEN: %s. Training goes on and tries again"
-                    logger.error(text, type(writer).__name__, error)
+        for writer in self._writers:
+            try:
+                writer.write()
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                text = "%s: NOT WRITTEN: %s. Training goes on and tries again"
+                logger.error(text, type(writer).__name__, error)
 
     def after_train(self) -> None:
         """Close every writer; after a good end write what came last, as the final evaluation."""
         # Calls them all, whatever they raise.
-        with self.trainer.storage.writing(), ExitStack() as last_first:
+        with ExitStack() as last_first:
             for writer in reversed(self._writers):
                 last_first.callback(writer.close)
                 if self.trainer.succeeded:

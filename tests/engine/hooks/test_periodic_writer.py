@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from torch import nn
@@ -147,36 +146,6 @@ def test_a_preempted_or_failed_run_ends_with_each_evaluation_and_the_rows_of_an_
     assert (twice / "metrics.json").read_text() == (once / "metrics.json").read_text()
     assert points(twice) == points(once)
     assert len(points(once)["accuracy"]) == 20
-
-
-class Gallery(Recorder):
-    """Takes the images, as a writer does that is alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, list[int]]] = []
-
-    def write(self) -> None:
-        storage = get_event_storage()
-        self.seen.append((storage.iter, [i for _, _, i in storage.images()]))
-        storage.clear_images()
-
-
-def test_each_writer_gets_all_images_once_and_nobody_drops_what_none_has_taken() -> (
-    None
-):
-    def put(trainer: Any) -> None:
-        trainer.storage.put_image("photo", torch.zeros(1, 1, 1))
-        trainer.storage.put_histogram("weight", torch.zeros(1))
-
-    first, second = Gallery(), Gallery()
-    at_the_end = CallbackHook(after_train=put)
-    writers = PeriodicWriter([first, Recorder(), second], period=2)
-    trainer = Idle(CallbackHook(after_step=put), at_the_end, writers)
-    trainer.train(0, 3)
-    assert first.seen == second.seen == [(1, [0, 1]), (2, [2]), (3, [3])]
-    assert trainer.storage.images() == []
-    assert len(trainer.storage.histograms()) == 4
 
 
 class Full(Recorder):

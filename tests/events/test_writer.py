@@ -1,0 +1,83 @@
+"""What all writers share, and the one for experiment trackers."""
+
+from typing import Any
+
+import pytest
+
+from hooktrain.events import EventStorage, EventWriter, FunctionWriter
+from hooktrain.utils import comm
+
+Log = list[tuple[dict[str, float], int]]
+
+
+def test_a_writer_needs_nothing_but_write() -> None:
+    writer = EventWriter()
+    writer.rewind(0)
+    writer.close()
+    with pytest.raises(NotImplementedError, match="EventWriter must define write"):
+        writer.write()
+
+
+@pytest.fixture
+def log() -> Log:
+    return []
+
+
+def make(log: Log, **options: Any) -> FunctionWriter:
+    def take(metrics: dict[str, float], step: int) -> None:
+        log.append((metrics, step))
+
+    return FunctionWriter(take, **options)
+
+
+def test_each_value_is_given_once_at_its_iteration(log: Log) -> None:
+    writer = make(log, window_size=3)
+    with EventStorage() as storage:
+        for storage.iter, value in enumerate((9.0, 1.0, 2.0, 6.0)):
+            storage.put_scalar("loss", value)
+            storage.put_scalar("lr", value, smoothing_hint=False)
+        storage.put_scalar("late", 5.0, smoothing_hint=False, cur_iter=1)
+        writer.write()
+        writer.write()
+    assert log == [({"late": 5.0}, 1), ({"loss": 2.0, "lr": 6.0}, 3)]
+
+
+def test_what_the_function_has_refused_is_still_new(log: Log) -> None:
+    def fail(metrics: dict[str, float], step: int) -> None:
+        raise ConnectionError
+
+    writer = FunctionWriter(fail)
+    with EventStorage(4) as storage:
+        storage.put_scalar("loss", 1.0)
+        with pytest.raises(ConnectionError):
+            writer.write()
+        assert storage.written == {}
+
+
+def test_a_resumed_run_goes_on_after_the_last_write_before_its_checkpoint(
+    log: Log,
+) -> None:
+    writer = make(log)
+    with EventStorage() as storage:
+        for storage.iter in (0, 2, 4):
+            storage.put_scalar("accuracy", storage.iter, smoothing_hint=False)
+            if storage.iter == 2:
+                writer.write()
+    log.clear()
+    loaded = EventStorage()
+    loaded.load_state_dict(storage.state_dict())
+    with loaded:
+        writer = make(log)
+        writer.rewind(6)
+        writer.write()
+    assert log == [({"accuracy": 4.0}, 4)]
+
+
+def test_only_the_main_process_calls_the_function(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        make(log).write()
+    assert log == []
