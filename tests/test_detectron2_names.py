@@ -164,12 +164,12 @@ SIGNATURES = {
     "data.DatasetFromList": "lst, copy=True, serialize=True",
     "data.MapDataset": "dataset, map_func",
     "data.ToIterableDataset": "dataset, sampler, shard_sampler=True, shard_chunk_size=1",
-    "data.samplers.GroupedBatchSampler": "sampler, group_ids, batch_size",
+    "compat.data.GroupedBatchSampler": "sampler, group_ids, batch_size",
     "data.samplers.InferenceSampler": "size",
     "data.samplers.RandomSubsetTrainingSampler": "size, subset_ratio, shuffle=True, "
     "seed_shuffle=None, seed_subset=None",
-    "data.samplers.RepeatFactorTrainingSampler": "repeat_factors, *, shuffle=True, seed=None",
-    "data.samplers.RepeatFactorTrainingSampler.repeat_factors_from_category_frequency": ""
+    "compat.data.RepeatFactorTrainingSampler": "repeat_factors, *, shuffle=True, seed=None",
+    "compat.data.RepeatFactorTrainingSampler.repeat_factors_from_category_frequency": ""
     "dataset_dicts, repeat_thresh, sqrt=True",
     "data.samplers.TrainingSampler": "size, shuffle=True, seed=None",
     "evaluation.DatasetEvaluator.evaluate": "self",
@@ -226,7 +226,7 @@ ABSENT = {
     "solver.maybe_add_gradient_clipping": "reads a yacs config; OptimWrapper(clip_grad=...)",
     "solver.WarmupCosineLR": "deprecated there; WarmupParamScheduler in LRMultiplier",
     "solver.WarmupMultiStepLR": "deprecated there; WarmupParamScheduler in LRMultiplier",
-    "data.AspectRatioGroupedDataset": "knows images of detection; GroupedBatchSampler",
+    "data.AspectRatioGroupedDataset": "knows images of detection; GroupedBatchSampler of compat",
     "data.build_batch_data_loader": "cannot resume; build_train_loader",
     "data.build_detection_train_loader": "detection; build_train_loader",
     "data.build_detection_test_loader": "detection; build_test_loader",

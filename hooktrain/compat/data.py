@@ -1,14 +1,122 @@
-"""What detectron2's loaders are made of beside data sets and samplers."""
+"""What detectron2's loaders are made of, beside data sets and samplers of hooktrain.data."""
 
+import math
 import random
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, Sampler
 
 from hooktrain import data as core
+from hooktrain.data import StreamSampler
 from hooktrain.utils.env import seed_all_rng
+
+
+class RepeatFactorTrainingSampler(StreamSampler):
+    """Each sample as often as its factor says, for data whose classes are rare and frequent.
+
+    In each epoch a fractional factor is rounded up or down at random, in proportion (LVIS, Gupta
+    et al. 2019).
+
+    Args:
+        repeat_factors: a float for each sample, not negative.
+        shuffle: whether each epoch has a random order.
+        seed: see :class:`StreamSampler`.
+
+    Raises:
+        ValueError: for factors that are negative, not finite, or so small that most epochs would
+            be empty.
+    """
+
+    def __init__(
+        self,
+        repeat_factors: Sequence[float] | Tensor,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
+        if not (1.0 <= factors.sum() < math.inf and (factors >= 0).all()):
+            raise ValueError(
+                f"repeat_factors must be >= 0 with a sum >= 1, got {repeat_factors!r}"
+            )
+        super().__init__(seed)
+        self.shuffle = shuffle
+        self.repeat_factors = factors
+
+    @staticmethod
+    def repeat_factors_from_category_frequency(
+        dataset_dicts: Sequence[Mapping[str, Any]],
+        repeat_thresh: float,
+        sqrt: bool = True,
+    ) -> Tensor:
+        """Factors by the rarest category in each image.
+
+        A category in a fraction ``f`` of the images has the factor ``max(1, sqrt(t / f))``; an
+        image has the largest factor of its categories.
+
+        Args:
+            dataset_dicts: each with ``annotations``, a list of dicts with ``category_id``.
+            repeat_thresh: ``t``, the fraction below which a category is repeated.
+            sqrt: whether to take the root.
+
+        Returns:
+            A float32 vector as long as ``dataset_dicts``.
+        """
+        images = [{a["category_id"] for a in d["annotations"]} for d in dataset_dicts]
+        counts = Counter(category for categories in images for category in categories)
+        ratio = {c: repeat_thresh * len(images) / count for c, count in counts.items()}
+        factor = {c: max(1.0, math.sqrt(r) if sqrt else r) for c, r in ratio.items()}
+        return torch.tensor(
+            [max((factor[c] for c in cs), default=1.0) for cs in images]
+        )
+
+    def epoch_indices(self, epoch: int) -> Tensor:
+        """The samples of this epoch, each repeated; the number differs between epochs."""
+        generator = self.generator(epoch)
+        whole = self.repeat_factors.floor()
+        chance = torch.rand(len(whole), generator=generator, dtype=torch.float64)
+        repeats = (whole + (chance < self.repeat_factors - whole)).long()
+        indices = torch.repeat_interleave(torch.arange(len(whole)), repeats)
+        if self.shuffle:
+            indices = indices[torch.randperm(len(indices), generator=generator)]
+        return indices
+
+
+class GroupedBatchSampler(Sampler[list[int]]):
+    """Batches whose samples belong to one group each, such as one aspect ratio.
+
+    Batches come in the order in which they fill up. What is left in a group at the end of a finite
+    sampler stays for the next iteration over this object.
+
+    Args:
+        sampler: gives the indices.
+        group_ids: a group for each index.
+        batch_size: samples in a batch, at least 1.
+
+    Raises:
+        ValueError: for a batch size below 1.
+    """
+
+    def __init__(
+        self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int
+    ) -> None:
+        if batch_size < 1:  # no batch would ever be full
+            raise ValueError(f"batch_size must be at least 1, but got {batch_size!r}")
+        self.sampler = sampler
+        self.group_ids = [int(group) for group in group_ids]
+        self.batch_size = batch_size
+        self._open: defaultdict[int, list[int]] = defaultdict(list)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in self.sampler:
+            batch = self._open[self.group_ids[index]]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                yield self._open.pop(self.group_ids[index])
 
 
 class MapDataset(core.MapDataset):

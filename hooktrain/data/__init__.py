@@ -1,5 +1,7 @@
 """Data: samplers, data sets, and loaders that resume."""
 
+from typing import NoReturn
+
 from hooktrain.data.dataset import (
     DatasetFromList as DatasetFromList,
     MapDataset as MapDataset,
@@ -11,10 +13,14 @@ from hooktrain.data.loader import (
     build_train_loader as build_train_loader,
 )
 from hooktrain.data.samplers import (
-    GroupedBatchSampler as GroupedBatchSampler,
     InferenceSampler as InferenceSampler,
     RandomSubsetTrainingSampler as RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler as RepeatFactorTrainingSampler,
     StreamSampler as StreamSampler,
     TrainingSampler as TrainingSampler,
 )
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("GroupedBatchSampler", "RepeatFactorTrainingSampler"):
+        raise ImportError(f"{name} is in hooktrain.compat.detectron2")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,6 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,9 @@ class MapDataset(Dataset[Any]):
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
         """Choose the class by the kind of the data set."""
-        return super().__new__(
-            MapIterableDataset if isinstance(dataset, IterableDataset) else cls
-        )
+        if isinstance(dataset, IterableDataset):
+            cls = MapIterableDataset
+        return super().__new__(cls)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         self.dataset = dataset
@@ -54,9 +53,8 @@ class MapDataset(Dataset[Any]):
             if data is not None:
                 return data
             if attempt == 3:
-                logger.warning(
-                    "%d samples in place of number %d were filtered out", attempt, index
-                )
+                text = "%d samples in place of number %d were filtered out"
+                logger.warning(text, attempt, index)
             current = mix(index, attempt) % len(self)
         raise ValueError(
             f"map_func returned None for {MAX_ATTEMPTS} samples, first for {index!r}"
@@ -67,7 +65,10 @@ class MapIterableDataset(MapDataset, IterableDataset[Any]):
     """Applies a function to each sample of a stream, and leaves out those that become None."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (data for data in map(self.map_func, self.dataset) if data is not None)
+        for sample in self.dataset:
+            data = self.map_func(sample)
+            if data is not None:
+                yield data
 
 
 class DatasetFromList(Dataset[Any]):
@@ -90,24 +91,21 @@ class DatasetFromList(Dataset[Any]):
         if serialize:
             parts = [pickle.dumps(item, protocol=-1) for item in lst]
             # With a byte at the end, since torch takes no empty buffer.
-            self._bytes = torch.frombuffer(
-                bytearray(b"".join([*parts, b"\0"])), dtype=torch.uint8
-            )
+            whole = bytearray(b"".join(parts) + b"\0")
+            self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
             self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._ends) - 1 if self._serialize else len(self._lst)
 
     def __getitem__(self, index: int) -> Any:
-        if not self._serialize:
-            item = self._lst[index]
-            return copy.deepcopy(item) if self._copy else item
-        index = range(len(self))[
-            index
-        ]  # also for negative ones, and an IndexError beyond the end
-        return pickle.loads(
-            self._bytes[self._ends[index] : self._ends[index + 1]].numpy().data
-        )
+        # Also for negative ones, with an IndexError beyond the end.
+        index = range(len(self))[index]
+        if self._serialize:
+            part = self._bytes[self._ends[index] : self._ends[index + 1]]
+            return pickle.loads(part.numpy().data)
+        item = self._lst[index]
+        return copy.deepcopy(item) if self._copy else item
 
 
 @dataclass(eq=False)
@@ -130,14 +128,10 @@ class ToIterableDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info() if self.shard_sampler else None
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        indices = iter(self.sampler)
-        chunks = iter(lambda: list(islice(indices, self.shard_chunk_size)), [])
-        return (
-            self.dataset[i]
-            for chunk in islice(chunks, first, None, step)
-            for i in chunk
-        )
+        for number, index in enumerate(self.sampler):
+            chunk = number // self.shard_chunk_size
+            if worker is None or chunk % worker.num_workers == worker.id:
+                yield self.dataset[index]
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, count, islice
 from typing import Any, ClassVar
-from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
@@ -107,55 +106,66 @@ class TrainLoader:
         """The position, and what it is a position in."""
         return {"batches": self.batches, **self._identity()}
 
+    def check_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Raise what :meth:`load_state_dict` would, and change nothing.
+
+        Raises:
+            ValueError: if the seed, the size of the data set or the batch differ from the saved
+                ones, so that the position would be one in another stream.
+        """
+        drawn = set(self._drawn_by_sampler())
+        if self.adopt_seed:
+            drawn.add("seed")
+        for name, value in self._identity().items():
+            saved = state_dict.get(name)
+            is_adopted = saved is not None and name in drawn
+            if saved != value and not is_adopted:
+                raise ValueError(
+                    f"the position in the data is one of a stream with {name}={saved!r}, "
+                    f"but now {name}={value!r}; use the saved value, or resume without the data"
+                )
+
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue at a saved position, with any number of ranks and workers.
 
         Seeds that were drawn, not given, are replaced by the saved ones.
 
         Raises:
-            ValueError: if the seed, the size of the data set or the batch differ from the saved
-                ones, so that the position would be one in another stream.
+            ValueError: see :meth:`check_state_dict`.
         """
-        of_sampler = (
-            self.sampler.drawn if isinstance(self.sampler, StreamSampler) else {}
-        )
-        drawn = {*of_sampler, *(["seed"] if self.adopt_seed else [])}
-        for name, value in self._identity().items():
-            saved = state_dict.get(name)
-            if saved != value and (saved is None or name not in drawn):
-                raise ValueError(
-                    f"the position in the data is one of a stream with {name}={saved!r}, "
-                    f"but now {name}={value!r}; use the saved value, or resume without the data"
-                )
+        self.check_state_dict(state_dict)
         if self.adopt_seed:
             self.seed = state_dict["seed"]
-        for name, attribute in of_sampler.items():
+        for name, attribute in self._drawn_by_sampler().items():
             setattr(self.sampler, attribute, state_dict[name])
         self.batches = state_dict["batches"]
 
+    def _drawn_by_sampler(self) -> dict[str, str]:
+        return self.sampler.drawn if isinstance(self.sampler, StreamSampler) else {}
+
     def _identity(self) -> dict[str, int]:
-        return {
+        identity = {
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
             "total_batch_size": self.total_batch_size,
-            **(
-                self.sampler.identity()
-                if isinstance(self.sampler, StreamSampler)
-                else {}
-            ),
         }
+        if isinstance(self.sampler, StreamSampler):
+            identity.update(self.sampler.identity())
+        return identity
 
 
 @contextmanager
 def _preserved_rng_state() -> Iterator[None]:
     """Afterwards the generators of the CPU are as before, whatever was drawn or happened inside."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
@@ -169,9 +179,8 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        indices = chain.from_iterable(
-            [sampler]
-        )  # calls iter(sampler) for the first index
+        # Calls iter(sampler) for the first index.
+        indices = chain.from_iterable([sampler])
         for chunk in count():
             with _preserved_rng_state():
                 seed_on_host(mix(seed, _SAMPLER, epoch) + chunk)
@@ -226,29 +235,30 @@ def build_train_loader(
         ValueError: for an empty data set, or a batch size that the ranks cannot share.
     """
     world = comm.get_world_size()
-    is_count = hasattr(total_batch_size, "__index__") and total_batch_size > 0
-    if not is_count or total_batch_size % world:
-        raise ValueError(
-            f"total_batch_size must be an integer, a positive multiple of the world size {world}, "
-            f"but got {total_batch_size!r}"
-        )
+    if total_batch_size < 1 or total_batch_size % world:
+        text = f"total_batch_size must be a positive multiple of the world size {world}"
+        raise ValueError(f"{text}, but got {total_batch_size!r}")
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
     if isinstance(dataset, IterableDataset):
-        make: Any = DataLoader
-        if find_spec("torchdata") is not None:
-            make = import_module("torchdata.stateful_dataloader").StatefulDataLoader
         options.update(batch_size=total_batch_size // world, sampler=sampler)
-        with catch_warnings():
-            filterwarnings("ignore", "'set_vital'")  # what torchdata still calls
-            return make(dataset, **options)  # type: ignore[no-any-return]
+        return _stream_loader()(dataset, **options)  # type: ignore[no-any-return]
     options.pop("drop_last", None)
     if sampler is None:
         sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
-    given = getattr(sampler, "seed", None) if seed is None else seed
-    adopt_seed = given is None or (seed is None and bool(getattr(sampler, "drawn", {})))
-    seed = comm.shared_random_seed() if given is None else given
+    adopt_seed = False
+    if seed is None:
+        seed = getattr(sampler, "seed", None)
+        adopt_seed = seed is None or bool(getattr(sampler, "drawn", {}))
+    if seed is None:
+        seed = comm.shared_random_seed()
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
+
+
+def _stream_loader() -> Any:
+    if find_spec("torchdata") is None:
+        return DataLoader
+    return import_module("torchdata.stateful_dataloader").StatefulDataLoader
 
 
 def build_test_loader(

@@ -5,11 +5,8 @@ and the epoch's number. All ranks see the same stream and take turns in it. So n
 ranks nor of workers changes what is in a global batch, and skipping to a position is arithmetic.
 """
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +38,8 @@ class StreamSampler(Sampler[int]):
         self.drawn = {"sampler_seed": "seed"} if seed is None else {}
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
-        self._rank, self._world_size = comm.get_rank(), comm.get_world_size()
+        self._rank = comm.get_rank()
+        self._world_size = comm.get_world_size()
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The indices of one epoch, in order: an int64 vector."""
@@ -62,9 +60,11 @@ class StreamSampler(Sampler[int]):
             start: how many indices to skip, at least 0. Whole epochs are not generated.
         """
         epoch = 0
-        while start >= (length := self.epoch_length(epoch)):
+        length = self.epoch_length(epoch)
+        while start >= length:
             start -= length
             epoch += 1
+            length = self.epoch_length(epoch)
         yield from self.epoch_indices(epoch)[start:].tolist()
         for later in count(epoch + 1):
             yield from self.epoch_indices(later).tolist()
@@ -104,9 +104,7 @@ class TrainingSampler(StreamSampler):
         self, size: int, shuffle: bool = True, seed: int | None = None
     ) -> None:
         if size < 1:
-            raise ValueError(
-                f"size, that of the data set, must be at least 1, but got {size!r}"
-            )
+            raise ValueError(f"size must be at least 1, but got {size!r}")
         super().__init__(seed)
         self.size = size
         self.shuffle = shuffle
@@ -126,7 +124,7 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     """A fixed random part of a data set, again and again.
 
     Args:
-        size: the length of the data set, at least 1.
+        size: the length of the data set.
         subset_ratio: how much of it to take, in (0, 1].
         shuffle: see :class:`TrainingSampler`.
         seed_shuffle: the seed of the order; see :class:`StreamSampler`.
@@ -145,15 +143,13 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_subset: int | None = None,
     ) -> None:
         if not 0 < subset_ratio <= 1:
-            raise ValueError(
-                f"subset_ratio must be in (0, 1], but got {subset_ratio!r}"
-            )
+            text = "subset_ratio must be in (0, 1], but got"
+            raise ValueError(f"{text} {subset_ratio!r}")
         super().__init__(int(size * subset_ratio), shuffle, seed_shuffle)
         if seed_subset is None:
             self.drawn["seed_subset"] = "seed_subset"
-        self.seed_subset = (
-            comm.shared_random_seed() if seed_subset is None else int(seed_subset)
-        )
+            seed_subset = comm.shared_random_seed()
+        self.seed_subset = int(seed_subset)
         self._whole_size = size
 
     @property
@@ -173,77 +169,6 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     def epoch_indices(self, epoch: int) -> Tensor:
         """The chosen part in this epoch's order."""
         return self.indices[super().epoch_indices(epoch)]
-
-
-class RepeatFactorTrainingSampler(StreamSampler):
-    """Each sample as often as its factor says, for data whose classes are rare and frequent.
-
-    In each epoch a fractional factor is rounded up or down at random, in proportion (LVIS, Gupta
-    et al. 2019).
-
-    Args:
-        repeat_factors: a float for each sample, not negative.
-        shuffle: whether each epoch has a random order.
-        seed: see :class:`StreamSampler`.
-
-    Raises:
-        ValueError: for factors that are negative, not finite, or so small that most epochs would
-            be empty.
-    """
-
-    def __init__(
-        self,
-        repeat_factors: Sequence[float] | Tensor,
-        *,
-        shuffle: bool = True,
-        seed: int | None = None,
-    ) -> None:
-        factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
-        if not (1.0 <= factors.sum() < math.inf and (factors >= 0).all()):
-            raise ValueError(
-                f"repeat_factors must be >= 0 with a sum >= 1, got {repeat_factors!r}"
-            )
-        super().__init__(seed)
-        self.shuffle = shuffle
-        self.repeat_factors = factors
-
-    @staticmethod
-    def repeat_factors_from_category_frequency(
-        dataset_dicts: Sequence[Mapping[str, Any]],
-        repeat_thresh: float,
-        sqrt: bool = True,
-    ) -> Tensor:
-        """Factors by the rarest category in each image.
-
-        A category in a fraction ``f`` of the images has the factor ``max(1, sqrt(t / f))``; an
-        image has the largest factor of its categories.
-
-        Args:
-            dataset_dicts: each with ``annotations``, a list of dicts with ``category_id``.
-            repeat_thresh: ``t``, the fraction below which a category is repeated.
-            sqrt: whether to take the root.
-
-        Returns:
-            A float32 vector as long as ``dataset_dicts``.
-        """
-        images = [{a["category_id"] for a in d["annotations"]} for d in dataset_dicts]
-        counts = Counter(category for categories in images for category in categories)
-        ratio = {c: repeat_thresh * len(images) / count for c, count in counts.items()}
-        factor = {c: max(1.0, math.sqrt(r) if sqrt else r) for c, r in ratio.items()}
-        return torch.tensor(
-            [max((factor[c] for c in cs), default=1.0) for cs in images]
-        )
-
-    def epoch_indices(self, epoch: int) -> Tensor:
-        """The samples of this epoch, each repeated; the number differs between epochs."""
-        generator = self.generator(epoch)
-        whole = self.repeat_factors.floor()
-        chance = torch.rand(len(whole), generator=generator, dtype=torch.float64)
-        repeats = (whole + (chance < self.repeat_factors - whole)).long()
-        indices = torch.repeat_interleave(torch.arange(len(whole)), repeats)
-        if self.shuffle:
-            indices = indices[torch.randperm(len(indices), generator=generator)]
-        return indices
 
 
 class InferenceSampler(Sampler[int]):
@@ -269,36 +194,3 @@ class InferenceSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._local)
-
-
-class GroupedBatchSampler(Sampler[list[int]]):
-    """Batches whose samples belong to one group each, such as one aspect ratio.
-
-    Batches come in the order in which they fill up. What is left in a group at the end of a finite
-    sampler stays for the next iteration over this object.
-
-    Args:
-        sampler: gives the indices.
-        group_ids: a group for each index.
-        batch_size: samples in a batch, at least 1.
-
-    Raises:
-        ValueError: for a batch size below 1.
-    """
-
-    def __init__(
-        self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int
-    ) -> None:
-        if batch_size < 1:  # no batch would ever be full
-            raise ValueError(f"batch_size must be at least 1, but got {batch_size!r}")
-        self.sampler = sampler
-        self.group_ids = [int(group) for group in group_ids]
-        self.batch_size = batch_size
-        self._open: defaultdict[int, list[int]] = defaultdict(list)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for index in self.sampler:
-            batch = self._open[self.group_ids[index]]
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                yield self._open.pop(self.group_ids[index])

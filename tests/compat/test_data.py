@@ -2,20 +2,28 @@
 
 import math
 import pickle
+from itertools import islice
 from typing import Any
 
+import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from hooktrain.compat.detectron2 import (
     DatasetFromList,
+    GroupedBatchSampler,
     InferenceSampler,
     MapDataset,
+    RepeatFactorTrainingSampler,
     ToIterableDataset,
     build_test_loader,
     trivial_batch_collator,
     worker_init_reset_seed,
 )
+
+
+def take(iterable: Any, count: int) -> list[Any]:
+    return list(islice(iterable, count))
 
 
 class Squares(IterableDataset[int]):
@@ -56,3 +64,45 @@ def test_a_worker_is_seeded_by_its_number() -> None:
     drawn = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(3))
+
+
+def test_repeat_factors_repeat_in_proportion() -> None:
+    stream = take(RepeatFactorTrainingSampler([1.0, 2.0, 0.5], seed=0), 3500)
+    counts = [stream.count(i) for i in range(3)]
+    assert counts == [pytest.approx(n, abs=60) for n in (1000, 2000, 500)]
+    sampler = RepeatFactorTrainingSampler([1.0, 3.0], shuffle=False, seed=0)
+    assert take(sampler, 8) == [0, 1, 1, 1, 0, 1, 1, 1]
+    assert take(sampler.stream(6), 6) == take(sampler, 12)[6:]
+
+
+def test_an_epoch_that_happens_to_be_empty_is_passed_over() -> None:
+    sampler = RepeatFactorTrainingSampler([0.5, 0.5], seed=0)
+    assert 0 in [sampler.epoch_length(e) for e in range(20)]
+    assert set(take(sampler, 20)) == {0, 1}
+    with pytest.raises(ValueError, match=r"a sum >= 1, got \[0.1, 0.1\]"):
+        RepeatFactorTrainingSampler([0.1, 0.1])
+    with pytest.raises(ValueError, match="must be >= 0"):
+        RepeatFactorTrainingSampler([1.0, -1.0])
+
+
+def test_repeat_factors_follow_from_the_frequency_of_the_rarest_category() -> None:
+    images = [
+        {"annotations": [{"category_id": c} for c in cs]}
+        for cs in ([0], [0, 1], [0], [])
+    ]
+    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+        images, 0.5
+    )
+    assert factors.tolist() == pytest.approx([1.0, 2**0.5, 1.0, 1.0])
+    linear = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+        images, 0.5, sqrt=False
+    )
+    assert linear.tolist() == pytest.approx([1.0, 2.0, 1.0, 1.0])
+
+
+def test_grouped_batches_hold_one_group_each() -> None:
+    sampler = GroupedBatchSampler(SequentialSampler(range(7)), [0, 1, 0, 1, 0, 0, 1], 2)
+    assert list(sampler) == [[0, 2], [1, 3], [4, 5]]
+    assert list(sampler) == [[6, 1], [0, 2], [4, 5], [3, 6]]
+    with pytest.raises(ValueError, match=r"batch_size.*0"):
+        GroupedBatchSampler(SequentialSampler(range(7)), [0], 0)
