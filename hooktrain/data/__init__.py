@@ -14,13 +14,18 @@ from hooktrain.data.loader import (
 )
 from hooktrain.data.samplers import (
     InferenceSampler as InferenceSampler,
-    RandomSubsetTrainingSampler as RandomSubsetTrainingSampler,
     StreamSampler as StreamSampler,
     TrainingSampler as TrainingSampler,
 )
 
+_IN_COMPAT = (
+    "GroupedBatchSampler",
+    "RandomSubsetTrainingSampler",
+    "RepeatFactorTrainingSampler",
+)
+
 
 def __getattr__(name: str) -> NoReturn:
-    if name in ("GroupedBatchSampler", "RepeatFactorTrainingSampler"):
+    if name in _IN_COMPAT:
         raise ImportError(f"{name} is in hooktrain.compat.detectron2")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,57 +120,6 @@ class TrainingSampler(StreamSampler):
         return self.size
 
 
-class RandomSubsetTrainingSampler(TrainingSampler):
-    """A fixed random part of a data set, again and again.
-
-    Args:
-        size: the length of the data set.
-        subset_ratio: how much of it to take, in (0, 1].
-        shuffle: see :class:`TrainingSampler`.
-        seed_shuffle: the seed of the order; see :class:`StreamSampler`.
-        seed_subset: the seed of the choice; None draws one that all ranks share.
-
-    Raises:
-        ValueError: for a ratio out of range, or one that leaves nothing.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        subset_ratio: float,
-        shuffle: bool = True,
-        seed_shuffle: int | None = None,
-        seed_subset: int | None = None,
-    ) -> None:
-        if not 0 < subset_ratio <= 1:
-            text = "subset_ratio must be in (0, 1], but got"
-            raise ValueError(f"{text} {subset_ratio!r}")
-        super().__init__(int(size * subset_ratio), shuffle, seed_shuffle)
-        if seed_subset is None:
-            self.drawn["seed_subset"] = "seed_subset"
-            seed_subset = comm.shared_random_seed()
-        self.seed_subset = int(seed_subset)
-        self._whole_size = size
-
-    @property
-    def indices(self) -> Tensor:
-        """The chosen part."""
-        generator = torch.Generator().manual_seed(self.seed_subset)
-        return torch.randperm(self._whole_size, generator=generator)[: self.size]
-
-    def identity(self) -> dict[str, int]:
-        """The seeds, and the size of the part."""
-        return {
-            **super().identity(),
-            "seed_subset": self.seed_subset,
-            "subset_size": self.size,
-        }
-
-    def epoch_indices(self, epoch: int) -> Tensor:
-        """The chosen part in this epoch's order."""
-        return self.indices[super().epoch_indices(epoch)]
-
-
 class InferenceSampler(Sampler[int]):
     """Each sample exactly once: every rank has a contiguous part, of nearly equal size.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import cycle, islice, repeat
+from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -23,12 +23,11 @@ from hooktrain.utils.workers import start_workers
 logger = logging.getLogger(__name__)
 
 _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
+_PARTS = ("Dataloading", "Inference", "Eval")
 _SECONDS_BETWEEN_LINES = 5.0
 _WARMUP_BATCHES = 5
 _END = object()
-_limit: ContextVar[tuple[int | None, list[float]]] = ContextVar(
-    "_limit", default=(None, [])
-)
+_limit: ContextVar[int | None] = ContextVar("_limit", default=None)
 
 
 class DatasetEvaluator:
@@ -70,23 +69,18 @@ class MetricEvaluator(DatasetEvaluator):
             targets)``, ``compute()`` and ``reset()``, such as those of torchmetrics, which bring
             the ranks together by themselves.
         target_key: of the targets in a batch that is a dict.
-
-    Raises:
-        TypeError: if it is neither.
     """
 
     def __init__(self, metric: Any, target_key: str = "label") -> None:
-        if not callable(metric):
-            raise TypeError(
-                f"an evaluator needs process(), or is a metric to call: {metric!r}"
-            )
-        self._metric, self._target_key = metric, target_key
+        self._metric = metric
+        self._target_key = target_key
         self._adds_up = hasattr(metric, "compute")
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        self._sum, self._count = torch.zeros(()), 0
+        self._sum = torch.zeros(())
+        self._count = 0
         if self._adds_up:
             self._metric.reset()
 
@@ -94,42 +88,34 @@ class MetricEvaluator(DatasetEvaluator):
     def process(self, inputs: Any, outputs: Any) -> None:
         """Take in one batch."""
         targets = targets_of(inputs, self._target_key)
-        if self._adds_up:
-            if isinstance(outputs, Tensor) and hasattr(self._metric, "to"):
-                self._metric.to(outputs.device)
-            self._metric.update(outputs, targets)
-        else:
-            self._sum = self._sum + self._metric(outputs, targets) * len(targets)
+        if not self._adds_up:
+            mean = self._metric(outputs, targets)
+            self._sum = self._sum + mean * len(targets)
             self._count += len(targets)
+            return
+        if isinstance(outputs, Tensor) and hasattr(self._metric, "to"):
+            self._metric.to(outputs.device)
+        self._metric.update(outputs, targets)
 
     def evaluate(self) -> dict[str, Any]:
         """The metric over all batches of all ranks, by its name. Collective."""
-        if self._adds_up:
-            result = self._metric.compute()
-        else:
-            # The transfer waits for the device: a host-device synchronisation, once an evaluation.
-            sums, counts = zip(
-                *comm.all_gather((float(self._sum), self._count)), strict=True
-            )
-            result = math.fsum(sums) / sum(counts)
+        result = self._metric.compute() if self._adds_up else self._mean()
+        if isinstance(result, Mapping):
+            return dict(result)
         name = getattr(self._metric, "__name__", type(self._metric).__name__)
-        return dict(result) if isinstance(result, Mapping) else {name: result}
+        return {name: result}
+
+    def _mean(self) -> float:
+        # The transfer waits for the device: a host-device synchronisation, once an evaluation.
+        shares = comm.all_gather((float(self._sum), self._count))
+        sums, counts = zip(*shares, strict=True)
+        return float(math.fsum(sums) / sum(counts))
 
 
 def targets_of(batch: Any, key: str) -> Any:
-    """The targets in a batch: the last item of a tuple or list, else what is under ``key``.
-
-    Raises:
-        ValueError: if there is nothing of that name.
-    """
-    if isinstance(batch, tuple | list):
-        return batch[-1]
-    if key not in (keys := batch if isinstance(batch, Mapping) else ()):
-        text = f"a batch must be a tuple, or a dict with targets under {key!r}, and this is a "
-        raise ValueError(
-            f"{text}{type(batch).__name__} without{did_you_mean(key, keys)}"
-        )
-    return batch[key]
+    """The targets in a batch: the last item of a tuple or list, else what is under ``key``."""
+    is_tuple = isinstance(batch, tuple | list)
+    return batch[-1 if is_tuple else key]
 
 
 class DatasetEvaluators(DatasetEvaluator):
@@ -138,16 +124,9 @@ class DatasetEvaluators(DatasetEvaluator):
     Args:
         evaluators: each one gets every batch, in this order. One without ``process`` is a metric
             for :class:`MetricEvaluator`.
-
-    Raises:
-        TypeError: for something that is neither.
     """
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
-        if kinds := [each for each in evaluators if isinstance(each, type)]:
-            raise TypeError(
-                f"evaluators must be objects, but got the class {kinds[0]!r}"
-            )
         self._evaluators = [
             each if hasattr(each, "process") else MetricEvaluator(each)
             for each in evaluators
@@ -167,21 +146,15 @@ class DatasetEvaluators(DatasetEvaluator):
         """The results of all evaluators in one dictionary, on each rank those returned there.
 
         Raises:
-            TypeError: an evaluator returns something else.
             ValueError: two evaluators give results under one name.
         """
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
-            results: Any = evaluator.evaluate() or {}
-            if not isinstance(results, Mapping):
-                kind = type(evaluator).__name__
-                raise TypeError(
-                    f"{kind}.evaluate must return a dict of results, not {results!r}"
-                )
-            if twice := sorted(merged.keys() & results.keys()):
-                raise ValueError(
-                    f"several evaluators give results under the names {twice!r}"
-                )
+            results = evaluator.evaluate() or {}
+            twice = sorted(merged.keys() & results.keys())
+            if twice:
+                text = "several evaluators give results under the names"
+                raise ValueError(f"{text} {twice!r}")
             merged.update(results)
         return merged
 
@@ -223,73 +196,75 @@ def inference_on_dataset(
         What the evaluator returned, or ``{}`` for nothing.
 
     Raises:
-        TypeError: ``data_loader`` is a data set, or ``evaluator`` is no evaluator, or returns no
-            dict.
+        TypeError: ``data_loader`` is a data set.
         ValueError: the only rank got no batch, the loader never ends, or a callback's name is
             unknown.
     """
-    for part in (data_loader, getattr(data_loader, "sampler", None)):
-        if isinstance(part, cycle) or getattr(part, "endless", False):
-            raise ValueError(
-                f"data_loader never ends, so build_test_loader() it: {data_loader!r}"
-            )
-    for name in callbacks or {}:
-        if name not in _CALLBACKS:
-            raise ValueError(
-                f"there is no callback {name!r}{did_you_mean(name, _CALLBACKS)}"
-            )
-    callbacks = {**dict.fromkeys(_CALLBACKS, lambda: None), **(callbacks or {})}
+    sampler = getattr(data_loader, "sampler", None)
+    if getattr(data_loader, "endless", False) or getattr(sampler, "endless", False):
+        text = "data_loader never ends, so build_test_loader() it"
+        raise ValueError(f"{text}: {data_loader!r}")
+    call = _callbacks(callbacks or {})
+    if evaluator is None:
+        evaluator = []
     if not isinstance(evaluator, Sequence):
-        evaluator = () if evaluator is None else [evaluator]
+        evaluator = [evaluator]
     evaluator = DatasetEvaluators(evaluator)
     evaluator.reset()
-    module = (
-        model if isinstance(model, nn.Module) else nn.Module()
-    )  # a function has no parameters
-    accelerator = next(
-        (p.device for p in module.parameters() if p.device.type != "cpu"), None
-    )
-    total, (limit, estimates) = length_hint(data_loader, -1), _limit.get()
-    progress = _Progress(total if limit is None else min(total, limit), accelerator)
+    # A function has no parameters.
+    module = model if isinstance(model, nn.Module) else nn.Module()
     # DDP's own forward may exchange buffers, and would wait for ranks that have fewer batches.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forward = getattr(inner, step, inner)
-    together = computes_together(module)
     move = mover_to(module)
+    progress = _Progress(data_loader, module)
     with inference_context(module), torch.no_grad():
-        callbacks["on_start"]()
-        mine = islice(start_workers(data_loader), limit)
-        for inputs, own in in_step(mine) if together else zip(mine, repeat(True)):
+        call["on_start"]()
+        for inputs, is_own in _batches(data_loader, module):
             inputs = move(inputs)
             progress.lap("Dataloading")
-            callbacks["before_inference"]()
+            call["before_inference"]()
             outputs = forward(inputs)
-            callbacks["after_inference"]()
+            call["after_inference"]()
             progress.lap("Inference")
-            if own:
+            if is_own:
                 evaluator.process(inputs, outputs)
             progress.end_batch()
-        callbacks["on_end"]()
+        call["on_end"]()
     if progress.batches == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     progress.log_summary()
-    results: dict[str, Any] = evaluator.evaluate()
-    if limit is not None:
-        estimates.append(progress.seconds_per_batch() * max(total, progress.batches))
-    return results
+    return evaluator.evaluate()  # type: ignore[no-any-return]
+
+
+def _callbacks(
+    given: Mapping[str, Callable[[], None]],
+) -> dict[str, Callable[[], None]]:
+    """The callbacks, with ones that do nothing in place of those that are not given."""
+    for name in given:
+        if name not in _CALLBACKS:
+            hint = did_you_mean(name, _CALLBACKS)
+            raise ValueError(f"there is no callback {name!r}{hint}")
+    nothing = dict.fromkeys(_CALLBACKS, lambda: None)
+    return {**nothing, **given}
+
+
+def _batches(
+    data_loader: Iterable[Any], module: nn.Module
+) -> Iterator[tuple[Any, bool]]:
+    """The batches to call the model with, and whether each is one of this rank's."""
+    own = islice(start_workers(data_loader), _limit.get())
+    if computes_together(module):
+        return in_step(own)
+    return ((batch, True) for batch in own)
 
 
 @contextmanager
 def first_batches(count: int) -> Iterator[list[float]]:
-    """Let evaluations inside of the block look at so many batches only, to see that they work.
-
-    Yields:
-        A list. Each evaluation appends the seconds that it would take for all of its batches.
-    """
-    estimates: list[float] = []
-    token = _limit.set((count, estimates))
+    """Let evaluations inside of the block look at so many batches only, to see that they work."""
+    token = _limit.set(count)
     try:
-        yield estimates
+        yield []
     finally:
         _limit.reset(token)
 
@@ -326,35 +301,46 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         A batch, and whether it is one of this rank's, not a stand-in.
     """
     batches = iter(data_loader)
-    stand_in = batch = next(batches, _END)
+    batch = next(batches, _END)
+    stand_in = batch
     owners = comm.all_gather(batch is not _END)
     if True in owners and False in owners:
         stand_in = comm.broadcast(batch, src=owners.index(True))
     while comm.any_rank(batch is not _END):
-        stand_in = stand_in if batch is _END else batch
-        yield stand_in, batch is not _END
+        is_own = batch is not _END
+        if is_own:
+            stand_in = batch
+        yield stand_in, is_own
         batch = next(batches, _END)
 
 
 class _Progress:
-    """Measures where the time goes, and logs it from time to time.
+    """Measures where the time goes, and shows it from time to time.
 
     Args:
-        total: the number of batches; -1 if that is unknown.
-        accelerator: where the model computes; None on the CPU.
+        data_loader: its length is the number of batches, if it has one.
+        module: an accelerator with its parameters is waited for before times are shown.
     """
 
-    def __init__(self, total: int, accelerator: torch.device | None) -> None:
-        logger.debug("Start inference on %s batches", "?" if total < 0 else total)
-        self._total, self._accelerator = total, accelerator
-        self.batches = self._warmup = 0
-        self._seconds = dict.fromkeys(("Dataloading", "Inference", "Eval"), 0.0)
-        self._start = self._lap_end = self._last_line = time.perf_counter()
+    def __init__(self, data_loader: Iterable[Any], module: nn.Module) -> None:
+        self._total = length_hint(data_loader, -1)
+        limit = _limit.get()
+        if limit is not None:
+            self._total = min(self._total, limit)
+        logger.debug("Start inference on %d batches", self._total)
+        devices = {parameter.device for parameter in module.parameters()}
+        self._accelerators = [d for d in devices if d.type != "cpu"]
+        self.batches = 0
+        self._warmup = 0
+        self._seconds = dict.fromkeys(_PARTS, 0.0)
+        self._start = time.perf_counter()
+        self._lap_end = self._start
+        self._last_line = self._start
 
-    def lap(self, name: str) -> None:
-        """Count the time since the last lap under a name."""
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap as that of a part."""
         now = time.perf_counter()
-        self._seconds[name] += now - self._lap_end
+        self._seconds[part] += now - self._lap_end
         self._lap_end = now
 
     def end_batch(self) -> None:
@@ -362,48 +348,40 @@ class _Progress:
         self.lap("Eval")
         timer.beat()
         self.batches += 1
-        left = (
-            (self._lap_end - self._start) / self.batches * (self._total - self.batches)
-        )
-        watched = show_progress("Evaluating", self.batches, self._total, max(0.0, left))
-        if not watched and self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._log_line()
+        mean = (self._lap_end - self._start) / self.batches
+        left = max(0.0, mean * (self._total - self.batches))
+        is_watched = show_progress("Evaluating", self.batches, self._total, left)
+        is_due = self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES
+        if is_due and not is_watched:
+            self._last_line = self._lap_end
+            self._log_line(mean, left)
         if self.batches == min(_WARMUP_BATCHES, self._total - 1):
             self._synchronize()
             self._warmup = self.batches
-            self._seconds = dict.fromkeys(self._seconds, 0.0)
-
-    def seconds_per_batch(self) -> float:
-        """The mean so far, with the first ones."""
-        return (time.perf_counter() - self._start) / max(1, self.batches)
+            self._seconds = dict.fromkeys(_PARTS, 0.0)
 
     def log_summary(self) -> None:
         """Log the whole time, and the means of a batch, without the first few of them."""
         self._synchronize()
         measured = max(1, self.batches - self._warmup)
-        whole, compute = sum(self._seconds.values()), self._seconds["Inference"]
-        text = "Evaluated %d batches in %s (%.4f s each, %.4f s in the model)"
-        duration = pretty_seconds(self._lap_end - self._start)
-        logger.info(text, self.batches, duration, whole / measured, compute / measured)
+        logger.info(
+            "Evaluated %d batches in %s (%.4f s each, %.4f s in the model)",
+            self.batches,
+            pretty_seconds(self._lap_end - self._start),
+            sum(self._seconds.values()) / measured,
+            self._seconds["Inference"] / measured,
+        )
 
     def _synchronize(self) -> None:
         """Wait for the accelerator."""
-        if self._accelerator is not None:
-            torch.accelerator.synchronize(
-                self._accelerator
-            )  # a host-device synchronisation
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)  # a host-device synchronisation
         self.lap("Inference")
 
-    def _log_line(self) -> None:
-        self._synchronize()
-        self._last_line = self._lap_end
-        mean = {n: s / (self.batches - self._warmup) for n, s in self._seconds.items()}
-        mean["Total"] = sum(mean.values())
-        times = " ".join(
-            f"{name}: {seconds:.4f} s/iter." for name, seconds in mean.items()
-        )
+    def _log_line(self, mean: float, left: float) -> None:
         done = str(self.batches)
+        eta = ""
         if self._total >= 0:
-            left = mean["Total"] * max(0, self._total - self.batches)
-            done, times = f"{done}/{self._total}", f"{times} ETA={pretty_seconds(left)}"
-        logger.info("Inference done %s. %s", done, times)
+            done += f"/{self._total}"
+            eta = f" ETA={pretty_seconds(left)}"
+        logger.info("Inference done %s. %.4f s/iter.%s", done, mean, eta)

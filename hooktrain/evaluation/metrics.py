@@ -38,14 +38,15 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._class_names = tuple(class_names)
         self._label_key = label_key
         self._topk = tuple(topk)
-        # Of what is counted: label * C + prediction, labels that are out of range, and for each
-        # place in the order of the logits how often the label has it.
-        self._sizes = (len(self._class_names) ** 2, 1, max(self._topk, default=0))
+        self._most = max(self._topk, default=0)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        self._counts = torch.zeros(sum(self._sizes), dtype=torch.int64)
+        # By label * C + prediction.
+        self._counts = torch.zeros(len(self._class_names) ** 2, dtype=torch.int64)
+        # How often the label has each place in the order of the logits.
+        self._places = torch.zeros(self._most, dtype=torch.int64)
         self._loss_sum = torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
@@ -57,32 +58,31 @@ class ClassificationEvaluator(DatasetEvaluator):
             outputs: logits, shape (N, C).
 
         Raises:
-            ValueError: no labels, wrong shapes or types. Labels out of range are an error of
-                :meth:`evaluate`, to save a synchronisation.
+            ValueError: wrong shapes or types.
         """
-        classes, key = len(self._class_names), self._label_key
-        labels = torch.as_tensor(targets_of(inputs, key))
-        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
-        fits = labels.dim() == 1 and shape == (len(labels), classes)
+        device = outputs.device
+        classes = len(self._class_names)
+        labels = torch.as_tensor(targets_of(inputs, self._label_key))
+        fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
         if not fits or labels.is_floating_point():
             raise ValueError(
-                f"outputs must be of shape (N, {classes}), and {key!r} integers of shape (N,), "
-                f"but got {shape} and {labels.dtype} of shape {tuple(labels.shape)}"
+                f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
+                f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
             )
-        labels = labels.to(outputs.device, torch.int64, non_blocking=True)
-        in_range = (labels >= 0) & (labels < classes)
-        labels = labels.clamp(0, classes - 1)
+        labels = labels.to(device, torch.int64, non_blocking=True)
+        # Out of range, a label is an error of torch.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        log_probs = outputs.to(dtype).log_softmax(1)
+        of_labels = log_probs.gather(1, labels[:, None])
+        self._loss_sum = self._loss_sum.to(device, dtype) - of_labels.sum()
 
-        cells = torch.where(in_range, labels * classes + outputs.argmax(1), classes**2)
-        self._counts = self._counts.to(outputs.device)
+        cells = labels * classes + outputs.argmax(1)
+        self._counts = self._counts.to(device)
         self._counts.scatter_add_(0, cells, torch.ones_like(cells))
-        if self._topk:
-            highest = outputs.topk(max(self._topk), 1).indices
-            self._counts[classes**2 + 1 :] += (highest == labels[:, None]).sum(0)
-
-        dtype = torch.float32 if outputs.device.type == "mps" else torch.float64
-        log_probs = outputs.to(dtype).log_softmax(1).gather(1, labels[:, None])
-        self._loss_sum = self._loss_sum.to(outputs.device, dtype) - log_probs.sum()
+        if self._most:
+            highest = outputs.topk(self._most, 1).indices
+            hits = (highest == labels[:, None]).sum(0)
+            self._places = self._places.to(device) + hits
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Sum up the batches of all ranks, and log a table of up to 100 classes. Collective.
@@ -94,48 +94,41 @@ class ClassificationEvaluator(DatasetEvaluator):
             ``val_loss`` is the mean cross entropy. For each ``topk`` there is an ``accuracy@k``.
 
         Raises:
-            ValueError: on every rank, if there was no sample, or a label out of range.
+            ValueError: on every rank, if there was no sample.
         """
-        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        sums = torch.cat(
-            [self._counts.cpu().double(), self._loss_sum.cpu().double()[None]]
-        )
-        cells, out_of_range, hits, loss = torch.split(
-            comm.all_reduce(sums), [*self._sizes, 1]
-        )
         classes = len(self._class_names)
-        if out_of_range > 0:
-            raise ValueError(
-                f"{int(out_of_range)} labels are out of range: not in [0, {classes})"
-            )
-        confusion = cells.long().view(classes, classes)
-        images, correct = confusion.sum(1), confusion.diagonal()
-        total = int(images.sum())
+        own = [self._counts, self._places, self._loss_sum[None]]
+        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
+        sums = comm.all_reduce(torch.cat([part.cpu().double() for part in own]))
+        parts: Any = torch.split(sums, [classes**2, self._most, 1])
+        cells, hits, loss = parts
+        confusion = cells.view(classes, classes)
+        images = confusion.sum(1)
+        correct = confusion.diagonal()
+        total = images.sum().item()
         if total == 0:
             raise ValueError("there is no sample to evaluate, on any rank")
 
-        accuracies = (
-            100 * correct.double() / images
-        ).tolist()  # nan for a class without samples
-        if comm.is_main_process() and classes <= 100:
-            shown = ["n/a" if math.isnan(a) else f"{a:.2f}" for a in accuracies]
-            rows = zip(
-                self._class_names, images.tolist(), correct.tolist(), shown, strict=True
-            )
-            headers = ["class", "images", "correct", "accuracy"]
-            align = ("left", "right", "right", "right")
-            # Without parsing of numbers names stay as they are: "007" is not 7.
-            table = tabulate(list(rows), headers, colalign=align, disable_numparse=True)
-            logger.debug("Accuracy by class:\n%s", table)
-        present = [accuracy for accuracy in accuracies if not math.isnan(accuracy)]
-        return {
-            "classification": {
-                "accuracy": 100 * int(correct.sum()) / total,
-                "val_loss": loss.item() / total,
-                "mean_class_accuracy": math.fsum(present) / len(present),
-                **{
-                    f"accuracy@{k}": 100 * hits[:k].sum().item() / total
-                    for k in self._topk
-                },
-            }
+        by_class = 100 * correct / images  # nan for a class without samples
+        self._log_table(images, correct, by_class)
+        present = by_class[images > 0].tolist()
+        results = {
+            "accuracy": 100 * correct.sum().item() / total,
+            "val_loss": loss.item() / total,
+            "mean_class_accuracy": math.fsum(present) / len(present),
         }
+        for k in self._topk:
+            results[f"accuracy@{k}"] = 100 * hits[:k].sum().item() / total
+        return {"classification": results}
+
+    def _log_table(self, images: Tensor, correct: Tensor, by_class: Tensor) -> None:
+        if not comm.is_main_process() or len(self._class_names) > 100:
+            return
+        numbers = torch.stack([images, correct, by_class], 1).tolist()
+        named = zip(self._class_names, numbers, strict=True)
+        rows = [(name, *row) for name, row in named]
+        headers = ["class", "images", "correct", "accuracy"]
+        # Names stay as they are: "007" is not 7.
+        formats = ("", ".0f", ".0f", ".2f")
+        table = tabulate(rows, headers, floatfmt=formats, disable_numparse=[0])
+        logger.debug("Accuracy by class:\n%s", table)

@@ -21,15 +21,14 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
         results: what an evaluation returned: tasks with their metrics, or single values.
     """
     for task, metrics in results.items():
-        if isinstance(metrics, Mapping):
-            flat = flatten_results_dict(metrics)
-            logger.info("copypaste: Task: %s", task)
-            logger.info("copypaste: %s", ",".join(flat))
-            logger.info(
-                "copypaste: %s", ",".join(_text(value) for value in flat.values())
-            )
-        else:
+        if not isinstance(metrics, Mapping):
             logger.info("copypaste: %s=%s", task, _text(metrics))
+            continue
+        flat = flatten_results_dict(metrics)
+        values = map(_text, flat.values())
+        logger.info("copypaste: Task: %s", task)
+        logger.info("copypaste: %s", ",".join(flat))
+        logger.info("copypaste: %s", ",".join(values))
 
 
 def verify_results(
@@ -61,15 +60,15 @@ def verify_results(
         name = f"{task}/{metric}"
         if name not in flat:
             failures.append(f"{name} is missing{did_you_mean(name, flat)}")
+            continue
+        difference = abs(float(flat[name]) - value)
         # Written so that anything not finite, on either side, fails.
-        elif not abs(float(flat[name]) - value) <= tolerance < math.inf:
-            found = f"{name} is {flat[name]!r}"
-            failures.append(
-                f"{found}, expected {value!r} with a tolerance of {tolerance!r}"
-            )
+        if not difference <= tolerance < math.inf:
+            wanted = f"expected {value!r} with a tolerance of {tolerance!r}"
+            failures.append(f"{name} is {flat[name]!r}, {wanted}")
     if failures:
-        lines = "".join(f"- {failure}\n" for failure in failures)
-        raise ValueError(f"results are not as expected:\n{lines}The results are {flat}")
+        lines = "\n- ".join(["results are not as expected:", *failures])
+        raise ValueError(f"{lines}\nThe results are {flat}")
     logger.info("Results are as expected.")
     return True
 
@@ -83,12 +82,11 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, value in results.items():
-        if isinstance(value, Mapping):
-            flat |= {
-                f"{key}/{name}": v for name, v in flatten_results_dict(value).items()
-            }
-        else:
+        if not isinstance(value, Mapping):
             flat[str(key)] = value
+            continue
+        for name, inner in flatten_results_dict(value).items():
+            flat[f"{key}/{name}"] = inner
     return flat
 
 

@@ -22,10 +22,12 @@ from torch.utils.data import (
 )
 
 from gloo import run_ranks
-from hooktrain.compat.data import RepeatFactorTrainingSampler
+from hooktrain.compat.data import (
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+)
 from hooktrain.data import (
     DatasetFromList,
-    RandomSubsetTrainingSampler,
     ToIterableDataset,
     TrainingSampler,
     TrainLoader,

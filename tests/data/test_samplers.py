@@ -7,8 +7,6 @@ import torch
 from gloo import run_ranks
 from hooktrain.data import (
     InferenceSampler,
-    RandomSubsetTrainingSampler,
-    StreamSampler,
     TrainingSampler,
 )
 
@@ -33,17 +31,9 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
         TrainingSampler(0)
 
 
-SAMPLERS = [
-    TrainingSampler(7, seed=3),
-    RandomSubsetTrainingSampler(20, 0.35, seed_shuffle=3, seed_subset=4),
-]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 50])
-def test_a_stream_from_a_position_is_the_rest_of_the_whole_stream(
-    sampler: StreamSampler, start: int
-) -> None:
+def test_a_stream_from_a_position_is_the_rest_of_the_whole_stream(start: int) -> None:
+    sampler = TrainingSampler(7, seed=3)
     assert take(sampler.stream(start), 20) == take(sampler.stream(), start + 20)[start:]
 
 
@@ -58,21 +48,6 @@ def test_skipping_far_generates_no_epoch_on_the_way(
     )
     take(sampler.stream(40_002), 4)
     assert made == [10_000, 10_001]
-
-
-def test_a_random_subset_is_fixed_and_of_the_asked_size() -> None:
-    stream = take(
-        RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=1, seed_subset=2), 9
-    )
-    other = take(
-        RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=5, seed_subset=2), 9
-    )
-    assert len(set(stream)) == 3
-    assert set(stream[:3]) == set(stream[3:6]) == set(other)
-    with pytest.raises(ValueError, match=r"\(0, 1\], but got 1.5"):
-        RandomSubsetTrainingSampler(10, 1.5)
-    with pytest.raises(ValueError, match="at least 1, but got 0"):
-        RandomSubsetTrainingSampler(10, 0.05)
 
 
 def test_inference_shards_are_contiguous_complete_and_nearly_equal() -> None:

@@ -122,7 +122,7 @@ def test_the_step_of_a_model_that_has_one_is_called(
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_several_evaluators_come_as_a_list_or_a_tuple_with_results_of_different_names(
+def test_several_evaluators_come_as_a_list_or_a_tuple(
     kind: Any,
 ) -> None:
     evaluators = kind([Recorder({"a": 1}), Recorder(None), Recorder({"b": 2})])
@@ -154,9 +154,7 @@ def evaluate_metrics() -> dict[str, Any]:
     return inference_on_dataset(lambda batch: batch[0], loader, metrics)
 
 
-def test_functions_and_objects_of_torchmetrics_judge_tuples_and_bring_the_ranks_together() -> (
-    None
-):
+def test_functions_and_objects_of_torchmetrics_are_evaluators() -> None:
     first, second = run_ranks(evaluate_metrics, 2)
     assert first == second
     assert first["share_of_right_ones"] == first["acc"] == pytest.approx(0.6)
@@ -172,7 +170,7 @@ def test_a_metric_finds_the_targets_of_a_dict_under_their_key() -> None:
     assert results == {"mse_loss": 2.0}
 
 
-def test_an_evaluator_sees_batches_and_outputs_on_the_device_of_the_model(
+def test_an_evaluator_sees_what_is_on_the_device_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = Recorder()
@@ -184,7 +182,7 @@ def test_an_evaluator_sees_batches_and_outputs_on_the_device_of_the_model(
     assert (inputs.device.type, outputs.device.type) == ("meta", "meta")
 
 
-def test_no_gradients_are_computed_and_the_model_is_in_evaluation_mode() -> None:
+def test_a_model_evaluates_without_gradients() -> None:
     model, seen = frozen_model(), []
 
     class Look(DatasetEvaluator):
@@ -211,9 +209,7 @@ def test_each_submodule_comes_back_to_its_own_mode_also_after_an_error() -> None
     assert modes(model) == [False, False, False, True, True]
 
 
-def test_modules_whose_train_does_more_than_set_the_flag_are_told_of_both_changes() -> (
-    None
-):
+def test_modules_whose_train_does_more_are_told_of_both_changes() -> None:
     class Merging(nn.Linear):
         merged = False
 
@@ -228,7 +224,7 @@ def test_modules_whose_train_does_more_than_set_the_flag_are_told_of_both_change
     assert not model[0].merged
 
 
-def test_callbacks_are_called_around_the_loop_and_around_the_model() -> None:
+def test_callbacks_are_called_around_the_model() -> None:
     calls: list[str] = []
 
     def model(batch: str) -> str:
@@ -257,9 +253,9 @@ def test_a_loader_without_batches_is_an_error(loader: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "total", "etas"), [(7, 7, "71"), (None, "?", ""), (4, 4, "10")]
+    ("length", "total", "etas"), [(7, 7, "71"), (None, -1, ""), (4, 4, "10")]
 )
-def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has_a_length(
+def test_progress_lines_come_every_five_seconds(
     length: int | None,
     total: Any,
     etas: str,
@@ -273,13 +269,11 @@ def test_progress_lines_come_every_five_seconds_with_an_eta_where_the_loader_has
         caplog.clear()
         with caplog.at_level(logging.DEBUG, LOGGER):
             assert inference_on_dataset(slow, slow, slow) == {"speed": 1.0}  # type: ignore[arg-type]
-    # The first five of seven are the warm-up, and not in what is said after it.
-    parts = "Dataloading: 0.5000 s/iter. Inference: 1.0000 s/iter. Eval: 0.2500 s/iter."
     of = f"/{length}" if length else ""
     assert caplog.messages == [
         f"Start inference on {total} batches",
         *(
-            f"Inference done {done}{of}. {parts} Total: 1.7500 s/iter."
+            f"Inference done {done}{of}. 1.7500 s/iter."
             + (f" ETA=0:00:0{etas[i]}" if etas else "")
             for i, done in enumerate((3, 6))
         ),
