@@ -43,7 +43,6 @@ from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
 from hooktrain.compat.functions import *  # type: ignore[assignment]
 from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *  # type: ignore[assignment]
-from hooktrain.compat.solver import _get_warmup_factor_at_iter  # noqa: F401
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 

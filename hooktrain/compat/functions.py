@@ -1,52 +1,47 @@
 """detectron2's functions that read its configurations, or have no counterpart here."""
 
-import logging
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from torch.utils._pytree import tree_map
+from typing import Any
 
 from hooktrain import evaluation
 from hooktrain.config import ConfigDict
 from hooktrain.engine import defaults
 from hooktrain.utils import comm
 
-Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
-
-# Where the names of detection stand there.
-_OF_DETECTION = (
-    *(
-        "config",
-        "data",
-        "data.build",
-        "data.common",
-        "evaluation",
-        "checkpoint",
-        "modeling",
-    ),
-    *("engine.defaults", "utils.env", "utils.collect_env"),
+# Where names that are not here stand there.
+_MODULES = (
+    "config",
+    "data",
+    "data.build",
+    "data.common",
+    "evaluation",
+    "checkpoint",
+    "modeling",
+    "engine.defaults",
+    "solver.lr_scheduler",
+    "utils.collect_env",
+    "utils.env",
+    "utils.memory",
 )
 
 
 def of_detectron2(name: str) -> Any:
-    """What belongs to detection: detectron2's own.
+    """What is not here, such as all that belongs to detection: detectron2's own.
 
     Raises:
         ImportError: if there is no such name, or detectron2 is not installed.
     """
-    for module in _OF_DETECTION if find_spec("detectron2") else ():
-        if hasattr(found := import_module(f"detectron2.{module}"), name):
+    modules = _MODULES if find_spec("detectron2") else ()
+    for module in modules:
+        found = import_module(f"detectron2.{module}")
+        if hasattr(found, name):
             return getattr(found, name)
     raise ImportError(
-        f"hooktrain has no {name!r}. What belongs to detection, and yacs's configurations, are "
-        "detectron2's own: install it beside, or take a copy along (docs/migrating.md)"
+        f"hooktrain has no {name!r}. What belongs to detection, yacs's configurations and old "
+        "schedulers are detectron2's own: install it beside, or copy them (docs/migrating.md)"
     )
 
 
@@ -73,29 +68,3 @@ def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
     """
     expected = cfg.TEST.EXPECTED_RESULTS if hasattr(cfg, "TEST") else cfg
     return evaluation.verify_results(expected, results) if expected else True
-
-
-def retry_if_cuda_oom(func: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a function try again when the device's memory is full.
-
-    First with the cache emptied, then with arguments on the CPU: tensors among them are copied
-    there, so the result may be there too.
-    """
-
-    @wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Result:
-        for _ in range(2):
-            try:
-                return func(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-        logger.info("The device's memory is full: %s computes on the CPU", func)
-        args, kwargs = tree_map(_to_cpu, (args, kwargs))
-        return func(*args, **kwargs)
-
-    return wrapped
-
-
-def _to_cpu(x: Any) -> Any:
-    # Host-device synchronisation. Not only of tensors: batches of images move like them.
-    return x.to("cpu") if hasattr(x, "to") and hasattr(x, "device") else x

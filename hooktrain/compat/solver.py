@@ -4,8 +4,6 @@
 """
 
 import logging
-import math
-from bisect import bisect_right
 from functools import partial
 from typing import Any
 
@@ -15,83 +13,18 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler
 
 from hooktrain import solver
+from hooktrain.compat.functions import of_detectron2
 from hooktrain.solver import *
 
 _expand_param_groups = solver.expand_param_groups
 logger = logging.getLogger(__name__)
 
 
-def _get_warmup_factor_at_iter(
-    method: str, iter: int, warmup_iters: int, warmup_factor: float
-) -> float:
-    """The share of the learning rate in an iteration; ``method`` is ``linear`` or ``constant``."""
-    if method not in ("linear", "constant"):
-        raise ValueError(
-            f"the warm-up must be 'linear' or 'constant', but got {method!r}"
-        )
-    if iter >= warmup_iters:
-        return 1.0
-    done = iter / warmup_iters if method == "linear" else 0.0
-    return warmup_factor * (1 - done) + done
-
-
-class _WarmupLR(LRScheduler):
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_factor: float = 0.001,
-        warmup_iters: int = 1000,
-        warmup_method: str = "linear",
-        last_epoch: int = -1,
-    ) -> None:
-        self.warmup_factor, self.warmup_iters = warmup_factor, warmup_iters
-        self.warmup_method = warmup_method
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[Any]:
-        """The rates of the iteration ``last_epoch``, one a group."""
-        warmup = (
-            self.warmup_method,
-            self.last_epoch,
-            self.warmup_iters,
-            self.warmup_factor,
-        )
-        factor = _get_warmup_factor_at_iter(*warmup)
-        return [base * factor * self._decay() for base in self.base_lrs]
-
-    def _decay(self) -> float:
-        return 1.0
-
-
-class WarmupMultiStepLR(_WarmupLR):
-    """``lr * warmup * gamma ** k``, where ``k`` milestones are reached, in iterations."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        milestones: list[int],
-        gamma: float = 0.1,
-        *args: Any,
-        **kw: Any,
-    ) -> None:
-        self.milestones, self.gamma = sorted(milestones), gamma
-        super().__init__(optimizer, *args, **kw)
-
-    def _decay(self) -> float:
-        return float(self.gamma ** bisect_right(self.milestones, self.last_epoch))
-
-
-class WarmupCosineLR(_WarmupLR):
-    """``lr * warmup * (1 + cos(pi * iteration / max_iters)) / 2``."""
-
-    def __init__(
-        self, optimizer: Optimizer, max_iters: int, *args: Any, **kw: Any
-    ) -> None:
-        self.max_iters = max_iters
-        super().__init__(optimizer, *args, **kw)
-
-    def _decay(self) -> float:
-        return 0.5 * (1.0 + math.cos(math.pi * self.last_epoch / self.max_iters))
+def __getattr__(name: str) -> Any:
+    """Old schedulers, such as WarmupCosineLR, are detectron2's own."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return of_detectron2(name)
 
 
 def get_default_optimizer_params(  # type: ignore[no-redef]
@@ -104,17 +37,14 @@ def get_default_optimizer_params(  # type: ignore[no-redef]
 
     There that is an error. Models of detection have overrides for parts that not all of them have.
     """
+    overrides = overrides or {}
     known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    if unused := {rule for rule in overrides or {} if rule.isidentifier()} - known:
-        logger.warning(
-            "Overrides of parameters that the model does not have: %s", unused
-        )
-    used = {
-        rule: settings
-        for rule, settings in (overrides or {}).items()
-        if rule not in unused
-    }
-    options["overrides"] = used
+    unused = {rule for rule in overrides if rule.isidentifier()} - known
+    if unused:
+        text = "Overrides of parameters that the model does not have: %s"
+        logger.warning(text, unused)
+    used = [rule for rule in overrides if rule not in unused]
+    options["overrides"] = {rule: overrides[rule] for rule in used}
     return solver.get_default_optimizer_params(model, *args, **options)
 
 

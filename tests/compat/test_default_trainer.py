@@ -20,7 +20,6 @@ from hooktrain.compat.detectron2 import (
     default_argument_parser,
     default_setup,
     hooks,
-    retry_if_cuda_oom,
     verify_results,
 )
 from hooktrain.engine import DefaultTrainer as LazyTrainer
@@ -266,17 +265,3 @@ def test_expected_results_are_compared(tmp_path: Path) -> None:
     assert verify_results(cfg, {"count": {"one": 1}})
     with pytest.raises(ValueError, match="count/one is 2"):
         verify_results(cfg, {"count": {"one": 2}})
-
-
-def test_a_function_without_memory_is_tried_again_and_then_on_the_cpu() -> None:
-    seen = []
-
-    @retry_if_cuda_oom
-    def compute(x: Tensor, *, text: str) -> Tensor:
-        seen.append((x.device.type, text))
-        if len(seen) < 3:
-            raise torch.OutOfMemoryError
-        return x + 1
-
-    assert compute(torch.zeros(()), text="t") == 1
-    assert seen == [("cpu", "t")] * 3

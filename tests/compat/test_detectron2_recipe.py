@@ -1,5 +1,7 @@
 """tools/from_detectron2.sed, and the one module that it makes scripts import from."""
 
+import importlib
+
 import pytest
 
 from hooktrain.compat import detectron2
@@ -33,9 +35,7 @@ IMPORTS = {
 }
 
 
-def test_the_recipe_changes_the_imports_of_training_and_leaves_those_of_detection() -> (
-    None
-):
+def test_the_recipe_changes_the_imports_of_training() -> None:
     changed = after_recipe("detectron2", "\n".join(IMPORTS))
     assert changed.splitlines() == [
         after or before for before, after in IMPORTS.items()
@@ -55,7 +55,6 @@ detectron2.engine: default_argument_parser default_setup default_writers hooks l
 detectron2.engine.hooks: EvalHook LRScheduler PeriodicWriter BestCheckpointer IterationTimer
 detectron2.evaluation: DatasetEvaluator DatasetEvaluators inference_on_dataset print_csv_format
 detectron2.solver: LRMultiplier WarmupParamScheduler get_default_optimizer_params
-detectron2.solver: WarmupMultiStepLR WarmupCosineLR
 detectron2.solver: build_optimizer build_lr_scheduler maybe_add_gradient_clipping
 detectron2.utils: comm
 detectron2.utils.collect_env: collect_env_info
@@ -78,6 +77,12 @@ fvcore.nn.precise_bn: get_bn_modules update_bn_stats
 def test_what_scripts_import_is_in_the_flat_module(line: str) -> None:
     for name in line.split(": ")[1].split():
         assert hasattr(detectron2, name)
+
+
+@pytest.mark.parametrize("module", ["detectron2", "solver"])
+def test_an_old_scheduler_says_where_it_is(module: str) -> None:
+    with pytest.raises(ImportError, match=r"no 'WarmupCosineLR'.*install it beside"):
+        importlib.import_module(f"hooktrain.compat.{module}").WarmupCosineLR  # noqa: B018
 
 
 def test_a_name_of_detection_says_where_it_is() -> None:

@@ -12,10 +12,7 @@ from torch.optim import SGD
 from hooktrain.compat.solver import (
     LRMultiplier,
     LRScheduler,
-    WarmupCosineLR,
-    WarmupMultiStepLR,
     _expand_param_groups,
-    _get_warmup_factor_at_iter,
     build_lr_scheduler,
     build_optimizer,
     get_default_optimizer_params,
@@ -65,37 +62,6 @@ def rates(scheduler: Any, steps: int = 20) -> list[float]:
 
 def sgd() -> SGD:
     return SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
-
-
-@pytest.mark.parametrize("method", ["linear", "constant"])
-def test_the_rates_of_the_old_schedulers_are_their_formulas(method: str) -> None:
-    factors = [
-        0.5 if method == "constant" else 0.5 * (1 - i / 4) + i / 4 for i in range(4)
-    ]
-    factors += [1.0] * 16
-    assert factors == [_get_warmup_factor_at_iter(method, i, 4, 0.5) for i in range(20)]
-    steps = WarmupMultiStepLR(sgd(), [8, 12], 0.1, 0.5, 4, method)
-    decays = [0.1 ** ((i >= 8) + (i >= 12)) for i in range(20)]
-    assert rates(steps) == [0.3 * f * d for f, d in zip(factors, decays, strict=True)]
-    options = {"warmup_factor": 0.5, "warmup_iters": 4, "warmup_method": method}
-    cosine = WarmupCosineLR(sgd(), 20, **options)
-    expected = [
-        0.3 * f * 0.5 * (1.0 + math.cos(math.pi * i / 20))
-        for i, f in enumerate(factors)
-    ]
-    assert rates(cosine) == expected
-    resumed = WarmupCosineLR(sgd(), 20, **options)
-    resumed.load_state_dict(
-        {**WarmupCosineLR(sgd(), 20, **options).state_dict(), "last_epoch": 4}
-    )
-    resumed.optimizer.step()
-    resumed.step()
-    assert resumed.get_last_lr() == expected[5:6]
-
-
-def test_an_unknown_warm_up_is_refused() -> None:
-    with pytest.raises(ValueError, match="'linear' or 'constant', but got 'burnin'"):
-        WarmupCosineLR(sgd(), 20, warmup_method="burnin")
 
 
 @pytest.mark.parametrize(
