@@ -37,23 +37,26 @@ def main() -> None:
         new(*arguments)
     elif name in _SCRIPTS:
         script, *options = _SCRIPTS[name]
-        shipped = [str(_ROOT / a) if a.startswith("configs/") else a for a in arguments]
-        chosen = [
-            a if Path(a).exists() else s
-            for a, s in zip(arguments, shipped, strict=True)
-        ]
-        command = [sys.executable, str(_ROOT / "tools" / script), *options, *chosen]
-        os.execv(sys.executable, command)
+        found = [_shipped(argument) for argument in arguments]
+        path = str(_ROOT / "tools" / script)
+        os.execv(sys.executable, [sys.executable, path, *options, *found])
     else:
         known = ", ".join([*_SCRIPTS, "new"])
         raise SystemExit(f"hooktrain: there is no command {name!r}; there are {known}")
+
+
+def _shipped(argument: str) -> str:
+    """The path of a configuration of the package, unless there is one of that name here."""
+    is_shipped = argument.startswith("configs/") and not Path(argument).exists()
+    return str(_ROOT / argument) if is_shipped else argument
 
 
 def new(folder: str = "", *rest: str) -> None:
     """Make a folder with the training script that the README shows."""
     if folder[:1] in ("", "-") or rest:
         raise SystemExit("usage: hooktrain new FOLDER")
-    if (readme := _ROOT / "README.md").exists():
+    readme = _ROOT / "README.md"
+    if readme.exists():
         text = readme.read_text("utf-8")
     else:  # an installed package has it as its description
         text = distribution("hooktrain").read_text("METADATA") or ""
@@ -62,11 +65,8 @@ def new(folder: str = "", *rest: str) -> None:
     path = Path(folder, "train.py")
     if path.exists():
         raise SystemExit(f"hooktrain: {path} is there already")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(script[1].replace("output/readme", "output"), encoding="utf-8")
-    except OSError as error:
-        raise SystemExit(f"hooktrain: {error}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script[1].replace("output/readme", "output"), encoding="utf-8")
     sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")
 
 

@@ -36,7 +36,7 @@ def test_a_script_takes_the_place_of_the_process(
     ]
 
 
-def test_the_configurations_of_the_package_are_found_unless_there_are_others(
+def test_the_configurations_of_the_package_are_found(
     command: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     call(monkeypatch, "train", "--config-file", "configs/digits_cnn.py")
@@ -61,7 +61,7 @@ def test_a_new_project_has_the_script_of_the_readme(
         call(monkeypatch, "new", "mine")
 
 
-def test_without_a_command_or_with_a_wrong_one_it_says_what_there_is(
+def test_a_wrong_command_says_what_there_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call(monkeypatch)
@@ -74,7 +74,7 @@ def test_without_a_command_or_with_a_wrong_one_it_says_what_there_is(
         call(monkeypatch, "new")
 
 
-def test_an_installed_package_has_the_scripts_and_the_configurations(
+def test_an_installed_package_has_its_scripts(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("setuptools")

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, count, islice
 from typing import Any, ClassVar
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
@@ -242,7 +243,7 @@ def build_train_loader(
         dataset = MapDataset(dataset, mapper)
     if isinstance(dataset, IterableDataset):
         options.update(batch_size=total_batch_size // world, sampler=sampler)
-        return _stream_loader()(dataset, **options)  # type: ignore[no-any-return]
+        return _stream_loader(dataset, **options)
     options.pop("drop_last", None)
     if sampler is None:
         sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
@@ -255,10 +256,13 @@ def build_train_loader(
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 
 
-def _stream_loader() -> Any:
+def _stream_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     if find_spec("torchdata") is None:
-        return DataLoader
-    return import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        return DataLoader(dataset, **options)
+    module = import_module("torchdata.stateful_dataloader")
+    with catch_warnings():
+        filterwarnings("ignore", "'set_vital'")  # what torchdata still calls
+        return module.StatefulDataLoader(dataset, **options)  # type: ignore[no-any-return]
 
 
 def build_test_loader(
