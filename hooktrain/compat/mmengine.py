@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_checkpoint
+from hooktrain.compat.momentum import *
 from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.model import *
@@ -26,6 +27,12 @@ from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
 from hooktrain.utils import comm, names, registry
 from hooktrain.utils.comm import on_main_process
+
+# isort: split
+# Last, since it replaces what has the same name above.
+from hooktrain.compat.param_rules import (  # type: ignore[assignment]
+    DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
+)
 
 barrier = comm.synchronize
 get_rank = comm.get_rank

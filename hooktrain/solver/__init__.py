@@ -17,24 +17,15 @@ from hooktrain.solver.param_groups import (
 )
 from hooktrain.solver.param_scheduler import (
     ConstantLR as ConstantLR,
-    ConstantMomentum as ConstantMomentum,
     CosineAnnealingLR as CosineAnnealingLR,
-    CosineAnnealingMomentum as CosineAnnealingMomentum,
     CosineRestartLR as CosineRestartLR,
-    CosineRestartMomentum as CosineRestartMomentum,
     ExponentialLR as ExponentialLR,
-    ExponentialMomentum as ExponentialMomentum,
     LinearLR as LinearLR,
-    LinearMomentum as LinearMomentum,
     MultiStepLR as MultiStepLR,
-    MultiStepMomentum as MultiStepMomentum,
     OneCycleLR as OneCycleLR,
     PolyLR as PolyLR,
-    PolyMomentum as PolyMomentum,
     ReduceOnPlateauLR as ReduceOnPlateauLR,
-    ReduceOnPlateauMomentum as ReduceOnPlateauMomentum,
     StepLR as StepLR,
-    StepMomentum as StepMomentum,
 )
 from hooktrain.solver.schedule import (
     CompositeParamScheduler as CompositeParamScheduler,

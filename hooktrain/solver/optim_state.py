@@ -1,12 +1,13 @@
-"""The state of an optimizer by the names of its parameters, and how it gets into another one.
+"""The state of an optimizer by the names of its parameters, and how it is loaded.
 
-torch saves and loads by position. Where layers were added, removed, frozen or given another
-group, positions mean other parameters; names do not.
+torch saves and loads by position. Where layers were added, removed, frozen or given
+another group, positions mean other parameters; names do not.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,68 +15,78 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hooktrain.solver.param_groups import WRAPPER_PARTS, settings_of, walk_parameters
+from hooktrain.solver.param_groups import ParamGroup, settings_of, walk_parameters
 from hooktrain.utils.tensors import shard_like
 
 logger = logging.getLogger(__name__)
 
-ParamGroups = Sequence[Mapping[str, Any]]
+State = Mapping[str, Any]
 Names = Mapping[Tensor, str]
-# By name: the number of a parameter's group, and the parameter, or its state in a saved optimizer.
-Places = dict[str, tuple[int, Any]]
+# By name: the number of a parameter's group, and the parameter itself, or the key of its
+# state in a saved optimizer.
+Entries = dict[str, tuple[int, Any]]
+# Of a table: a parameter or group, what differs, the saved value, and the one here.
+Row = tuple[str, str, Any, Any]
 
-# They choose a kernel, not what it computes: a matter of the device, so they stay as built.
-_KERNELS = ("foreach", "fused", "capturable")
-_WAY_OUT = "resume without the optimizer (train.resume_parts, or checkpointables=[...])"
+# They choose a kernel, not what it computes: a matter of the device, so they stay.
+KERNEL_SETTINGS = ("foreach", "fused", "capturable")
+WAY_OUT = "resume without the optimizer (train.resume_parts, or checkpointables=[...])"
 
 
-def parameter_names(model: nn.Module) -> Names:
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """The name of each parameter of a model, without what wrappers add to it."""
-    return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
+    names: dict[Tensor, str] = {}
+    for names_of_one, _, parameter in walk_parameters(model):
+        names[parameter] = names_of_one[0]
+    return names
 
 
 def optimizer_state_dict(
     optimizer: Optimizer, names: Names | None = None
 ) -> dict[str, Any]:
-    """The state that torch gives, with names where torch has the positions of parameters.
+    """The state that torch gives, with names where torch has positions of parameters.
 
-    ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. torch's own
-    ``load_state_dict`` takes it too.
+    ``{"kind": "SGD", "state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
+    torch's own ``load_state_dict`` takes it too.
 
     Args:
         optimizer: its tensors are not copied.
         names: of :func:`parameter_names`. A parameter that is not in it has its name in
-            ``param_names`` of its group. Where some have no name, or two have the same, the state
-            has positions.
+            ``param_names`` of its group. Where some have no name, or two have the same,
+            the state has positions.
     """
-    state = {**optimizer.state_dict(), "kind": _kind(optimizer)}
-    in_order = _names(optimizer.param_groups, names)
-    if in_order is None:
+    state = {"kind": _kind(optimizer), **optimizer.state_dict()}
+    entries = _by_name(optimizer.param_groups, names or {})
+    if entries is None:
         return state
-    ids = [k for group in state["param_groups"] for k in group["params"]]
-    name_of = dict(zip(ids, in_order, strict=True))
-    groups = [
-        {**group, "params": [name_of[k] for k in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    for group in groups:
-        group.pop(
-            "param_names", None
-        )  # the same, or as they are called in a part of the model
-    named = {name_of.get(k, k): item for k, item in state["state"].items()}
+    name_of: dict[Any, str] = {}
+    in_order = iter(entries)
+    groups = []
+    for group in state["param_groups"]:
+        members = list(islice(in_order, len(group["params"])))
+        name_of |= zip(group["params"], members, strict=True)
+        groups.append({**settings_of(group), "params": members})
+    named = {name_of.get(key, key): item for key, item in state["state"].items()}
     return {**state, "state": named, "param_groups": groups}
 
 
+def check_optimizer_state(
+    optimizer: Optimizer, state_dict: State, names: Names | None = None
+) -> None:
+    """Refuse what :func:`load_optimizer_state` would refuse, and change nothing."""
+    _matched(optimizer, state_dict, names or {})
+
+
 def load_optimizer_state(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Names | None = None
+    optimizer: Optimizer, state_dict: State, names: Names | None = None
 ) -> None:
     """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
 
-    The state of a parameter (momentum, Adam's moments and step) goes to the parameter of the same
-    name and shape, in whichever group it is now. The settings of a group (``lr``, ``initial_lr``,
-    ``betas``, ...) come from the saved group that most of its parameters were in. Warnings tell in
-    tables which parameters are new, missing, moved or reshaped, and which settings are not as
-    configured. Where one side has no names, groups of the same sizes match by position.
+    The state of a parameter (momentum, Adam's moments and step) goes to the parameter of
+    the same name and shape, in whichever group it is now. The settings of a group
+    (``lr``, ``initial_lr``, ``betas``, ...) come from the saved group that most of its
+    parameters were in. A warning tells in a table what differs. Where one side has no
+    names, groups of the same sizes match by position.
 
     For sharded parameters full tensors are split, which is collective.
 
@@ -86,192 +97,185 @@ def load_optimizer_state(
 
     Raises:
         KeyError: if ``state`` or ``param_groups`` is missing.
-        ValueError: if the state is that of another kind of optimizer, groups of other sizes have no
-            names, or no name is on both sides.
+        ValueError: if the state is that of another kind of optimizer, groups of other
+            sizes have no names, or no name is on both sides.
     """
-    kind, saved_kind = _kind(optimizer), state_dict.get("kind")
-    if saved_kind not in (kind, None):
-        raise ValueError(
-            f"the state is that of {saved_kind}, and this is {kind}: {_WAY_OUT}"
-        )
-    states, saved_groups = state_dict["state"], state_dict["param_groups"]
-    here, saved = _places(optimizer.param_groups, saved_groups, names)
-    # The saved group that most parameters of a group were in, and the other way round. Of the
-    # groups that a saved one was split into, only one is the same as before.
-    counts = Counter((here[name][0], saved[name][0]) for name in here if name in saved)
-    origins = dict(sorted(counts, key=lambda pair: (counts[pair], -pair[1])))
-    heirs = {b: a for a, b in sorted(counts, key=lambda pair: (counts[pair], -pair[0]))}
-    kept = {a: b for a, b in origins.items() if heirs[b] == a}
-    state = _match(optimizer, states, here, saved, kept)
-    sources = {g: saved_groups[source] for g, source in origins.items()}
-    groups = _fit_groups(optimizer.param_groups, sources)
+    here, saved = _matched(optimizer, state_dict, names or {})
+    rows: list[Row] = []
+    state = _fitting_states(optimizer, state_dict["state"], here, saved, rows)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = [name for name, entry in here.items() if entry[0] == number]
+        origins = sorted(saved[name][0] for name in members if name in saved)
+        saved_settings: ParamGroup = {}
+        if origins:
+            [(origin, _)] = Counter(origins).most_common(1)
+            saved_settings = settings_of(state_dict["param_groups"][origin])
+        settings = _settings(number, group, saved_settings, rows)
+        groups.append({**settings, "params": members})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    if rows:
+        headers = ["", "difference", "checkpoint (used)", "here"]
+        table = tabulate(rows, headers, "pipe", disable_numparse=True)
+        logger.warning("The optimizer is not as in the checkpoint:\n%s", table)
 
 
-def without_schedules(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer, or of several by name, without the settings that were scheduled.
+def without_schedules(state: State) -> dict[str, Any]:
+    """An optimizer's state, or several by name, without the settings that were scheduled.
 
-    Loaded, it leaves these (``lr`` for most, also in a wrapper's base settings) as they are.
+    Loaded, it leaves these (``lr`` for most) as they are.
     """
     if "param_groups" not in state:
         return {name: without_schedules(one) for name, one in state.items()}
-    groups = [
-        {key: value for key, value in group.items() if not _is_scheduled(key, group)}
-        for group in state["param_groups"]
-    ]
-    return {**state, "param_groups": groups, "base_param_settings": {}}
-
-
-def _is_scheduled(key: str, group: Mapping[str, Any]) -> bool:
-    name = "momentum" if key == "betas" else key
-    return key.startswith("initial_") or f"initial_{name}" in group
+    groups = []
+    for group in state["param_groups"]:
+        scheduled = {key for key in group if key.startswith("initial_")}
+        scheduled |= {key.removeprefix("initial_") for key in scheduled}
+        if "momentum" in scheduled:
+            scheduled.add("betas")
+        kept = {key: value for key, value in group.items() if key not in scheduled}
+        groups.append(kept)
+    return {**state, "param_groups": groups}
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """The name in torch of its algorithm, also of a subclass; else that of its class."""
-    kinds = [
-        c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")
-    ]
-    return (type(optimizer) if kinds[0] is Optimizer else kinds[0]).__name__
+    """The name of torch's optimizer that it is or extends, else that of its class."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind is not Optimizer:
+            return kind.__name__
+    return type(optimizer).__name__
 
 
-def _names(groups: ParamGroups, known: Names | None = None) -> list[str] | None:
-    """The names of all parameters in order; None unless each has one for itself."""
-    known, names = known or {}, []
-    for group in groups:
-        own = group.get("param_names", group["params"])
-        names += [
-            known.get(p, name) for p, name in zip(group["params"], own, strict=True)
-        ]
-    if not all(isinstance(name, str) for name in names):
-        return None
-    bare = [
-        ".".join(p for p in name.split(".") if p not in WRAPPER_PARTS) for name in names
-    ]
-    return bare if len(set(bare)) == len(bare) else None
+def _by_name(groups: Sequence[ParamGroup], known: Names) -> Entries | None:
+    """All parameters by their names; None unless each has one for itself."""
+    entries: dict[Any, Any] = {}
+    count = 0
+    for number, group in enumerate(groups):
+        own_names = group.get("param_names", group["params"])
+        for item, name in zip(group["params"], own_names, strict=True):
+            entries[known.get(item, name)] = (number, item)
+            count += 1
+    is_named = all(isinstance(name, str) for name in entries)
+    return entries if is_named and len(entries) == count else None
 
 
-def _places(
-    groups: ParamGroups, saved: ParamGroups, known: Names | None
-) -> tuple[Places, Places]:
+def _by_position(groups: Sequence[ParamGroup]) -> Entries:
+    entries: Entries = {}
+    for number, group in enumerate(groups):
+        for item in group["params"]:
+            entries[f"#{len(entries)}"] = (number, item)
+    return entries
+
+
+def _matched(
+    optimizer: Optimizer, state_dict: State, known: Names
+) -> tuple[Entries, Entries]:
     """The parameters here and the saved ones, by names that both sides share."""
-    names, saved_names = _names(groups, known), _names(saved)
-    if names is None or saved_names is None:
-        sizes, saved_sizes = (
-            [len(g["params"]) for g in some] for some in (groups, saved)
+    kind = _kind(optimizer)
+    saved_kind = state_dict.get("kind", kind)
+    if saved_kind != kind:
+        raise ValueError(
+            f"the state is that of {saved_kind}, and this is {kind}: {WAY_OUT}"
         )
-        in_order = [name for name in (known or {}).values() if name in (names or ())]
-        if names and sizes != saved_sizes == [1] * len(in_order):
-            saved_names = (
-                in_order  # MMEngine's rules make a group for each, in the model's order
-            )
-        elif sizes != saved_sizes:
-            side = "this optimizer has" if names is None else "the saved state has"
-            counts = f"groups of the sizes {saved_sizes}, not {sizes}"
-            raise ValueError(f"{side} no names, and the saved one {counts}: {_WAY_OUT}")
-        else:
-            names = saved_names = (
-                names or saved_names or [f"#{i}" for i in range(sum(sizes))]
-            )
-    if names and not set(names) & set(saved_names):
-        problem = f"the state of {saved_names[:3]}, ... has none of {names[:3]}, ..."
-        raise ValueError(f"{problem}: {_WAY_OUT}")
-    here, there = (
-        [(g, item) for g, group in enumerate(some) for item in group["params"]]
-        for some in (groups, saved)
-    )
-    return dict(zip(names, here, strict=True)), dict(
-        zip(saved_names, there, strict=True)
+    groups = optimizer.param_groups
+    saved_groups = state_dict["param_groups"]
+    here = _by_name(groups, known)
+    saved = _by_name(saved_groups, {})
+    if here is None or saved is None:
+        here = here or _by_position(groups)
+        names = _names_of_positions(here, groups, saved_groups, known)
+        saved = _by_position(saved_groups)
+        saved = dict(zip(names, saved.values(), strict=True))
+    if here and here.keys().isdisjoint(saved):
+        ours = [*here][:3]
+        theirs = [*saved][:3]
+        raise ValueError(f"the state of {theirs}, ... has none of {ours}: {WAY_OUT}")
+    return here, saved
+
+
+def _names_of_positions(
+    here: Entries,
+    groups: Sequence[ParamGroup],
+    saved_groups: Sequence[ParamGroup],
+    known: Names,
+) -> list[str]:
+    """The names of saved parameters where one side has none."""
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes == saved_sizes:
+        return [*here]
+    # MMEngine's rules make a group for each parameter, in the model's order.
+    in_order = [name for name in known.values() if name in here]
+    if saved_sizes == [1] * len(in_order):
+        return in_order
+    raise ValueError(
+        "the optimizer or the saved state has no names of parameters, and the saved "
+        f"groups have the sizes {saved_sizes}, not {sizes}: {WAY_OUT}"
     )
 
 
-def _match(
+def _fitting_states(
     optimizer: Optimizer,
-    states: dict[Any, Any],
-    here: Places,
-    saved: Places,
-    kept: dict[int, int],
+    states: Mapping[Any, Any],
+    here: Entries,
+    saved: Entries,
+    rows: list[Row],
 ) -> dict[Any, Any]:
-    """The state by present positions. A table tells which parameters are not as before."""
-    ids = {k for _, k in saved.values()}
-    state = {k: item for k, item in states.items() if k not in ids}
-    rows = [(name, "missing", "dropped", "-") for name in saved if name not in here]
-    for position, (name, (group, parameter)) in enumerate(here.items()):
+    """The saved states by the names here; ``rows`` tell of those that do not fit."""
+    fitting = dict(states)
+    for name, (_, key) in saved.items():
+        fitting.pop(key, None)
+        if name not in here:
+            rows.append((name, "missing", "dropped", "-"))
+    for name, (_, parameter) in here.items():
         if name not in saved:
             rows.append((name, "new", "-", "no state"))
             continue
-        before, k = saved[name]
-        item = states.get(k, {})
-        if shape := _other_shape(optimizer, item, parameter):
-            rows.append(
-                (name, "reshaped", f"{shape}, dropped", f"{tuple(parameter.shape)}")
-            )
-            continue
-        if kept.get(group) != before:
-            rows.append((name, "moved", f"group {before}", f"group {group}"))
-        if item:
-            state[position] = {
-                key: _placed(value, parameter) for key, value in item.items()
-            }
-    headers = ["parameter", "change", "in the checkpoint", "here"]
-    _warn("The optimizer's parameters are not as in the checkpoint", headers, rows)
-    return state
+        state = states.get(saved[name][1], {})
+        ours = tuple(parameter.shape)
+        theirs = _shape_of(optimizer, state)
+        if theirs not in (None, ours):
+            rows.append((name, "reshaped", f"{theirs}, dropped", ours))
+        elif state:
+            fitting[name] = {k: _like(parameter, v) for k, v in state.items()}
+    return fitting
 
 
-def _placed(value: Any, parameter: Tensor) -> Any:
-    """Sharded and laid out in memory as its parameter, which fused kernels take for granted."""
+def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
+    """The shape of the parameter that a state is of, if torch's optimizers know it."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    shapes = [tensor.shape for tensor in tensors if tensor.ndim > 0]
+    is_torchs = hasattr(torch.optim, _kind(optimizer))
+    if not shapes or not is_torchs:
+        return None  # other optimizers may keep what they like
+    # Adafactor's means of rows and of columns have size 1 in the other dimension.
+    return tuple(max(sizes) for sizes in zip(*shapes, strict=False))
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """Sharded, and in memory as its parameter, which fused kernels take for granted."""
     if not isinstance(value, Tensor):
         return value
     value = shard_like(value, parameter)
     if value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
-        value
-    )
+    turned = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    return turned.copy_(value)
 
 
-def _other_shape(
-    optimizer: Optimizer, state: Mapping[str, Any], parameter: Tensor
-) -> tuple[int, ...] | None:
-    """The shape that a parameter had when its state was saved, if it was another."""
-    kinds = {*type(optimizer).__mro__} - {Optimizer}
-    if not any(kind.__module__.startswith("torch.optim") for kind in kinds):
-        return None  # other optimizers may keep what they like
-    # torch's keep tensors of the parameter's shape. Adafactor's means of rows and of columns have
-    # size 1 in the other dimension.
-    shapes = [v.shape for v in state.values() if isinstance(v, Tensor) and v.ndim]
-    shape = tuple(max(sizes) for sizes in zip(*shapes, strict=False))
-    return shape if shapes and shape != tuple(parameter.shape) else None
-
-
-def _fit_groups(
-    groups: ParamGroups, sources: Mapping[int, Mapping[str, Any]]
-) -> list[Any]:
-    """The groups with the settings of saved ones, as torch loads them."""
-    fitted, rows, count = [], [], 0
-    for g, group in enumerate(groups):
-        ours, theirs = settings_of(group), settings_of(sources.get(g, {}))
-        kernels = {key: ours[key] for key in _KERNELS if key in ours}
-        ids = list(range(count, count + len(group["params"])))
-        fitted.append({**ours, **theirs, **kernels, "params": ids})
-        count += len(ids)
+def _settings(
+    number: int, group: ParamGroup, saved: ParamGroup, rows: list[Row]
+) -> ParamGroup:
+    """The settings to use; ``rows`` tell which saved ones overrule the configured."""
+    ours = settings_of(group)
+    used = {**ours, **saved}
+    for key in KERNEL_SETTINGS:
+        if key in ours:
+            used[key] = ours[key]
+    if "initial_lr" in saved and "lr" in ours:
         # A schedule moves lr all the time; initial_lr is what the configuration said.
-        if "initial_lr" in theirs and "lr" in ours:
-            ours = {"initial_lr": ours.pop("lr"), **ours}
-        changed = [
-            k for k in ours if k not in kernels and theirs.get(k, ours[k]) != ours[k]
-        ]
-        rows += [(g, key, ours[key], theirs[key]) for key in changed]
-        if g not in sources and ids:
-            logger.warning(
-                "Parameter group %d is new: its settings are as configured", g
-            )
-    headers = ["group", "setting", "configured", "checkpoint (used)"]
-    _warn("The checkpoint overrules settings of the optimizer", headers, rows)
-    return fitted
-
-
-def _warn(text: str, headers: list[str], rows: Sequence[tuple[Any, ...]]) -> None:
-    if rows:
-        table = tabulate(rows, headers, "pipe", disable_numparse=True)
-        logger.warning("%s:\n%s", text, table)
+        ours["initial_lr"] = ours.pop("lr")
+    for key, value in ours.items():
+        if used[key] != value:
+            rows.append((f"group {number}", key, used[key], value))
+    return used

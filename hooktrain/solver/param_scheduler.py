@@ -1,7 +1,7 @@
 """Schedulers of the parameters of an optimizer's groups, with MMEngine's names and values.
 
-Several of them on one optimizer, stepped in order, compose: one range after the other chains,
-overlapping ranges multiply, and in a gap the value stays::
+Several of them on one optimizer, stepped in order, compose: one range after the other
+chains, overlapping ranges multiply, and in a gap the value stays::
 
     schedulers = [
         LinearLR(optimizer, start_factor=0.001, by_epoch=False, begin=0, end=500),
@@ -10,20 +10,21 @@ overlapping ranges multiply, and in a gap the value stays::
     for scheduler in schedulers:  # after each iteration
         scheduler.step()
 
-Each kind has three classes: ``XxxParamScheduler`` for any number that the parameter groups hold,
-``XxxLR`` for the learning rate, and ``XxxMomentum``. Five of the first are also names of pure
-functions in ``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
+Each kind has two classes: ``XxxParamScheduler`` for any number that the parameter groups
+hold, and ``XxxLR`` for the learning rate. (``XxxMomentum`` is in
+``hooktrain.compat.mmengine``.) Five of the first are also names of pure functions in
+``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
 
-Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the value
-where the range begins. The arguments that all schedulers have are those of
-:class:`~hooktrain.solver.param_scheduler.GroupParamScheduler`; the range is given by keyword.
+Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
+value where the range begins. The arguments that all schedulers have are those of
+:class:`~hooktrain.solver.param_scheduler.GroupParamScheduler`; the range is given by
+keyword.
 """
 
 import logging
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, TypeVar
@@ -45,51 +46,53 @@ INF = 10**9  # The end of a range without one.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
 
 # What schedulers for MMEngine override.
-_NOT_CALLED = ("print_value", "_annealing_cos", "_annealing_linear", "_format_param")
+NOT_CALLED = ("print_value", "_annealing_cos", "_annealing_linear", "_format_param")
 
 
 @dataclass(eq=False)
 class GroupParamScheduler:
     """Schedules one parameter of an optimizer's groups in a range of steps.
 
-    At step ``k`` of the range the value is ``floor + (base - floor) * share(k)``. The base is the
-    value where the range begins. Whoever else changes the value in between changes the base with
-    it, so that schedulers compose. MMEngine multiplies the current value at each step, which is the
-    same where nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
-    A tensor is multiplied on its device, as in MMEngine, without a synchronisation.
+    At step ``k`` of the range the value is ``floor + (base - floor) * share(k)``. Whoever
+    else changes the value in between changes the base with it, so that schedulers
+    compose. MMEngine multiplies the current value at each step, which is the same where
+    nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
+    A tensor is multiplied on its device without a synchronisation.
 
-    To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine. A
-    subclass that overrides what only MMEngine calls is a TypeError when it is defined.
+    To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
 
     Args:
         optimizer: a torch optimizer or an :class:`~hooktrain.solver.OptimWrapper`.
         param_name: what the groups call the parameter, such as ``"weight_decay"``.
         begin: the first step of the range, at least 0.
         end: the step after the last one of the range; from then on the value stays.
-        last_step: the last finished step inside the range, of a run that goes on without a saved
-            state. The groups then have their ``initial_<param_name>``. -1 starts a new run.
-        by_epoch: whether a step is an epoch, not an iteration, for the caller of ``step``.
+        last_step: the last finished step inside the range, of a run that goes on without
+            a saved state. The groups then have their ``initial_<param_name>``. -1 starts
+            a new run.
+        by_epoch: whether a step is an epoch, not an iteration, for the caller of
+            ``step``.
         verbose: log each change.
 
     Attributes:
         global_step: the current step. The constructor makes step 0.
-        last_step: the current or last step inside the range, counted from its beginning.
+        last_step: the current or last step inside the range, from its beginning.
         base_values: the value of each group when it was scheduled for the first time.
         start_values: the base of each group.
-        written_values: what this scheduler set last; None before its range, and for tensors.
 
     Raises:
-        TypeError: if ``optimizer`` has no list of parameter groups.
-        ValueError: for an argument out of range, or an empty range. Nothing is written then.
-        KeyError: if a group does not have the parameter; or, with ``last_step``, its initial value.
+        TypeError: when a subclass is defined that overrides what only MMEngine calls.
+        ValueError: for an argument out of range, or an empty range.
+        KeyError: if a group does not have the parameter; or, with ``last_step``, its
+            initial value.
     """
 
     # One of these arguments must be given for the scheduler to know where it ends.
     NEEDS: ClassVar[tuple[str, ...]] = ()
-    # The arguments that lie in [0, 1].
+    # The arguments that lie in [0, 1], and those that are one of a few words.
     SHARES: ClassVar[tuple[str, ...]] = ()
-    # The attributes that change from step to step and are part of the state.
-    PROGRESS: ClassVar[tuple[str, ...]] = ("start_values", "written_values")
+    CHOICES: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    # More attributes that change from step to step, and are part of the state.
+    PROGRESS: ClassVar[tuple[str, ...]] = ()
 
     optimizer: Optimizer | OptimWrapper = field(repr=False)
     param_name: str
@@ -102,25 +105,19 @@ class GroupParamScheduler:
 
     def __init_subclass__(cls) -> None:
         refuse_overrides(
-            cls, dict.fromkeys(_NOT_CALLED, "override _get_value() or step()")
+            cls, dict.fromkeys(NOT_CALLED, "override _get_value() or step()")
         )
 
     def __post_init__(self) -> None:
         self._check_arguments()
-        self.base_values = [
-            self._base_value(group) for group in self.optimizer.param_groups
-        ]
+        groups = self.optimizer.param_groups
+        self.base_values = [self._base_value(group) for group in groups]
+        self.start_values = [*self.base_values]
         self.global_step = -1 if self.last_step < 0 else self.begin + self.last_step
-        self.start_values = list(self.base_values)
-        self.written_values: list[float | None] = [None] * len(self.base_values)
         self.step()
 
     def _check_arguments(self) -> None:
         """Refuse impossible arguments, before anything is written."""
-        if not isinstance(getattr(self.optimizer, "param_groups", None), list):
-            raise TypeError(
-                f"optimizer must be one optimizer or OptimWrapper: {self.optimizer!r}"
-            )
         if not 0 <= self.begin < self.end:
             raise ValueError(
                 f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}"
@@ -128,47 +125,41 @@ class GroupParamScheduler:
         for name in self.SHARES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1]: {getattr(self, name)!r}")
-        self._floor(1.0)  # refuses one that is given twice
+        for name, known in self.CHOICES.items():
+            if getattr(self, name) not in known:
+                choices = " or ".join(map(repr, known))
+                raise ValueError(f"{name} must be {choices}: {getattr(self, name)!r}")
 
-    def _for_each_group(self, value: float | Sequence[float]) -> Sequence[float]:
-        """A number for each group. The base settings of a wrapper, at the end, get the last one."""
-        added = getattr(self.optimizer, "base_param_settings", None) is not None
-        groups = len(self.optimizer.param_groups) - added
+    def _for_each_group(self, value: float | Sequence[float]) -> list[float]:
+        """A number for each group."""
+        groups = len(self.optimizer.param_groups)
         values = list(value) if isinstance(value, Sequence) else [value] * groups
         if len(values) != groups:
             raise ValueError(
                 f"give a number, or one for each of the {groups} groups: {value!r}"
             )
-        return values + values[-1:] * added
+        return values
 
     def _read(self, group: dict[str, Any]) -> Any:
-        """The value of a group, a number or a tensor; a momentum may be the first of ``betas``."""
-        name = self.param_name
-        return (
-            group["betas"][0]
-            if name == "momentum" and "betas" in group
-            else group[name]
-        )
+        """The value of a group, a number or a tensor."""
+        return group[self.param_name]
 
     def _write(self, group: dict[str, Any], value: Any) -> None:
         if self.verbose:
             logger.info(
                 "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
             )
-        if isinstance(old := self._read(group), Tensor):
+        old = self._read(group)
+        if isinstance(old, Tensor):
             old.fill_(value)  # In place, for captured graphs; no synchronisation.
-            return
-        if self.param_name == "momentum" and "betas" in group:
-            group["betas"] = (value, *group["betas"][1:])
-        group[self.param_name] = value
+        else:
+            group[self.param_name] = value
 
     def _base_value(self, group: dict[str, Any]) -> float:
-        key, value = f"initial_{self.param_name}", self._read(group)
+        key = f"initial_{self.param_name}"
         if self.last_step < 0:
             # Synchronises with the device once, if the value is a tensor there.
-            group.setdefault(key, float(value))
-        if self.param_name == "momentum":
-            group["momentum"] = value  # For those who log it, also where betas hold it.
+            group.setdefault(key, float(self._read(group)))
         return float(group[key])
 
     @classmethod
@@ -207,50 +198,56 @@ class GroupParamScheduler:
         """Go on by one step; inside the range, set the values.
 
         Raises:
-            ValueError: if parameter groups were added or removed, or a cycle is at its end.
+            ValueError: if parameter groups were added or removed, or a cycle is at its
+                end.
         """
         self.global_step += 1
         if self.begin <= self.global_step < self.end:
             self.last_step = self.global_step - self.begin
-            groups, values = self._groups(), self._get_value()
-            for group, value in zip(groups, values, strict=True):
+            values = self._get_value()
+            for group, value in zip(self._groups(), values, strict=True):
                 self._write(group, value)
-            self.written_values = [None if isinstance(v, Tensor) else v for v in values]
 
     def _get_value(self) -> list[Any]:
         """The value of each group at step ``last_step`` of the range."""
         share = self._share(self.last_step)
         values = []
-        for i, group in enumerate(self.optimizer.param_groups):
-            floor = self._floor(self.base_values[i])
-            base = self._base(i, self._read(group), floor)
+        for i, group in enumerate(self._groups()):
+            base = self._base(i, self._read(group))
             if not isinstance(base, Tensor):
                 self.start_values[i] = base
-            # This form gives exactly the base at 1, and exactly the floor at 0.
-            values.append(base * share + floor * (1 - share))
+            values.append(self._between(i, base, share))
         return values
 
+    def _between(self, i: int, base: Any, share: float) -> Any:
+        """The value of group ``i``: exactly the base at 1, exactly the floor at 0."""
+        return base * share + self._floor(i) * (1 - share)
+
     def _share(self, k: int) -> float:
-        """The share of the base that is left at step ``k`` of the range, counted from 0."""
+        """The share of the base that is left at step ``k`` of the range, from 0."""
         raise NotImplementedError(
             f"{type(self).__name__} must define _share(k) or _get_value()"
         )
 
-    def _floor(self, base_value: float) -> float:
-        """The value where the share is 0, of a group that had ``base_value`` at first."""
+    def _floor(self, i: int) -> float:
+        """The value of group ``i`` where the share is 0."""
         return 0.0
 
-    def _base(self, i: int, value: Any, floor: float) -> Any:
+    def _base(self, i: int, value: Any) -> Any:
         """The base of group ``i``, whose value is now ``value``; a tensor if that is one."""
         if self.last_step == 0:
-            return float(
-                value
-            )  # Synchronises with the device once, if it is a tensor there.
-        # A tensor always counts as changed: to compare it would synchronise with the device.
-        changed = isinstance(value, Tensor) or value != self.written_values[i]
-        if changed and (before := self._share(self.last_step - 1)):
-            return floor + (value - floor) / before
-        return self.start_values[i]
+            # Synchronises with the device once, if it is a tensor there.
+            return float(value)
+        share = self._share(self.last_step - 1)
+        base = self.start_values[i]
+        # A tensor counts as changed: comparing it would synchronise with the device.
+        is_ours = not isinstance(value, Tensor) and value == self._between(
+            i, base, share
+        )
+        if is_ours or share == 0:
+            return base
+        floor = self._floor(i)
+        return floor + (value - floor) / share
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
@@ -261,65 +258,57 @@ class GroupParamScheduler:
         return groups
 
     def get_last_value(self) -> list[float]:
-        """The current value of each group; waits for the device of those that are tensors."""
+        """The current value of each group; waits for the device of those in tensors."""
         return [float(self._read(group)) for group in self._groups()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The current step, the range and the values; other arguments are not part of it."""
-        names = (
-            "param_name",
-            "by_epoch",
-            "begin",
-            "end",
-            "base_values",
-            *self.PROGRESS,
-        )
-        state = {name: copy(getattr(self, name)) for name in names}
-        return state | {
+        """The current step and the values, not the arguments."""
+        state: dict[str, Any] = {
+            "param_name": self.param_name,
+            "by_epoch": self.by_epoch,
+            "base_values": [*self.base_values],
+            "start_values": [*self.start_values],
             "_global_step": self.global_step,
             "_last_value": self.get_last_value(),
         }
+        for name in self.PROGRESS:
+            state[name] = getattr(self, name)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was taken, and give the groups their values of then.
 
-        The arguments stay those of this scheduler: another range than that of the state is used,
-        with a warning. If the optimizer has another number of groups than then, they keep the
-        values that its own state has given them, and what lies ahead follows from these. States of
-        MMEngine's schedulers load too.
+        The arguments stay those of this scheduler. If the optimizer has another number of
+        groups than then, they keep the values that its own state has given them, and what
+        lies ahead follows from these. States of MMEngine's schedulers load too.
 
         Raises:
             KeyError: if an entry is missing.
-            ValueError: if the state is of another parameter, or counts iterations where this
-                scheduler counts epochs. Nothing is loaded then.
+            ValueError: if the state is of another parameter, or counts iterations where
+                this scheduler counts epochs. Nothing is loaded then.
         """
-        groups, initial = self._groups(), f"initial_{self.param_name}"
         for key in ("param_name", "by_epoch"):
             if state_dict[key] != getattr(self, key):
                 raise ValueError(
                     f"the state has {key}={state_dict[key]!r}, and this is {self!r}"
                 )
-        first = [float(group.get(initial, self._read(group))) for group in groups]
-        blank: dict[str, Any] = {"base_values": first, "start_values": first}
-        blank["written_values"] = [None] * len(groups)
-        state = blank | dict(state_dict)  # MMEngine's do not have all of these.
-        if len(state["_last_value"]) != len(groups):
-            logger.warning(
-                "%r takes its values from the groups, since others were saved", self
-            )
-            state |= blank | {"_last_value": self.get_last_value()}
-        step, begin, end = state["_global_step"], state["begin"], state["end"]
-        if (begin, end) != (self.begin, self.end):
-            logger.warning(
-                "%r had the range [%d, %d) when it was saved", self, begin, end
-            )
-        vars(self).update(
-            {key: copy(state[key]) for key in ("base_values", *self.PROGRESS)}
-        )
-        self.global_step = step
-        self.last_step = max(min(step, self.end - 1) - self.begin, -1)
-        for group, value in zip(groups, state["_last_value"], strict=True):
-            self._write(group, value)
+        for name in self.PROGRESS:
+            setattr(self, name, state_dict[name])
+        self.global_step = state_dict["_global_step"]
+        self.last_step = max(min(self.global_step, self.end - 1) - self.begin, -1)
+        groups = self._groups()
+        values = state_dict["_last_value"]
+        if len(values) == len(groups):
+            self.base_values = [*state_dict["base_values"]]
+            for group, value in zip(groups, values, strict=True):
+                self._write(group, value)
+        else:
+            logger.warning("%r had %d parameter groups when saved", self, len(values))
+            initial = f"initial_{self.param_name}"
+            self.base_values = [float(g.get(initial, self._read(g))) for g in groups]
+            state_dict = {}
+        # MMEngine's states have no bases: they follow from the values.
+        self.start_values = [*state_dict.get("start_values", self.base_values)]
 
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name
@@ -390,13 +379,18 @@ class _Falling(GroupParamScheduler):
     eta_min: float | None
     eta_min_ratio: float | None = None
 
-    def _floor(self, base_value: float) -> float:
-        if self.eta_min is None:
-            return base_value * (self.eta_min_ratio or 0.0)
-        if self.eta_min_ratio is not None:
-            given = f"eta_min={self.eta_min!r} or eta_min_ratio={self.eta_min_ratio!r}"
-            raise ValueError(f"give {given}, not both")
-        return self.eta_min
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if self.eta_min is not None and self.eta_min_ratio is not None:
+            raise ValueError(
+                f"give eta_min={self.eta_min!r} or eta_min_ratio={self.eta_min_ratio!r}, "
+                "not both"
+            )
+
+    def _floor(self, i: int) -> float:
+        if self.eta_min is not None:
+            return self.eta_min
+        return self.base_values[i] * (self.eta_min_ratio or 0.0)
 
 
 @dataclass(eq=False)
@@ -461,13 +455,12 @@ class CosineRestartParamScheduler(_Falling):
         period = bisect_right(starts, k) - 1
         return half_cosine(k - starts[period], self.periods[period])
 
-    def _base(self, i: int, value: Any, floor: float) -> Any:
+    def _base(self, i: int, value: Any) -> Any:
         starts = [*accumulate(self.periods[:-1], initial=0)]
-        if self.last_step in starts:
-            return (
-                self.base_values[i] * self.restart_weights[starts.index(self.last_step)]
-            )
-        return super()._base(i, value, floor)
+        if self.last_step not in starts:
+            return super()._base(i, value)
+        period = starts.index(self.last_step)
+        return self.base_values[i] * self.restart_weights[period]
 
 
 @dataclass(eq=False)
@@ -490,6 +483,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
 
     NEEDS = ("end", "total_steps")
     SHARES = ("pct_start",)
+    CHOICES: ClassVar = {"anneal_strategy": ("cos", "linear")}
 
     eta_max: float | Sequence[float]
     total_steps: int | None = None
@@ -502,11 +496,6 @@ class OneCycleParamScheduler(GroupParamScheduler):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         self._for_each_group(self.eta_max)
-        self._share(0)  # refuses divisions by 0
-        if self.anneal_strategy not in ("cos", "linear"):
-            raise ValueError(
-                f"anneal_strategy must be 'cos' or 'linear': {self.anneal_strategy!r}"
-            )
 
     def _share(self, k: int) -> float:
         total = self.total_steps or self.end - self.begin
@@ -526,7 +515,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
                 return first * (1 - where) + last * where
         return corners[-1][1]
 
-    def _base(self, i: int, value: Any, floor: float) -> Any:
+    def _base(self, i: int, value: Any) -> Any:
         return self._for_each_group(self.eta_max)[i]
 
 
@@ -534,8 +523,8 @@ class OneCycleParamScheduler(GroupParamScheduler):
 class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     """Multiplies by ``factor`` after more than ``patience`` metrics without improvement.
 
-    Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only counts an
-    epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
+    Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only
+    counts an epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
 
     Args:
         monitor: the name of the metric.
@@ -554,6 +543,10 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
+    CHOICES: ClassVar = {
+        "rule": ("less", "greater"),
+        "threshold_rule": ("rel", "abs"),
+    }
     PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
@@ -575,12 +568,6 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         self._for_each_group(self.min_value)
-        if self.rule not in ("less", "greater"):
-            raise ValueError(f"rule must be 'less' or 'greater': {self.rule!r}")
-        if self.threshold_rule not in ("rel", "abs"):
-            raise ValueError(
-                f"threshold_rule must be 'rel' or 'abs': {self.threshold_rule!r}"
-            )
         if not 0 <= self.factor < 1:
             raise ValueError(f"factor must lie in [0, 1): {self.factor!r}")
         if not self.by_epoch:
@@ -594,13 +581,14 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         """
         if metrics is None:
             self.global_step += 1
-        elif self.begin <= self.global_step < self.end and self._is_due(
-            metrics[self.monitor]
-        ):
-            for group, value in zip(self._groups(), self._get_value(), strict=True):
-                # Synchronises with the device, if the value is a tensor there.
-                if self._read(group) - value > self.eps:
-                    self._write(group, value)
+            return
+        is_inside = self.begin <= self.global_step < self.end
+        if not is_inside or not self._is_due(metrics[self.monitor]):
+            return
+        for group, value in zip(self._groups(), self._get_value(), strict=True):
+            # Synchronises with the device, if the value is a tensor there.
+            if self._read(group) - value > self.eps:
+                self._write(group, value)
 
     def _is_better(self, value: float, best: float) -> bool:
         """Whether a value of the metric is an improvement; MMEngine's name."""
@@ -626,7 +614,8 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         return True
 
     def _get_value(self) -> list[Any]:
-        values, least = self.get_last_value(), self._for_each_group(self.min_value)
+        values = self.get_last_value()
+        least = self._for_each_group(self.min_value)
         return [
             max(value * self.factor, low)
             for value, low in zip(values, least, strict=True)
@@ -647,26 +636,8 @@ class LRSchedulerMixin:
 
 
 @dataclass(eq=False)
-class MomentumSchedulerMixin:
-    """Makes the scheduler that follows it among the bases one of the momentum, or first beta."""
-
-    param_name: str = field(default="momentum", init=False, repr=False)
-
-    def __init__(
-        self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any
-    ) -> None:
-        # Only for classes that are no dataclasses, as users of MMEngine write them.
-        super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
-
-
-@dataclass(eq=False)
 class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
     """:class:`ConstantParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
-    """:class:`ConstantParamScheduler` of the momentum."""
 
 
 @dataclass(eq=False)
@@ -675,18 +646,8 @@ class LinearLR(LRSchedulerMixin, LinearParamScheduler):
 
 
 @dataclass(eq=False)
-class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
-    """:class:`LinearParamScheduler` of the momentum."""
-
-
-@dataclass(eq=False)
 class StepLR(LRSchedulerMixin, StepParamScheduler):
     """:class:`StepParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
-    """:class:`StepParamScheduler` of the momentum."""
 
 
 @dataclass(eq=False)
@@ -695,18 +656,8 @@ class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
 
 
 @dataclass(eq=False)
-class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
-    """:class:`MultiStepParamScheduler` of the momentum."""
-
-
-@dataclass(eq=False)
 class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
     """:class:`ExponentialParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
-    """:class:`ExponentialParamScheduler` of the momentum."""
 
 
 @dataclass(eq=False)
@@ -715,28 +666,13 @@ class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
 
 
 @dataclass(eq=False)
-class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
-    """:class:`CosineAnnealingParamScheduler` of the momentum."""
-
-
-@dataclass(eq=False)
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the learning rate."""
 
 
 @dataclass(eq=False)
-class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
-    """:class:`PolyParamScheduler` of the momentum."""
-
-
-@dataclass(eq=False)
 class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
     """:class:`CosineRestartParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
-    """:class:`CosineRestartParamScheduler` of the momentum."""
 
 
 @dataclass(eq=False)
@@ -749,14 +685,7 @@ class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
     """:class:`ReduceOnPlateauParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
-class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
-    """:class:`ReduceOnPlateauParamScheduler` of the momentum."""
-
-
 for _name, _member in [*globals().items()]:
-    if (
-        _name.endswith(("LR", "Momentum", "ParamScheduler"))
-        and _member is not GroupParamScheduler
-    ):
+    is_scheduler = _name.endswith(("LR", "ParamScheduler"))
+    if is_scheduler and _member is not GroupParamScheduler:
         PARAM_SCHEDULERS.register(_member)

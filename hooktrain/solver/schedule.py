@@ -58,7 +58,7 @@ class ParamScheduler:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConstantParamScheduler(ParamScheduler):
     """``value``, always.
 
@@ -72,7 +72,7 @@ class ConstantParamScheduler(ParamScheduler):
         return self.value
 
 
-@dataclass(frozen=True)
+@dataclass
 class CosineParamScheduler(ParamScheduler):
     """``end_value + (start_value - end_value) * (1 + cos(pi * w)) / 2``.
 
@@ -91,7 +91,7 @@ class CosineParamScheduler(ParamScheduler):
         return self.end_value + height * (1 + math.cos(math.pi * where))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExponentialParamScheduler(ParamScheduler):
     """``start_value * decay ** w``, with a positive ``decay``.
 
@@ -107,7 +107,7 @@ class ExponentialParamScheduler(ParamScheduler):
         return float(self.start_value * self.decay**where)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LinearParamScheduler(ParamScheduler):
     """``end_value * w + start_value * (1 - w)``.
 
@@ -123,7 +123,7 @@ class LinearParamScheduler(ParamScheduler):
         return self.end_value * where + self.start_value * (1 - where)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolynomialDecayParamScheduler(ParamScheduler):
     """``base_value * (1 - w) ** power``.
 
@@ -135,16 +135,11 @@ class PolynomialDecayParamScheduler(ParamScheduler):
     base_value: float
     power: float
 
-    def __post_init__(self) -> None:
-        # A negative one would fail at the end of the run.
-        if self.power < 0:
-            raise ValueError(f"power must not be negative: {self.power!r}")
-
     def _value_at(self, where: float) -> float:
         return float(self.base_value * (1 - where) ** self.power)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MultiStepParamScheduler(ParamScheduler):
     """``values[k]``, where ``k`` counts the milestones that ``w * num_updates`` has reached.
 
@@ -172,25 +167,27 @@ class MultiStepParamScheduler(ParamScheduler):
     milestones: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        values, milestones, end = tuple(self.values), self.milestones, self.num_updates
+        parts = len(self.values)
+        milestones = self.milestones
+        end = self.num_updates
         if milestones is None:
             if end is None:
                 raise ValueError("one of num_updates and milestones must be given")
-            width = math.ceil(end / len(values))
-            milestones = [width * k for k in range(1, len(values))]
+            width = math.ceil(end / parts)
+            milestones = [width * k for k in range(1, parts)]
         elif end is None:
             *milestones, end = milestones
-        if len(milestones) != len(values) - 1:
-            needed = len(values) - (self.num_updates is not None)
+        if len(milestones) != parts - 1:
             raise ValueError(
-                f"{len(values)} values need {needed} milestones: {self.milestones!r}"
+                f"{parts} values need {parts - 1} milestones and the end of the run: "
+                f"milestones={self.milestones!r}, num_updates={self.num_updates!r}"
             )
         if any(left >= right for left, right in pairwise([0, *milestones, end])):
             raise ValueError(
                 f"milestones must increase and lie in (0, {end!r}): {milestones!r}"
             )
-        # The constructor of a frozen dataclass cannot assign either.
-        vars(self).update(values=values, num_updates=end, milestones=tuple(milestones))
+        self.milestones = milestones
+        self.num_updates = end
 
     def _value_at(self, where: float) -> float:
         assert self.num_updates is not None
@@ -199,7 +196,7 @@ class MultiStepParamScheduler(ParamScheduler):
         return self.values[bisect_right(self.milestones, reached)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepParamScheduler(ParamScheduler):
     """``values[int(w * len(values))]``: each value for an equal share of the run.
 
@@ -215,18 +212,12 @@ class StepParamScheduler(ParamScheduler):
     num_updates: float
     values: Sequence[float]
 
-    def __post_init__(self) -> None:
-        # In a schedule made of several, an empty one would fail when its turn comes.
-        if not self.values:
-            raise ValueError(f"values must be at least one number: {self!r}")
-        vars(self).update(values=tuple(self.values))
-
     def _value_at(self, where: float) -> float:
         index = int((where + ROUNDING) * len(self.values))
         return self.values[min(index, len(self.values) - 1)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepWithFixedGammaParamScheduler(ParamScheduler):
     """``base_value * gamma ** int(w * (num_decays + 1))``, at most ``num_decays`` decays.
 
@@ -255,21 +246,21 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
         return float(self.base_value * self.gamma ** min(decays, self.num_decays))
 
 
-def _check_is_schedule(name: str, value: object) -> None:
+def _check_is_schedule(value: object) -> None:
     if not isinstance(value, ParamScheduler):
         raise TypeError(
-            f"{name} must be a ParamScheduler, a function of progress: {value!r}"
+            f"a ParamScheduler is needed, a function of progress: {value!r}"
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompositeParamScheduler(ParamScheduler):
     """``schedulers`` one after another, the k-th for the share ``lengths[k]`` of the run.
 
     Args:
         schedulers: at least one.
-        lengths: shares of the run, not negative. They sum to 1 within 1e-3, and the last one is
-            then corrected. A schedule of length 0 is never used.
+        lengths: shares of the run, not negative. They sum to 1 within 1e-3, and the last
+            one is then corrected. A schedule of length 0 is never used.
         interval_scaling: for each schedule "rescaled", to run through it from 0 to 1 within its
             share, or "fixed", to evaluate it at the progress of the whole run.
 
@@ -284,26 +275,21 @@ class CompositeParamScheduler(ParamScheduler):
     interval_scaling: Sequence[str]
 
     def __post_init__(self) -> None:
-        schedulers, lengths = tuple(self.schedulers), tuple(self.lengths)
-        scalings = tuple(self.interval_scaling)
-        if not len(schedulers) == len(lengths) == len(scalings):
+        lengths = self.lengths
+        scalings = self.interval_scaling
+        if not len(self.schedulers) == len(lengths) == len(scalings):
             raise ValueError(
                 f"each scheduler needs one length and one interval_scaling: {self!r}"
             )
-        for scheduler in schedulers:
-            _check_is_schedule("schedulers", scheduler)
-        if not abs(sum(lengths) - 1) < 1e-3 or min(lengths) < 0:
-            raise ValueError(
-                f"lengths must not be negative, and sum to 1: {self.lengths!r}"
-            )
-        if set(scalings) - {"rescaled", "fixed"}:
+        for scheduler in self.schedulers:
+            _check_is_schedule(scheduler)
+        if abs(sum(lengths) - 1) >= 1e-3:
+            raise ValueError(f"lengths must sum to 1: {lengths!r}")
+        if not {"rescaled", "fixed"}.issuperset(scalings):
             raise ValueError(
                 f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}"
             )
-        lengths = (*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1])))
-        vars(self).update(
-            schedulers=schedulers, lengths=lengths, interval_scaling=scalings
-        )
+        self.lengths = [*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1]))]
 
     def _value_at(self, where: float) -> float:
         ends = [end if end < 1 - ROUNDING else 1.0 for end in accumulate(self.lengths)]
@@ -314,7 +300,7 @@ class CompositeParamScheduler(ParamScheduler):
         return self.schedulers[k](where)
 
 
-@dataclass(frozen=True)
+@dataclass
 class WarmupParamScheduler(ParamScheduler):
     """``scheduler`` after a warm-up, as in detectron2.
 
@@ -344,11 +330,6 @@ class WarmupParamScheduler(ParamScheduler):
     rescale_interval: bool = False
 
     def __post_init__(self) -> None:
-        _check_is_schedule("scheduler", self.scheduler)
-        if not self.warmup_factor >= 0:
-            raise ValueError(
-                f"warmup_factor must not be negative: {self.warmup_factor!r}"
-            )
         if not 0 <= self.warmup_length <= 1:
             raise ValueError(
                 f"warmup_length is a share of the run, in [0, 1]: {self!r}"
@@ -398,7 +379,7 @@ class LRMultiplier(LRScheduler):
         last_iter: int = -1,
     ) -> None:
         # The constructor of torch is not called: it would replace optimizer.step by a slower one.
-        _check_is_schedule("multiplier", multiplier)
+        _check_is_schedule(multiplier)
         if max_iter <= 0:
             raise ValueError(f"max_iter must be at least 1: {max_iter!r}")
         self.optimizer = optimizer
@@ -438,9 +419,8 @@ class LRMultiplier(LRScheduler):
             )
         for group, rate in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(
-                    rate
-                )  # In place, for captured graphs; no synchronisation.
+                # In place, for captured graphs; no synchronisation.
+                group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
@@ -456,11 +436,11 @@ class LRMultiplier(LRScheduler):
         Raises:
             KeyError: an entry is missing.
         """
-        base_lrs, step = list(state_dict["base_lrs"]), state_dict["last_epoch"]
+        base_lrs = list(state_dict["base_lrs"])
         if len(base_lrs) != len(self.optimizer.param_groups):
             logger.warning(
                 "The state has %d groups: initial_lr is used instead", len(base_lrs)
             )
             base_lrs = self._initial_lrs()
         self.base_lrs = base_lrs
-        self.step(step)
+        self.step(state_dict["last_epoch"])

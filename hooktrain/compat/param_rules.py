@@ -1,0 +1,237 @@
+"""MMEngine's rules for parameters: ``paramwise_cfg``, and the constructor that has them.
+
+Importing ``hooktrain.compat.mmengine`` registers the constructor in place of the core's.
+"""
+
+import logging
+import math
+import reprlib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from itertools import compress
+from typing import Any
+
+from torch import nn
+
+from hooktrain import solver
+from hooktrain.config import instantiate
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.param_groups import (
+    NORMS,
+    ParamGroup,
+    group_trainable,
+    settings_of,
+    walk_parameters,
+)
+from hooktrain.utils.names import did_you_mean, refuse_overrides
+from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS
+
+logger = logging.getLogger(__name__)
+
+Rules = Mapping[str, Any]
+
+# The rules of the weight decay. The first that applies to a parameter counts.
+_DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
+_MULTIPLIERS = ("bias_lr_mult", *_DECAYS)
+RULES = ("custom_keys", "bypass_duplicate", *_MULTIPLIERS)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
+    """:class:`hooktrain.solver.DefaultOptimWrapperConstructor` with rules for parameters.
+
+    With rules the optimizer has the parameters that are trainable, in as few groups as
+    there are different settings. A subclass may override :meth:`add_params`, which rules
+    ask for, and then have rules of its own in ``paramwise_cfg``.
+
+    Args:
+        optim_wrapper_cfg: as there.
+        paramwise_cfg: the rules, see :func:`paramwise_param_groups`.
+
+    Raises:
+        TypeError: when a subclass is defined that overrides what only MMEngine calls.
+
+    Example::
+
+        constructor = DefaultOptimWrapperConstructor(
+            dict(optimizer=dict(type="SGD", lr=0.1, weight_decay=1e-4)),
+            dict(norm_decay_mult=0.0, custom_keys={"backbone": dict(lr_mult=0.1)}),
+        )
+        optim_wrapper = constructor(model)
+    """
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(
+            cls, dict.fromkeys(("_validate_cfg", "_is_in"), "override add_params()")
+        )
+
+    def __init__(
+        self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Rules | None = None
+    ) -> None:
+        super().__init__(optim_wrapper_cfg)
+        self.paramwise_cfg = instantiate(paramwise_cfg or {})
+        self.base_lr = self.optimizer_cfg.get("lr")
+        self.base_wd = self.optimizer_cfg.get("weight_decay")
+
+    def param_groups(self, model: nn.Module) -> list[ParamGroup]:
+        """The parameter groups of a model, which may be wrapped."""
+        if not self.paramwise_cfg:
+            return super().param_groups(model)
+        groups: list[ParamGroup] = []
+        self.add_params(groups, unwrap_model(model))
+        return groups
+
+    def add_params(
+        self, params: Any, module: nn.Module, prefix: str = "", **_: Any
+    ) -> None:
+        """Add the parameter groups of a module to a list, by the rules.
+
+        Args:
+            params: the list; a subclass may add groups in other ways.
+            module: the model, unwrapped.
+            prefix: has to be "", since rules are for names in the whole model.
+
+        Raises:
+            ValueError: for a part of a model.
+        """
+        if prefix:
+            raise ValueError(
+                f"rules are for the whole model, not for its part {prefix!r}"
+            )
+        rules = self.paramwise_cfg
+        if type(self) is not DefaultOptimWrapperConstructor:
+            # Those of a subclass are none of ours.
+            rules = {key: rule for key, rule in rules.items() if key in RULES}
+        params += paramwise_param_groups(module, rules, self.base_lr, self.base_wd)
+
+
+def paramwise_param_groups(
+    model: nn.Module,
+    paramwise_cfg: Mapping[str, Any],
+    base_lr: Any = None,
+    base_wd: Any = None,
+) -> list[ParamGroup]:
+    """Parameter groups by the rules of MMEngine's ``paramwise_cfg``, each parameter once.
+
+    A parameter that a custom key matches has the settings of that key and of no other rule.
+    For the others the multipliers apply; of several multipliers of the weight decay that would
+    apply, the order is norm, bias, dwconv, flat. The rules:
+
+    - ``custom_keys``: settings by a part of a parameter's name: ``{"backbone": {"lr_mult": 0.1}}``.
+      Of several keys the longest counts, of equally long ones the alphabetically first. A setting
+      is ``lr_mult``, ``decay_mult``, or an option of the parameter group. The name of a parameter
+      of the model itself begins with a dot here, so that ``".bias"`` matches every bias.
+    - ``bias_lr_mult``, ``bias_decay_mult``: for the learning rate and the weight decay of
+      parameters named ``bias``; the former not for those of normalisation layers.
+    - ``norm_decay_mult``: for the weight decay of normalisation layers.
+    - ``dwconv_decay_mult``: for the weight decay of depthwise convolutions (2d).
+    - ``flat_decay_mult``: for the weight decay of one-dimensional parameters.
+    - ``bypass_duplicate``: where a parameter has several names, apply the rules to the first of
+      them; otherwise it is an error if they lead to different settings.
+
+    Args:
+        model: may be wrapped. Parameters that are frozen are left out, with a warning.
+        paramwise_cfg: the rules; multipliers are at least 0.
+        base_lr: the optimizer's learning rate; None leaves it out of the groups.
+        base_wd: the optimizer's weight decay; None leaves it out of the groups.
+
+    Raises:
+        ValueError: for an unknown rule, a multiplier that is negative or not finite, or one of a
+            base that is None; or if a parameter has two names for which the rules differ.
+    """
+    rules = {rule: value for rule, value in paramwise_cfg.items() if value is not None}
+    base = {"lr": base_lr, "weight_decay": base_wd}
+    _check_rules(rules, base)
+    walked = walk_parameters(model)
+    if frozen := [
+        names[0] for names, _, parameter in walked if not parameter.requires_grad
+    ]:
+        shown = reprlib.repr(frozen)
+        logger.warning(
+            "%d parameters are frozen and not optimized: %s", len(frozen), shown
+        )
+    every_name = [f".{name}" for names, _, _ in walked for name in names]
+    for key in rules.get("custom_keys", {}):
+        if not any(
+            key in name for name in every_name
+        ):  # one configuration may serve many models
+            hint = did_you_mean(
+                key, [part for name in every_name for part in name.split(".")]
+            )
+            logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
+
+    def settings(
+        names: list[str], module: nn.Module, parameter: nn.Parameter
+    ) -> ParamGroup:
+        first, *others = [
+            _paramwise(name, module, parameter, rules, base) for name in names
+        ]
+        if any(other != first for other in others) and not rules.get(
+            "bypass_duplicate"
+        ):
+            raise ValueError(
+                f"rules differ for {names}: {first}, {others}; see bypass_duplicate"
+            )
+        return first
+
+    groups = group_trainable(model, settings)
+    for group in groups:
+        logger.info(
+            "%s: parameters %s", settings_of(group), reprlib.repr(group["param_names"])
+        )
+    return groups
+
+
+def _check_rules(rules: Rules, base: Rules) -> None:
+    for rule in rules:
+        if rule not in RULES:
+            raise ValueError(
+                f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
+            )
+    multipliers = {rule: rules[rule] for rule in _MULTIPLIERS if rule in rules}
+    for key, custom in rules.get("custom_keys", {}).items():
+        for name in custom:
+            if name in ("lr_mult", "decay_mult"):
+                multipliers[f"custom_keys[{key!r}].{name}"] = custom[name]
+            # Other names are options of the optimizer, or of whoever looks at its groups.
+            elif near := get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8):
+                raise ValueError(
+                    f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}"
+                )
+    for rule, value in multipliers.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(
+                f"{rule} must be finite and not negative, but got {value!r}"
+            )
+        name = "lr" if rule.endswith("lr_mult") else "weight_decay"
+        if base[name] is None:
+            raise ValueError(
+                f"{rule} multiplies {name}: the optimizer's must be configured"
+            )
+
+
+def _paramwise(
+    name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules, base: Rules
+) -> ParamGroup:
+    """The settings of a parameter under one of its names."""
+    is_norm, is_bias = isinstance(module, NORMS), name.rpartition(".")[2] == "bias"
+    dotted = name if "." in name else f".{name}"
+    custom_keys = rules.get("custom_keys", {})
+    custom: ParamGroup = {}
+    if keys := [key for key in custom_keys if key in dotted]:
+        custom = dict(custom_keys[min(keys, key=lambda key: (-len(key), key))])
+        lr_mult, decay_mult = custom.pop("lr_mult", 1), custom.pop("decay_mult", 1)
+    else:
+        lr_mult = rules.get("bias_lr_mult", 1) if is_bias and not is_norm else 1
+        is_depthwise = (
+            isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+        )
+        applies = (is_norm, is_bias, is_depthwise, parameter.ndim == 1)
+        decays = [rule for rule in compress(_DECAYS, applies) if rule in rules]
+        decay_mult = rules[decays[0]] if decays else 1
+    # Settings that are the base's are written down too, so that equal groups look equal.
+    settings = (("lr", lr_mult), ("weight_decay", decay_mult))
+    multiplied = {
+        key: base[key] * mult for key, mult in settings if base[key] is not None
+    }
+    return {**multiplied, **custom}
