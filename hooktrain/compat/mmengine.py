@@ -30,7 +30,7 @@ from hooktrain.utils.comm import on_main_process
 
 # isort: split
 # Last, since it replaces what has the same name above.
-from hooktrain.compat.param_rules import (  # type: ignore[assignment]
+from hooktrain.compat.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
 

@@ -263,7 +263,7 @@ class SimpleTrainer(ModelTrainer):
         """The gradients of one update: mean losses of its batches, and seconds spent on data."""
         wrapper = self.optim_wrapper
         count = wrapper.accumulative_counts
-        wrapper.start_window(count)
+        wrapper.start_accumulation()
         means: dict[str, Tensor] = {}
         data_time = 0.0
         for batch in range(count):
@@ -385,7 +385,7 @@ class StepTrainer(ModelTrainer):
 
     @property
     def can_save(self) -> bool:
-        """Whether no window of accumulation is open: its gradients are not saved."""
+        """Whether no gradients are being accumulated: they are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers().values())
 
     def state_dict(self) -> dict[str, Any]:
@@ -420,32 +420,21 @@ class StepTrainer(ModelTrainer):
         if is_first:
             self._begin_run()
             counts = {name: w.inner_count for name, w in self._wrappers().items()}
-            # How often the model calls update_params in an iteration: as it did so far, else once.
-            each = {
-                name: max(1, count // max(1, self.iter))
-                for name, count in counts.items()
-            }
-            self._expect_updates(each, self.max_iter - self.iter)
         start = time.perf_counter()
         self.last_batch = data = next(self._batches)
         data_time = time.perf_counter() - start
         self.last_outputs = outputs = self._call_step(data)
-        if is_first:  # it has shown how often the model calls update_params
-            made = {
-                name: w.inner_count - counts[name]
-                for name, w in self._wrappers().items()
-            }
-            if made != each:
-                self._expect_updates(made, self.max_iter - self.iter - 1)
-            if not any(made.values()):
-                logger.warning(
-                    "train_step has not called update_params: nothing may be trained"
-                )
+        if is_first and all(
+            w.inner_count == counts[name] for name, w in self._wrappers().items()
+        ):
+            logger.warning(
+                "train_step has not called update_params: nothing may be trained"
+            )
         self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
 
     def _begin_run(self) -> None:
         """Set the wrappers up. What a step that broke off has left is forgotten."""
-        self.optim_wrapper.start_window()
+        self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iter)
         self.optim_wrapper.zero_grad()
         loaded, self._gradients = self._gradients or {}, None
         for parameter, name in parameter_names(self.model).items():
@@ -477,16 +466,8 @@ class StepTrainer(ModelTrainer):
         self.updating = wrapper
         self.after_backward()
 
-    def _expect_updates(self, each: Mapping[str, int], iterations: int) -> None:
-        """Tell the wrappers how many backward passes are still to come."""
-        for name, wrapper in self._wrappers().items():
-            done = wrapper.inner_count
-            wrapper.initialize_count_status(
-                self.model, done, done + each[name] * iterations
-            )
-
     def after_train(self) -> None:
-        """Call the hooks; say so if the last window of accumulation made no update."""
+        """Call the hooks; say so if the last accumulation made no update."""
         try:
             super().after_train()
         finally:
@@ -494,6 +475,6 @@ class StepTrainer(ModelTrainer):
                 wrapper.after_backward = None
         if self.succeeded and not self.can_save:
             logger.warning(
-                "The run ended inside of a window of accumulation: its last backward passes "
-                "made no update, and are lost"
+                "The run ended inside of an accumulation: its last backward passes made no "
+                "update, and are lost"
             )

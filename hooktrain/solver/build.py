@@ -243,21 +243,18 @@ def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
     Raises:
         ValueError: if it is of more or fewer schedulers, or of others by name.
     """
-    if isinstance(schedulers, dict):
-        if schedulers.keys() != states.keys():
-            raise ValueError(
-                f"the state has schedulers of {[*states]}, not of {[*schedulers]}"
-            )
-        for name, each in schedulers.items():
-            load_scheduler_states(each, states[name])
-        return
-    if len(schedulers) != len(states):
+    ours = schedulers if isinstance(schedulers, dict) else {"": schedulers}
+    saved = states if isinstance(states, dict) else {"": states}
+    counts = {name: len(each) for name, each in ours.items()}
+    saved_counts = {name: len(each) for name, each in saved.items()}
+    if counts != saved_counts:
         raise ValueError(
-            f"the state has {len(states)} schedulers, and this run {len(schedulers)}"
+            f"the state has so many schedulers: {saved_counts}, and this run: {counts}"
         )
-    for scheduler, state in zip(schedulers, states, strict=True):
-        if state:
-            scheduler.load_state_dict(state)
+    for name, each in ours.items():
+        for scheduler, state in zip(each, saved[name], strict=True):
+            if state:
+                scheduler.load_state_dict(state)
 
 
 def _build_scheduler(

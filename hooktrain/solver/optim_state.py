@@ -151,7 +151,7 @@ def _by_name(groups: Sequence[ParamGroup], known: Names) -> Entries | None:
     entries: dict[Any, Any] = {}
     count = 0
     for number, group in enumerate(groups):
-        own_names = group.get("param_names", group["params"])
+        own_names: Any = group.get("param_names", group["params"])
         for item, name in zip(group["params"], own_names, strict=True):
             entries[known.get(item, name)] = (number, item)
             count += 1

@@ -16,7 +16,7 @@ from hooktrain.solver.optim_state import (
     optimizer_state_dict,
     parameter_names,
 )
-from hooktrain.utils.names import refuse_overrides
+from hooktrain.utils.names import did_you_mean, refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class OptimWrapper:
             sets it.
         inner_count: how many backward passes were made so far.
         name: put before the names of metrics; :class:`OptimWrapperDict` sets it.
+        resumed: what a strategy has for the trainer.
         skipped_updates: how many updates were skipped so far, since gradients were not
             finite.
 
@@ -77,6 +78,7 @@ class OptimWrapper:
         self.after_backward: Callable[[], None] | None = None
         self.inner_count = 0
         self.name = ""
+        self.resumed: Mapping[str, Any] | None = None
         self.skipped_updates = 0
         self._clipping = None if clip_grad is None else _clipping(**clip_grad)
         self._first_count = 0  # inner_count where accumulations began to be counted
@@ -462,12 +464,18 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         TypeError: if a value is no wrapper.
     """
 
+    resumed: Mapping[str, Any] | None = None
+
     def __init__(self, **wrappers: OptimWrapper) -> None:
         for name, wrapper in wrappers.items():
             if not isinstance(wrapper, OptimWrapper):
                 raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
             wrapper.name = name
         super().__init__(wrappers)
+
+    def __missing__(self, name: str) -> OptimWrapper:
+        hint = did_you_mean(name, self)
+        raise KeyError(f"there is no optimizer named {name!r}{hint}")
 
     @property
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:

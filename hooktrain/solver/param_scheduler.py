@@ -78,6 +78,7 @@ class GroupParamScheduler:
         last_step: the current or last step inside the range, from its beginning.
         base_values: the value of each group when it was scheduled for the first time.
         start_values: the base of each group.
+        written_values: what this scheduler set last; None before, and for tensors.
 
     Raises:
         TypeError: when a subclass is defined that overrides what only MMEngine calls.
@@ -113,6 +114,7 @@ class GroupParamScheduler:
         groups = self.optimizer.param_groups
         self.base_values = [self._base_value(group) for group in groups]
         self.start_values = [*self.base_values]
+        self.written_values: list[float | None] = [None] * len(groups)
         self.global_step = -1 if self.last_step < 0 else self.begin + self.last_step
         self.step()
 
@@ -207,6 +209,7 @@ class GroupParamScheduler:
             values = self._get_value()
             for group, value in zip(self._groups(), values, strict=True):
                 self._write(group, value)
+            self.written_values = [None if isinstance(v, Tensor) else v for v in values]
 
     def _get_value(self) -> list[Any]:
         """The value of each group at step ``last_step`` of the range."""
@@ -216,12 +219,9 @@ class GroupParamScheduler:
             base = self._base(i, self._read(group))
             if not isinstance(base, Tensor):
                 self.start_values[i] = base
-            values.append(self._between(i, base, share))
+            # This form gives exactly the base at 1, and exactly the floor at 0.
+            values.append(base * share + self._floor(i) * (1 - share))
         return values
-
-    def _between(self, i: int, base: Any, share: float) -> Any:
-        """The value of group ``i``: exactly the base at 1, exactly the floor at 0."""
-        return base * share + self._floor(i) * (1 - share)
 
     def _share(self, k: int) -> float:
         """The share of the base that is left at step ``k`` of the range, from 0."""
@@ -239,13 +239,10 @@ class GroupParamScheduler:
             # Synchronises with the device once, if it is a tensor there.
             return float(value)
         share = self._share(self.last_step - 1)
-        base = self.start_values[i]
         # A tensor counts as changed: comparing it would synchronise with the device.
-        is_ours = not isinstance(value, Tensor) and value == self._between(
-            i, base, share
-        )
+        is_ours = not isinstance(value, Tensor) and value == self.written_values[i]
         if is_ours or share == 0:
-            return base
+            return self.start_values[i]
         floor = self._floor(i)
         return floor + (value - floor) / share
 
@@ -268,6 +265,7 @@ class GroupParamScheduler:
             "by_epoch": self.by_epoch,
             "base_values": [*self.base_values],
             "start_values": [*self.start_values],
+            "written_values": self.written_values,
             "_global_step": self.global_step,
             "_last_value": self.get_last_value(),
         }
@@ -299,16 +297,19 @@ class GroupParamScheduler:
         groups = self._groups()
         values = state_dict["_last_value"]
         if len(values) == len(groups):
-            self.base_values = [*state_dict["base_values"]]
+            per_group = state_dict
             for group, value in zip(groups, values, strict=True):
                 self._write(group, value)
         else:
             logger.warning("%r had %d parameter groups when saved", self, len(values))
             initial = f"initial_{self.param_name}"
-            self.base_values = [float(g.get(initial, self._read(g))) for g in groups]
-            state_dict = {}
-        # MMEngine's states have no bases: they follow from the values.
-        self.start_values = [*state_dict.get("start_values", self.base_values)]
+            first = [float(g.get(initial, self._read(g))) for g in groups]
+            per_group = {"base_values": first}
+        # MMEngine's states lack some of these: they follow from the values.
+        unknown = [None] * len(groups)
+        self.base_values = [*per_group.get("base_values", self.base_values)]
+        self.start_values = [*per_group.get("start_values", self.base_values)]
+        self.written_values = per_group.get("written_values", unknown)
 
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name

@@ -74,7 +74,7 @@ def accumulate_whole() -> tuple[list[int], State]:
     return made, {**model.module.state_dict()}
 
 
-def test_ranks_communicate_in_the_last_backward_pass_of_a_window_only(
+def test_ranks_communicate_in_the_last_pass_of_an_accumulation_only(
     ranks: Any,
 ) -> None:
     model = toy(0)

@@ -7,17 +7,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from wrapper_toys import linear, sgd
+from torch.optim.lr_scheduler import StepLR as TorchStepLR
 
 from hooktrain.config import ConfigDict, LazyCall, resolve
 from hooktrain.solver import (
     AmpOptimWrapper,
+    ConstantLR,
+    ConstantParamScheduler,
     DefaultOptimWrapperConstructor,
+    LinearLR,
     OptimWrapper,
     OptimWrapperDict,
+    PolyLR,
+    StepLR,
     build_optim_wrapper,
+    build_param_scheduler,
 )
 from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+from scheduler_toys import sgd as groups_of
+from toys import LinearLoss, sgd
 
 SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 
@@ -40,7 +48,6 @@ GAN_CFG: dict[str, Any] = {
         "type": "AmpOptimWrapper",
         "dtype": "bfloat16",
         "optimizer": {"type": "SGD", "lr": 0.1, "weight_decay": 1.0},
-        "paramwise_cfg": {"norm_decay_mult": 0.0},
     },
 }
 
@@ -52,8 +59,8 @@ class GAN(nn.Module):
         self.discriminator = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def construct(model: nn.Module, cfg: Any, paramwise_cfg: Any = None) -> OptimWrapper:
-    return DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
+def construct(model: nn.Module, cfg: Any) -> OptimWrapper:
+    return DefaultOptimWrapperConstructor(cfg)(model)
 
 
 def test_every_optimizer_of_torch_is_registered_by_its_name() -> None:
@@ -83,7 +90,6 @@ def test_without_rules_there_is_one_group_of_all_parameters() -> None:
     assert group["param_names"] == [name for name, _ in model.named_parameters()]
     assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
     assert (group["lr"], group["momentum"]) == (0.1, 0.9)
-    assert wrapper.base_param_settings is None
 
 
 @pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
@@ -102,7 +108,7 @@ def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) 
     assert wrapper.dtype is torch.bfloat16
 
 
-def test_an_optimizer_of_your_own_may_be_registered_and_call_its_parameters_otherwise(
+def test_an_optimizer_of_your_own_may_be_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class ModelParamsSGD(torch.optim.SGD):
@@ -115,20 +121,6 @@ def test_an_optimizer_of_your_own_may_be_registered_and_call_its_parameters_othe
         wrapper = construct(nn.Linear(1, 1), {"optimizer": {"type": kind, "lr": 0.5}})
         assert type(wrapper.optimizer) is ModelParamsSGD
         assert wrapper.get_lr() == {"lr": [0.5]}
-
-
-def test_the_configurations_are_not_changed_and_serve_several_models() -> None:
-    cfg = {
-        "optimizer": {**SGD, "weight_decay": 1.0},
-        "clip_grad": {"type": "norm", "max_norm": 1},
-    }
-    rules = {"custom_keys": {"bias": {"lr_mult": 2.0}}, "norm_decay_mult": 0.0}
-    before = copy.deepcopy((cfg, rules))
-    constructor = DefaultOptimWrapperConstructor(cfg, rules)
-    first, second = constructor(nn.Linear(1, 1)), constructor(nn.Linear(2, 2))
-    assert (cfg, rules) == before
-    assert first.get_lr() == second.get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
-    assert first.optimizer is not second.optimizer
 
 
 @pytest.mark.parametrize(
@@ -160,7 +152,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(
         construct(nn.Linear(1, 1), cfg)
 
 
-def test_a_subclass_makes_groups_of_its_own_by_rules_of_its_own() -> None:
+def test_a_subclass_makes_groups_of_its_own() -> None:
     class HeadOnly(DefaultOptimWrapperConstructor):
         def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
             return [
@@ -170,29 +162,19 @@ def test_a_subclass_makes_groups_of_its_own_by_rules_of_its_own() -> None:
                 }
             ]
 
-    class ByLayer(DefaultOptimWrapperConstructor):
-        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
-            for layer, parameter in enumerate(module.parameters()):
-                scale = self.paramwise_cfg["decay_rate"] ** layer
-                params.append({"params": [parameter], "lr": self.base_lr * scale})
-
-    class Both(ByLayer):
-        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
-            DefaultOptimWrapperConstructor.add_params(self, params, module)
-            params[0]["lr"] *= self.paramwise_cfg["decay_rate"]
-
     assert HeadOnly({"optimizer": SGD})(GAN()).get_lr() == {"lr": [0.5]}
-    rules = {"decay_rate": 0.5, "bias_lr_mult": 2.0}
-    sgd = {"optimizer": {"type": "SGD", "lr": 1.0}}
-    assert ByLayer(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [1.0, 0.5]
-    assert Both(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [0.5, 2.0]
+
+
+def test_rules_are_refused_with_the_import_that_has_them() -> None:
+    with pytest.raises(ValueError, match=r"import hooktrain\.compat\.mmengine"):
+        DefaultOptimWrapperConstructor({"optimizer": SGD}, {"bias_lr_mult": 2.0})
 
 
 # One optimizer
 
 
-def test_what_is_built_is_taken_as_it_is_alone_or_by_name() -> None:
-    optimizer, gan = sgd(linear()), GAN()
+def test_what_is_built_is_taken_as_it_is() -> None:
+    optimizer, gan = sgd(LinearLoss()), GAN()
     wrapper = built(None, optimizer)
     assert type(wrapper) is type(built(None, {"optimizer": optimizer})) is OptimWrapper
     assert wrapper.optimizer is optimizer
@@ -249,14 +231,12 @@ def test_a_constructor_gets_the_rest_of_the_configuration(
             constructor=constructor, lr=0.5, more=[1], paramwise_cfg={"rule": 2}
         )
         before = copy.deepcopy(cfg)
-        assert built_dict(linear(), cfg).get_lr() == {"a.lr": [0.5]}
+        assert built_dict(LinearLoss(), cfg).get_lr() == {"a.lr": [0.5]}
         assert cfg == before
 
 
-def test_lazy_calls_of_a_configuration_are_made_and_its_values_can_be_saved(
-    tmp_path: Any,
-) -> None:
-    model = linear()
+def test_lazy_calls_of_a_configuration_are_made() -> None:
+    model = LinearLoss()
     lazy = LazyCall(torch.optim.SGD)(params=model.parameters(), lr="${lr}")
     cfg = resolve(ConfigDict(lr=0.5, optim_wrapper={"optimizer": lazy}))
     assert built(model, cfg.optim_wrapper).get_lr() == {"lr": [0.5]}
@@ -264,18 +244,9 @@ def test_lazy_calls_of_a_configuration_are_made_and_its_values_can_be_saved(
         LazyCall(torch.optim.SGD)(model.parameters(), lr=0.25)
     )
     assert built(model, lazy).get_lr() == {"lr": [0.25]}
-    rules = {"custom_keys": {"bias": {"tags": ["a", {"b": 1}]}}}
-    plain = ConfigDict(
-        optimizer={"type": "Adafactor", "eps": [1e-30, 1e-3]}, paramwise_cfg=rules
-    )
-    torch.save(built(model, plain).state_dict(), tmp_path / "state.pth")
-    groups = torch.load(tmp_path / "state.pth", weights_only=True)["param_groups"]
-    assert (groups[1]["eps"], groups[1]["tags"]) == ([1e-30, 1e-3], ["a", {"b": 1}])
 
 
-def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_wrappers() -> (
-    None
-):
+def test_configurations_by_name_are_for_submodules() -> None:
     gan, cfg = GAN(), copy.deepcopy(GAN_CFG)
     wrappers = built_dict(gan, cfg)
     assert cfg == GAN_CFG
@@ -286,8 +257,8 @@ def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_
     ]
     assert generator.optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
     assert isinstance(discriminator, AmpOptimWrapper)
-    names = [g["param_names"] for g in discriminator.optimizer.param_groups]
-    assert names == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    (group,) = discriminator.optimizer.param_groups
+    assert group["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert wrappers.get_lr()["generator.lr"] == [2e-4]
     compiled: Any = torch.compile(nn.DataParallel(gan), backend="eager")
     for wrapped in (compiled, nn.DataParallel(compiled)):
@@ -301,12 +272,12 @@ def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_
     ("cfg", "error", "message"),
     [
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
-        ({}, ValueError, "at least one wrapper"),
-        ({"optimizer": None}, TypeError, "expected an OptimWrapper, .*but got None"),
+        ({}, ValueError, "needs 'optimizer', but got {}"),
+        ({"optimizer": None}, ValueError, "give 'optimizer', a dict with 'type'"),
         (
             {"type": "OptimWrapper", "optimiser": 1},
             ValueError,
-            "; did you mean 'optimiser'",
+            "needs 'optimizer', but got {'optimiser': 1}",
         ),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
         (
@@ -319,3 +290,173 @@ def test_configurations_by_name_are_for_the_submodules_of_these_names_inside_of_
 def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         build_optim_wrapper(GAN(), cfg)
+
+
+# Schedulers
+
+
+RUN = {"max_epochs": 12, "max_iters": 48, "epoch_length": 4}
+
+
+def two() -> OptimWrapperDict:
+    return OptimWrapperDict(
+        a=OptimWrapper(groups_of(1.0)), b=OptimWrapper(groups_of(2.0))
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", ["StepLR", StepLR, "hooktrain.solver.param_scheduler.StepLR"]
+)
+def test_one_configuration_becomes_a_list_of_one(kind: Any) -> None:
+    optimizer = groups_of(1.0)
+    config = {"type": kind, "step_size": 3, "by_epoch": False, "begin": 1, "end": 9}
+    (scheduler,) = build_param_scheduler(config, optimizer)
+    assert type(scheduler) is StepLR
+    assert (scheduler.optimizer, scheduler.step_size) == (optimizer, 3)
+    assert (scheduler.begin, scheduler.end, scheduler.by_epoch) == (1, 9, False)
+
+
+def test_a_list_may_mix_configurations_with_what_is_built() -> None:
+    class Mine:
+        def __init__(self, optimizer: Any, speed: int) -> None:
+            self.speed = speed
+
+    optimizer = groups_of(1.0)
+    built = [
+        StepLR(optimizer, 2),
+        TorchStepLR(optimizer, 2),
+        ConstantParamScheduler(1.0),
+    ]
+    more = [{"type": "LinearLR"}, {"type": Mine, "speed": 3}]
+    result = build_param_scheduler([*built, *more], optimizer, RUN)
+    assert result[:3] == built
+    assert (type(result[3]), type(result[4]), result[4].speed) == (LinearLR, Mine, 3)
+
+
+def test_a_schedule_ends_with_the_run_unless_it_says_otherwise() -> None:
+    def end(run: Any = RUN, **config: Any) -> Any:
+        return build_param_scheduler(
+            {"type": "LinearLR", **config}, groups_of(1.0), run
+        )[0].end
+
+    assert end() == end(end=None) == 12
+    assert end(by_epoch=False) == end({**RUN, "by_epoch": False}) == 48
+    assert end(end=5) == end(end=5, by_epoch=False) == 5
+    with pytest.raises(ValueError, match="begin=12"):  # others are arguments too
+        end({**RUN, "begin": 12})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"type": "LinearLR", "end": 7},
+        {"type": "CosineAnnealingLR", "T_max": 7},
+        {"type": "OneCycleLR", "eta_max": 1.0, "total_steps": 7},
+        {"type": "StepLR", "step_size": 7},
+        {"type": "ReduceOnPlateauLR"},
+    ],
+)
+def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(
+    config: Any,
+) -> None:
+    (scheduler,) = build_param_scheduler(config, groups_of(1.0))
+    assert scheduler.end == config.get("end", 10**9)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"type": "LinearLR"}, "LinearLR needs end, or the run's max_epochs"),
+        ({"type": "PolyLR", "by_epoch": False}, "PolyLR needs end, or the run's max_"),
+        ({"type": "CosineAnnealingLR"}, "CosineAnnealingLR needs end or T_max"),
+        (
+            {"type": "OneCycleLR", "eta_max": 1.0},
+            "needs end or total_steps, or the run's",
+        ),
+    ],
+)
+def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
+    config: Any, message: str
+) -> None:
+    optimizer = groups_of(1.0)
+    with pytest.raises(ValueError, match=message):
+        build_param_scheduler(config, optimizer, {"epoch_length": 4})
+    assert "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_epochs_become_iterations_if_asked_for() -> None:
+    config = {
+        "type": "MultiStepLR",
+        "milestones": [1, 2],
+        "end": 3,
+        "convert_to_iter_based": True,
+    }
+    (scheduler,) = build_param_scheduler(config, groups_of(1.0), RUN)
+    assert (scheduler.milestones, scheduler.end, scheduler.by_epoch) == (
+        [4, 8],
+        12,
+        False,
+    )
+    config = {
+        "type": "CosineAnnealingLR",
+        "convert_to_iter_based": True,
+        "epoch_length": 10,
+    }
+    assert build_param_scheduler(config, groups_of(1.0), RUN)[0].end == 120
+    config = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
+    with pytest.raises(ValueError, match="epoch_length must be at least 1: None"):
+        build_param_scheduler(config, groups_of(1.0), {"max_epochs": 3})
+    with pytest.raises(ValueError, match="by_epoch=False"):
+        build_param_scheduler({**config, "by_epoch": False}, groups_of(1.0), RUN)
+
+
+def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
+    wrappers, defaults = two(), {**RUN}
+    same = [{"type": "LinearLR"}, {"type": "ConstantLR", "by_epoch": False}]
+    different = {
+        "b": StepLR(wrappers["b"], 2),
+        "a": [{"type": "LinearLR"}, {"type": "PolyLR"}],
+    }
+    before = copy.deepcopy(same)
+    result: Any = build_param_scheduler(same, wrappers, defaults)
+    kinds = {name: [(type(s), s.end) for s in made] for name, made in result.items()}
+    assert kinds == {name: [(LinearLR, 12), (ConstantLR, 48)] for name in "ab"}
+    assert [result[name][0].optimizer for name in ("a", "b")] == [
+        wrappers["a"],
+        wrappers["b"],
+    ]
+    assert (same, defaults) == (before, RUN)
+    result = build_param_scheduler(different, wrappers, defaults)
+    assert list(result) == ["a", "b"]
+    assert [type(s) for s in result["a"]] == [LinearLR, PolyLR]
+    assert result["b"] == [different["b"]]
+
+
+def test_several_optimizers_need_schedulers_by_their_names_or_configurations() -> None:
+    for names in (["a"], ["a", "b", "c"], ["a", "B"]):
+        with pytest.raises(KeyError, match=r"and optimizers are \['a', 'b'\]"):
+            build_param_scheduler(
+                {name: {"type": "LinearLR"} for name in names}, two(), RUN
+            )
+    wrappers = two()
+    with pytest.raises(ValueError, match=r"by name of the optimizer: \['a', 'b'\]"):
+        build_param_scheduler(
+            [{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"step_size": 2}, TypeError, "dict with 'type', but got {'step_size': 2}"),
+        ([None], TypeError, "but got None"),
+        ({"type": "LinaerLR"}, KeyError, "did you mean 'LinearLR'"),
+        ({"type": "HalfMomentum"}, KeyError, "import hooktrain.compat.mmengine"),
+        ({"type": "StepLR", "step_sise": 2}, TypeError, "did you mean 'step_size'"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(
+    config: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build_param_scheduler(config, groups_of(1.0), RUN)

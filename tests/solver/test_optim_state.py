@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from wrapper_toys import linear
 
 from hooktrain.solver import OptimWrapper, get_default_optimizer_params
 from hooktrain.solver.optim_state import (
@@ -87,11 +86,7 @@ def changes(caplog: pytest.LogCaptureFixture) -> Callable[[], list[list[str]]]:
         cells = [
             [cell.strip() for cell in line.strip("|").split("|")] for line in lines
         ]
-        return [
-            row
-            for row in cells
-            if row[1] not in ("change", "setting") and ":-" not in row[0]
-        ]
+        return [row for row in cells if row[1] != "difference" and ":-" not in row[0]]
 
     return rows
 
@@ -245,12 +240,10 @@ def test_other_names_and_without_names_other_groups_are_refused_with_a_way_out()
     old, new = net("a"), net("a", "b")
     nameless = torch.optim.SGD(old.parameters())
     with pytest.raises(
-        ValueError, match=r"saved state has no names.*sizes \[2\], not \[4\]"
+        ValueError, match=r"no names.*sizes \[2\], not \[4\].*train\.resume_parts"
     ):
         load_optimizer_state(sgd(groups_of(new)), nameless.state_dict())
-    with pytest.raises(
-        ValueError, match=r"this optimizer has no names.*train\.resume_parts"
-    ):
+    with pytest.raises(ValueError, match=r"no names.*sizes \[4\], not \[2\]"):
         load_optimizer_state(nameless, sgd(groups_of(new)).state_dict())
     with pytest.raises(
         ValueError, match=r"'b.weight', 'b.bias'\], .* has none of .*'a.weight"
@@ -285,10 +278,8 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> Non
             ["b"],
             of("a", "missing", "dropped", "-"),
         ),  # b's group has another number
-        (["ab"], ["a", "b"], of("b", "moved", "group 0", "group 1")),
-        (["ab"], ["b", "a"], of("a", "moved", "group 0", "group 1")),
-        (["a", "b"], ["ab"], of("b", "moved", "group 1", "group 0")),
-        (["b", "a"], ["ab"], of("a", "moved", "group 1", "group 0")),
+        (["ab"], ["b", "a"], []),
+        (["a", "b"], ["ab"], []),
     ],
 )
 def test_layers_and_groups_may_change(
@@ -355,7 +346,7 @@ def test_what_an_optimizer_of_others_keeps_is_not_judged(changes: Changes) -> No
 
 
 def test_the_settings_of_a_group_come_from_where_most_of_it_was(
-    changes: Changes, caplog: pytest.LogCaptureFixture
+    changes: Changes,
 ) -> None:
     old, new = net("a", "b", "c"), net("a", "b", "c", "d")
     optimizer = sgd(groups_of(old, "a", "b", "c"))
@@ -373,38 +364,36 @@ def test_the_settings_of_a_group_come_from_where_most_of_it_was(
         [3.0, 30.0, 0.3, None],
         [1.0, 10.0, 0.1, "mine"],
     ]
-    assert [row[:2] for row in changes()[:4]] == [
+    assert [row[:2] for row in changes()[:3]] == [
         ["b.bias", "missing"],
         ["d.weight", "new"],
         ["d.bias", "new"],
-        ["b.weight", "moved"],
     ]
-    assert "Parameter group 0 is new: its settings are as configured" in caplog.text
     assert built.param_groups[2]["param_names"] == ["a.weight", "a.bias", "b.weight"]
     assert built.param_groups[2]["params"][2] is new.b.weight
 
 
 def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> None:
-    saved = torch.optim.SGD(linear().parameters(), lr=0.1, weight_decay=0.01)
-    loaded = torch.optim.SGD(linear().parameters(), lr=0.5, weight_decay=0.01)
+    saved = torch.optim.SGD(net("a").parameters(), lr=0.1, weight_decay=0.01)
+    loaded = torch.optim.SGD(net("a").parameters(), lr=0.5, weight_decay=0.01)
     load_optimizer_state(loaded, saved.state_dict())
-    assert changes() == [["0", "lr", "0.5", "0.1"]]
+    assert changes() == [["group 0", "lr", "0.1", "0.5"]]
     assert loaded.param_groups[0]["lr"] == 0.1
     # A rate that a schedule moves is compared by where it began.
     saved.param_groups[0].update(initial_lr=0.1, lr=0.003)
     for lr in (0.1, 0.2):
-        loaded = torch.optim.SGD(linear().parameters(), lr=lr, weight_decay=0.01)
+        loaded = torch.optim.SGD(net("a").parameters(), lr=lr, weight_decay=0.01)
         load_optimizer_state(loaded, saved.state_dict())
-    assert changes()[1:] == [["0", "initial_lr", "0.2", "0.1"]]
+    assert changes()[1:] == [["group 0", "initial_lr", "0.1", "0.2"]]
 
 
 def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state(
     changes: Changes,
 ) -> None:
     saved = torch.optim.SGD(
-        linear().parameters(), lr=0.1, foreach=True, weight_decay=0.5
+        net("a").parameters(), lr=0.1, foreach=True, weight_decay=0.5
     )
-    loaded = torch.optim.SGD(linear().parameters(), lr=0.1, fused=True)
+    loaded = torch.optim.SGD(net("a").parameters(), lr=0.1, fused=True)
     load_optimizer_state(loaded, saved.state_dict())
     group = loaded.param_groups[0]
     assert (group["foreach"], group["fused"], group["weight_decay"]) == (

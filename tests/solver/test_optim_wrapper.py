@@ -1,7 +1,6 @@
 """How a loss becomes an update, compared with loops written by hand."""
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -9,14 +8,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from wrapper_toys import batches, linear, loss_of, same, sgd
 
 import sharding_toys as sharded
 from gloo import run_ranks
 from hooktrain.model.sharding import full_state_dict
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils.events import EventStorage
 from hooktrain.utils.tensors import full_tensors
+from toys import LinearLoss, batches, sgd
+
+PRECISIONS = [None, "bfloat16", "float16"]
+in_each_precision = pytest.mark.parametrize("dtype", PRECISIONS)
+
+
+def wrap(model: nn.Module, dtype: str | None = None, **options: Any) -> OptimWrapper:
+    if dtype is None:
+        return OptimWrapper(sgd(model), **options)
+    return AmpOptimWrapper(sgd(model), dtype, **options)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(map(torch.equal, a.parameters(), b.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -37,37 +49,49 @@ from hooktrain.utils.tensors import full_tensors
 def test_updates_equal_a_loop_written_by_hand_bit_for_bit(
     clip: Any, by_hand: Any
 ) -> None:
-    ours, reference, before = linear(), linear(), copy.copy(clip)
-    wrapper, optimizer = OptimWrapper(sgd(ours), clip_grad=clip), sgd(reference)
+    ours, reference, before = LinearLoss(), LinearLoss(), copy.copy(clip)
+    wrapper, optimizer = wrap(ours, clip_grad=clip), sgd(reference)
     assert clip == before  # it may serve other wrappers too
     with EventStorage() as storage:
         assert wrapper.step()  # without gradients there is nothing to clip or to log
     assert storage.latest() == {}
     for batch in batches(5):
         with EventStorage() as storage:
-            assert wrapper.update_params(ours(batch).square().mean())
-        reference(batch).square().mean().backward()
+            assert wrapper.update_params(ours(batch))
+        reference(batch).backward()
         norm = by_hand(list(reference.parameters()))
-        assert storage.latest() == (
-            {} if norm is None else {"grad_norm": (norm.item(), 0)}
-        )
+        logged = {} if norm is None else {"grad_norm": (norm.item(), 0)}
+        assert storage.latest() == logged
         optimizer.step()
         optimizer.zero_grad()
     assert same(ours, reference)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    clippings: list[Any] = [{}, {"max_norm": -1.0}, {"max_norm": 1.0, "norm": 2}]
-    clippings += [{"type": kind, "max_norm": 1.0} for kind in ("both", "value")]
-    for clip in clippings:
-        message = f"clip_grad must be like .* not {re.escape(str(clip))}"
-        with pytest.raises(ValueError, match=message):
-            OptimWrapper(sgd(linear()), clip_grad=clip)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clip_grad": {}}, ValueError, "max_norm > 0"),
+        ({"clip_grad": {"max_norm": -1.0}}, ValueError, "max_norm=-1.0"),
+        ({"clip_grad": {"type": "both"}}, ValueError, "type='both'"),
+        ({"clip_grad": {"type": "value", "max_norm": 1}}, ValueError, "clip_value > 0"),
+        ({"clip_grad": {"max_norm": 1, "norm": 2}}, TypeError, "'norm'"),
+        ({"accumulative_counts": 0}, ValueError, "accumulative_counts .*: 0"),
+        ({"dtype": "float32"}, ValueError, "float16 or bfloat16, .*'float32'"),
+        ({"dtype": "half-ish"}, ValueError, "float16 or bfloat16, .*'half-ish'"),
+        ({"dtype": "float16", "loss_scale": "static"}, ValueError, "'static'"),
+        ({"dtype": "float16", "loss_scale": 0}, ValueError, "positive number.* 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        wrap(LinearLoss(), **options)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="optimizer must be"):
-        OptimWrapper(linear())  # type: ignore[arg-type]
-    for bad in (0, -1):
-        with pytest.raises(ValueError, match=f"accumulative_counts must be .*{bad}"):
-            OptimWrapper(sgd(linear()), accumulative_counts=bad)
+        OptimWrapper(LinearLoss())  # type: ignore[arg-type]
 
 
 def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
@@ -75,8 +99,8 @@ def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
     own = type(
         "Own", (torch.optim.SGD,), {"zero_grad": lambda self: calls.append("zero_grad")}
     )
-    wrapper = OptimWrapper(sgd(linear()))
-    wrapper.optimizer = own(linear().parameters())
+    wrapper = wrap(LinearLoss())
+    wrapper.optimizer = own(LinearLoss().parameters())
     wrapper.zero_grad()
     assert calls == ["zero_grad"]
 
@@ -97,15 +121,16 @@ def overriding(called: list[str], names: list[str]) -> type[OptimWrapper]:
 def test_what_a_subclass_overrides_is_called_in_mmengines_order() -> None:
     names = ["optim_context", "should_sync", "scale_loss", "backward"]
     names += ["should_update", "step", "zero_grad"]
-    model, called = linear(), []  # type: ignore[var-annotated]
+    model = LinearLoss()
+    called: list[str] = []
     wrapper = overriding(called, names)(sgd(model))
     with wrapper.optim_context(model):
-        loss = loss_of(model, batches(1)[0])
+        loss = model(batches(1)[0])
     wrapper.update_params(loss)
     assert called == names
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@in_each_precision
 def test_keywords_reach_the_optimizer_and_the_backward_pass(dtype: str | None) -> None:
     steps: list[dict[str, Any]] = []
 
@@ -113,143 +138,117 @@ def test_keywords_reach_the_optimizer_and_the_backward_pass(dtype: str | None) -
         def step(self, closure: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
             steps.append(kwargs)
 
-    model = linear()
+    model = LinearLoss()
     own = Own(model.parameters(), lr=0.1)
     wrapper = OptimWrapper(own) if dtype is None else AmpOptimWrapper(own, dtype)
-    loss = loss_of(model, batches(1)[0])
+    loss = model(batches(1)[0])
     wrapper.backward(loss, retain_graph=True)
     wrapper.update_params(loss, {"by": 2}, {"set_to_none": False})
     assert steps == [{"by": 2}]
+
+
+def test_the_rates_are_those_of_the_groups() -> None:
+    fc = LinearLoss().fc
+    groups = [{"params": [fc.weight], "lr": 0.3}, {"params": [fc.bias]}]
+    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1))
+    assert wrapper.get_lr() == {"lr": [0.3, 0.1]}
     assert wrapper.defaults["lr"] == 0.1
-
-
-def grouped(**options: Any) -> OptimWrapper:
-    model = linear()
-    groups = [{"params": [model.weight], "lr": 0.3}, {"params": [model.bias]}]
-    return OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9), **options)
-
-
-def test_several_groups_have_base_settings_that_schedulers_drive_too() -> None:
-    single = OptimWrapper(sgd(linear()))
-    assert (single.base_param_settings, single.get_lr()) == (None, {"lr": [0.1]})
-    assert single.param_groups is single.optimizer.param_groups
-    wrapper = grouped()
-    assert list(wrapper.get_lr().items()) == [("base_lr", [0.1]), ("lr", [0.3, 0.1])]
-    for group in wrapper.param_groups:
-        group["lr"] *= 0.5
-    assert wrapper.get_lr() == {"base_lr": [0.05], "lr": [0.15, 0.05]}
-    assert len(wrapper.optimizer.param_groups) == 2
-    other = grouped()
-    other.load_state_dict(wrapper.state_dict())
-    assert other.get_lr() == wrapper.get_lr()
-
-
-def test_the_momentum_is_that_of_sgd_or_the_first_beta_or_none() -> None:
-    parameters = list(linear().parameters())
-    assert grouped().get_momentum() == {"momentum": [0.9, 0.9]}
-    adam = OptimWrapper(torch.optim.Adam(parameters, betas=(0.8, 0.99)))
-    assert adam.get_momentum() == {"momentum": [0.8]}
-    assert OptimWrapper(torch.optim.Adagrad(parameters)).get_momentum() == {
-        "momentum": [0.0]
-    }
+    assert wrapper.param_groups is wrapper.optimizer.param_groups
 
 
 # Accumulation
 
 
 def test_accumulated_batches_give_the_gradients_of_one_large_batch() -> None:
-    ours, reference = linear(), linear()
-    wrapper = OptimWrapper(sgd(ours), accumulative_counts=4)
+    ours, reference = LinearLoss(), LinearLoss()
+    wrapper = wrap(ours, accumulative_counts=4)
     small = batches(4)
-    updated = [wrapper.update_params(ours(b).square().mean()) for b in small[:3]]
-    wrapper.backward(wrapper.scale_loss(ours(small[3]).square().mean()))
-    reference(torch.cat(small)).square().mean().backward()
-    assert updated == [False, False, False]
-    for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-7)
+    assert not any(wrapper.update_params(ours(batch)) for batch in small[:3])
+    wrapper.backward(wrapper.scale_loss(ours(small[3])))
+    reference(torch.cat(small)).backward()
+    torch.testing.assert_close(ours.fc.weight.grad, reference.fc.weight.grad)
 
 
-def reference_run(sizes: list[int], data: list[torch.Tensor]) -> nn.Module:
-    """Windows of these sizes, by hand."""
-    model = linear()
+def trained_by_hand(sizes: list[int], data: list[Tensor]) -> LinearLoss:
+    """Accumulations of these sizes."""
+    model = LinearLoss()
     optimizer = sgd(model)
-    place = 0
+    stream = iter(data)
     for size in sizes:
         optimizer.zero_grad()
-        for batch in data[place : place + size]:
-            (loss_of(model, batch) / size).backward()
+        for _ in range(size):
+            (model(next(stream)) / size).backward()
         optimizer.step()
-        place += size
     return model
 
 
-def test_the_last_window_is_shorter_and_still_a_mean_as_is_known_in_each_pass() -> None:
+def test_the_last_accumulation_of_a_run_may_be_shorter() -> None:
     data = batches(10)
-    model = linear()
-    wrapper = OptimWrapper(sgd(model), accumulative_counts=4)
+    model = LinearLoss()
+    wrapper = wrap(model, accumulative_counts=4)
     passes = []
-    for start, end in (
-        (0, 6),
-        (6, 10),
-    ):  # a longer run begins a whole window after a shorter one
+    # A longer run begins a whole accumulation after a shorter one.
+    for start, end in ((0, 6), (6, 10)):
         wrapper.initialize_count_status(model, start, end)
         for batch in data[start:end]:
-            known = (
-                wrapper.should_sync(),
-                wrapper.scale_loss(torch.tensor(12.0)).item(),
-            )
-            passes.append((*known, wrapper.update_params(loss_of(model, batch))))
-    whole, short = (
-        [(False, 3.0, False)] * 3 + [(True, 3.0, True)],
-        [(False, 6.0, False), (True, 6.0, True)],
-    )
+            is_last = wrapper.should_sync()
+            scaled = wrapper.scale_loss(torch.tensor(12.0)).item()
+            passes.append((is_last, scaled, wrapper.update_params(model(batch))))
+    whole = [(False, 3.0, False)] * 3 + [(True, 3.0, True)]
+    short = [(False, 6.0, False), (True, 6.0, True)]
     assert passes == [*whole, *short, *whole]
-    assert same(model, reference_run([4, 2, 4], data))
+    assert same(model, trained_by_hand([4, 2, 4], data))
+
+
+def test_an_accumulation_begins_anew_when_asked_to() -> None:
+    model = LinearLoss()
+    wrapper = wrap(model, accumulative_counts=2)
+    wrapper.update_params(model(batches(1)[0]))
+    assert not wrapper.should_update()
+    wrapper.start_accumulation()
+    assert wrapper.should_update()
+    updated = [wrapper.update_params(model(batch)) for batch in batches(4)]
+    assert updated == [False, True, False, True]
 
 
 def test_batch_norm_under_accumulation_is_worth_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = nn.Sequential(linear(), nn.BatchNorm1d(3))
-    OptimWrapper(sgd(model)).initialize_count_status(model, 0, 3)
+    model = nn.Sequential(LinearLoss(), nn.BatchNorm1d(3))
+    wrap(model).initialize_count_status(model, 0, 3)
     assert caplog.text == ""
-    OptimWrapper(sgd(model), accumulative_counts=2).initialize_count_status(model, 0, 3)
+    wrap(model, accumulative_counts=2).initialize_count_status(model, 0, 3)
     assert "Batch norm takes its statistics from one batch" in caplog.text
 
 
 @pytest.mark.parametrize(("count", "passes"), [(2, 2), (3, 4)])
-def test_a_resumed_run_begins_a_new_window_and_one_that_was_open_is_worth_a_warning(
+def test_a_resumed_run_begins_a_new_accumulation(
     count: int, passes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = linear()
-    old = OptimWrapper(sgd(model), accumulative_counts=count)
+    model = LinearLoss()
+    old = wrap(model, accumulative_counts=count)
     for batch in batches(passes):
-        old.update_params(loss_of(model, batch))
-    new = OptimWrapper(sgd(model), accumulative_counts=3)
+        old.update_params(model(batch))
+    new = wrap(model, accumulative_counts=3)
     new.load_state_dict(old.state_dict())
-    warned = "inside a window of accumulation, without its gradients" in caplog.text
+    warned = "without the gradients that are being accumulated" in caplog.text
     assert warned == (passes % count > 0)
     assert new.inner_count == passes
-    updated = [new.update_params(loss_of(model, batch)) for batch in batches(6)]
+    updated = [new.update_params(model(batch)) for batch in batches(6)]
     assert updated == [False, False, True, False, False, True]
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-def test_a_run_resumed_after_a_window_continues_bit_for_bit(dtype: str | None) -> None:
+@in_each_precision
+def test_a_run_that_resumes_after_an_update_continues_bit_for_bit(
+    dtype: str | None,
+) -> None:
     options: Any = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.1}}
-    models = [linear(), linear()]
-    whole, resumed = (
-        AmpOptimWrapper(sgd(m), dtype, **options)
-        if dtype
-        else OptimWrapper(sgd(m), **options)
-        for m in models
-    )
+    models = [LinearLoss(), LinearLoss()]
+    whole, resumed = (wrap(model, dtype, **options) for model in models)
 
     def step(model: nn.Module, wrapper: OptimWrapper, batch: Tensor) -> None:
         with wrapper.optim_context(model):
-            loss = model(batch).float().square().mean()
+            loss = model(batch).float()
         wrapper.update_params(loss)
 
     for i, batch in enumerate(batches(9)):
@@ -260,6 +259,189 @@ def test_a_run_resumed_after_a_window_continues_bit_for_bit(dtype: str | None) -
         if i > 2:
             step(models[1], resumed, batch)
     assert same(*models)
+
+
+def test_a_state_is_checked_before_anything_changes() -> None:
+    wrapper = wrap(LinearLoss())
+    before = copy.deepcopy(wrapper.state_dict())
+    adam = OptimWrapper(torch.optim.Adam(LinearLoss().parameters()))
+    wrapper.check_state_dict(before)
+    for refuse in (wrapper.check_state_dict, wrapper.load_state_dict):
+        with pytest.raises(ValueError, match="that of Adam, and this is SGD"):
+            refuse(adam.state_dict())
+    assert wrapper.state_dict() == before
+
+
+# Mixed precision
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (None, torch.bfloat16),  # torch's default on the CPU
+        ("bfloat16", torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        ("float16", torch.float16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_updates_equal_autocast_a_scaler_and_clipping_by_hand(
+    dtype: torch.dtype | str | None, precision: torch.dtype
+) -> None:
+    ours, reference = LinearLoss(), LinearLoss()
+    wrapper = AmpOptimWrapper(sgd(ours), dtype, clip_grad={"max_norm": 0.01})
+    optimizer = sgd(reference)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision is torch.float16)
+    assert wrapper.dtype is precision
+    for batch in batches(3):
+        with wrapper.optim_context(ours):
+            loss = ours.fc(batch).float().square().mean()
+        assert wrapper.update_params(loss)
+        with torch.autocast("cpu", precision):
+            expected = reference.fc(batch).float().square().mean()
+        scaler.scale(expected).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(loss, expected)
+    assert same(ours, reference)
+    assert wrapper.grad_scaler.state_dict() == scaler.state_dict()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_that_the_scaler_skips_is_counted(fused: bool) -> None:
+    model = LinearLoss()
+    before = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    wrapper = AmpOptimWrapper(optimizer, "float16")
+    good = batches(1)[0]
+    assert not wrapper.update_params(model(good) * torch.inf)
+    assert same(model, before)
+    assert wrapper.skipped_updates == 1
+    assert wrapper.update_params(model(good))
+    assert wrapper.skipped_updates == 1
+    assert not same(model, before)
+
+
+@pytest.mark.parametrize("name", ["grad_scaler", "loss_scaler"])  # MMEngine's
+def test_the_scaler_resumes(name: str) -> None:
+    model = LinearLoss()
+    wrapper = AmpOptimWrapper(sgd(model), "float16")
+    wrapper.update_params(model(batches(1)[0]) * torch.inf)
+    state = wrapper.state_dict()
+    state[name] = state.pop("grad_scaler")
+    other = AmpOptimWrapper(sgd(LinearLoss()), "float16")
+    other.load_state_dict(state)
+    assert other.skipped_updates == 1
+    assert other.grad_scaler.get_scale() == 32768.0
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_who_looks_before_the_update_sees_true_gradients(dtype: str | None) -> None:
+    model, reference = LinearLoss(), LinearLoss()
+    wrapper = wrap(model, dtype, clip_grad={"max_norm": 1e-3})
+    seen = []
+
+    def look() -> None:
+        wrapper.unscale_gradients()  # again: it changes nothing
+        assert model.fc.weight.grad is not None
+        seen.append(model.fc.weight.grad.clone())
+
+    wrapper.after_backward = look
+    batch = batches(1)[0]
+    wrapper.update_params(model(batch))
+    reference(batch).backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], reference.fc.weight.grad)
+
+
+def test_the_device_is_that_of_the_first_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(1, device="meta"))
+    groups = [{"params": []}, {"params": [parameter]}]
+    wrapper = AmpOptimWrapper(torch.optim.SGD(groups, lr=0.1), "bfloat16")
+    assert wrapper.device_type == "meta"
+
+
+def test_a_scale_may_be_fixed_or_a_scalers() -> None:
+    options = {"init_scale": 4.0, "growth_interval": 1}
+    scaler = torch.amp.GradScaler("cpu", **options)  # type: ignore[arg-type]
+    scales: list[Any] = [8, options, scaler]
+    models = [LinearLoss() for _ in scales]
+    fixed, grown, given = wrappers = [
+        AmpOptimWrapper(sgd(model), "float16", loss_scale=scale)
+        for model, scale in zip(models, scales, strict=True)
+    ]
+    for factor in (1.0, torch.inf, 1.0, 1.0):
+        for model, wrapper in zip(models, wrappers, strict=True):
+            updated = wrapper.update_params(model(batches(1)[0]) * factor)
+            assert updated == (factor == 1.0)
+        assert fixed.grad_scaler.get_scale() == 8.0
+    assert given.grad_scaler is scaler
+    # 4 * 2 / 2 * 2 * 2
+    assert grown.grad_scaler.get_scale() == scaler.get_scale() == 16.0
+    assert same(models[1], models[2])
+    assert [wrapper.skipped_updates for wrapper in wrappers] == [1, 1, 1]
+
+
+# Several optimizers
+
+
+def several(**options: Any) -> tuple[LinearLoss, LinearLoss, OptimWrapperDict]:
+    a, b = LinearLoss(), LinearLoss()
+    wrapper = AmpOptimWrapper(sgd(b, lr=0.2), "float16")
+    return a, b, OptimWrapperDict(a=wrap(a, **options), b=wrapper)
+
+
+def test_each_of_several_optimizers_updates_on_its_own() -> None:
+    a, b, wrappers = several(accumulative_counts=2)
+    data = batches(2)
+    assert not wrappers["a"].update_params(a(data[0]))
+    assert wrappers["a"].update_params(a(data[1]))
+    assert same(a, trained_by_hand([2], data))
+    assert same(b, LinearLoss())
+    assert wrappers["b"].inner_count == 0
+
+
+def test_rates_and_metrics_of_several_optimizers_have_their_names() -> None:
+    a, b, wrappers = several(clip_grad={"max_norm": 1.0})
+    batch = batches(1)[0]
+    assert wrappers.get_lr() == {"a.lr": [0.1], "b.lr": [0.2]}
+    assert [groups[0]["lr"] for groups in wrappers.param_groups.values()] == [0.1, 0.2]
+    with EventStorage() as storage:
+        wrappers["a"].update_params(a(batch))
+        assert not wrappers["b"].update_params(b(batch) * torch.inf)
+    assert list(storage.latest()) == ["a.grad_norm", "b.skipped_updates"]
+    a(batch).backward()
+    b(batch).backward()
+    wrappers.zero_grad()  # of all
+    assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
+
+
+def test_all_of_several_optimizers_begin_a_new_accumulation() -> None:
+    a, _, wrappers = several(accumulative_counts=2)
+    wrappers["a"].update_params(a(batches(1)[0]))
+    wrappers.initialize_count_status(a, 7, 8)
+    assert wrappers["a"].should_update()
+    assert wrappers["a"].inner_count == 1
+
+
+def test_the_state_of_several_optimizers_goes_by_name() -> None:
+    a, b, wrappers = several()
+    wrappers["a"].update_params(a(batches(1)[0]))
+    wrappers["b"].update_params(b(batches(1)[0]) * torch.inf)
+    _, _, others = several()
+    others.load_state_dict(wrappers.state_dict())
+    assert others["a"].inner_count == 1
+    assert others["b"].skipped_updates == 1
+    with pytest.raises(ValueError, match=r"\['a'\], not \['a', 'b'\]"):
+        others.check_state_dict({"a": wrappers["a"].state_dict()})
+
+
+def test_a_member_must_be_a_wrapper() -> None:
+    with pytest.raises(TypeError, match="'a' must be an OptimWrapper: SGD"):
+        OptimWrapperDict(a=sgd(LinearLoss()))  # type: ignore[arg-type]
 
 
 # Several ranks
@@ -284,7 +466,7 @@ class Exchanges(TorchDispatchMode):
 
 
 def _accumulated() -> tuple[list[int], dict[str, Any]]:
-    """Windows of two passes: how often each pass exchanges gradients, and the weights."""
+    """Of two passes each: how often each pass exchanges gradients, and the weights."""
     model = sharded.make_sharded()
     wrapper = sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP)
     exchanges = []
@@ -355,7 +537,7 @@ def two() -> list[dict[str, Any]]:
     return run_ranks(_on_two_ranks, 2)
 
 
-def test_shards_are_exchanged_at_the_end_of_a_window_and_updated_as_in_one_process(
+def test_shards_are_exchanged_at_the_end_of_an_accumulation(
     two: list[dict[str, Any]],
 ) -> None:
     model = sharded.make_model()

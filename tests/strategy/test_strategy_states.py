@@ -9,6 +9,7 @@ from strategy_toys import SGD, Regression, batch, train
 from torch import nn
 
 import hooktrain
+import hooktrain.compat.mmengine  # has rules for parameters
 from equality import assert_equal
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_file
 from hooktrain.engine import StepTrainer, hooks
@@ -63,7 +64,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(second.model_state_dict()[name], value)
 
 
-def test_the_windows_of_accumulation_go_on_where_they_were(tmp_path: Path) -> None:
+def test_accumulations_go_on_where_they_were(tmp_path: Path) -> None:
     accumulating = {"optim_wrapper": {**SGD, "accumulative_counts": 4}}
     first = prepared(tmp_path, **accumulating)
     go(first, range(4))
@@ -72,7 +73,7 @@ def test_the_windows_of_accumulation_go_on_where_they_were(tmp_path: Path) -> No
     second = prepared(tmp_path, **accumulating)
     second.resume(tmp_path / "a.pth")
     assert go(second, range(4, 9)) == expected
-    assert second.optim_wrapper.should_update()  # the last window is one of one pass
+    assert second.optim_wrapper.should_update()  # the last accumulation has one pass
 
 
 def test_a_checkpoint_has_the_parts_and_what_is_added(tmp_path: Path) -> None:
@@ -363,10 +364,7 @@ def as_mmengine_has_it(
         "optimizer": {
             "state": {k: saved["state"][name] for k, name in enumerate(model)},
             "param_groups": groups,
-            "base_param_settings": {
-                **saved["base_param_settings"],
-                "params": torch.zeros(1),
-            },
+            "base_param_settings": {"lr": 0.05, "params": torch.zeros(1)},
         },
         "param_schedulers": [schedule | {"_last_value": [*values, 0.05]}],
     }

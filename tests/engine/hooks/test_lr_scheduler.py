@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import (
     StepLR as TorchStepLR,
 )
 
+from hooktrain.compat.momentum import LinearMomentum
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, LRScheduler, ParamSchedulerHook
 from hooktrain.solver import (
@@ -20,7 +21,6 @@ from hooktrain.solver import (
     CosineAnnealingLR,
     CosineParamScheduler,
     LinearLR,
-    LinearMomentum,
     LinearParamScheduler,
     LRMultiplier,
     MultiStepLR,

@@ -13,14 +13,8 @@ import hooktrain.solver.param_scheduler
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import mmengine.optim.scheduler
-    from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
 
 ours, theirs = hooktrain.solver.param_scheduler, mmengine.optim.scheduler
-TheirWrapper = mmengine.optim.OptimWrapper
-THEIR_MIXINS = (
-    lr_scheduler.LRSchedulerMixin,
-    momentum_scheduler.MomentumSchedulerMixin,
-)
 SAME_EACH_TIME = settings(
     deadline=None, derandomize=True, database=None, max_examples=40
 )

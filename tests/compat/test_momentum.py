@@ -1,0 +1,152 @@
+"""Schedulers as MMEngine has them: of the momentum, and subclasses of users."""
+
+import copy
+import inspect
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
+
+from hooktrain.compat import mmengine as ours
+from hooktrain.utils.registry import PARAM_SCHEDULERS
+from scheduler_toys import SAME_EACH_TIME, schedulers, sgd, theirs, values
+
+OUR_MIXINS = (ours.LRSchedulerMixin, ours.MomentumSchedulerMixin)
+THEIR_MIXINS = (
+    lr_scheduler.LRSchedulerMixin,
+    momentum_scheduler.MomentumSchedulerMixin,
+)
+
+
+def near(reference: list[list[float]]) -> list[Any]:
+    return [pytest.approx(step, rel=1e-12, abs=1e-15) for step in reference]
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(
+    specs: Any,
+) -> None:
+    def momentum(group: dict[str, Any]) -> Any:
+        return group["momentum"]
+
+    reference = values(theirs, specs, sgd(0.1, 0.37), momentum, form="Momentum")
+    seen = values(ours, specs, sgd(0.1, 0.37), momentum, form="Momentum")
+    assert seen == near(reference)
+    groups = [torch.nn.Parameter(torch.zeros(1))]
+    mine, other = (
+        torch.optim.Adam(groups, betas=(0.8, 0.95)),
+        torch.optim.Adam(groups, betas=(0.8, 0.95)),
+    )
+    seen = values(ours, specs, mine, lambda group: group["betas"][0], form="Momentum")
+    assert seen == near(values(theirs, specs, other, momentum, form="Momentum"))
+    assert mine.param_groups[0]["betas"] == (mine.param_groups[0]["momentum"], 0.95)
+
+
+NAMES = [name for name in dir(theirs) if name.endswith("Momentum")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_momentum_schedulers_have_the_arguments_of_those_of_the_rate(name: str) -> None:
+    kind = getattr(ours, name)
+    of_rate = getattr(ours, name.replace("Momentum", "LR"))
+    assert inspect.signature(kind) == inspect.signature(of_rate)
+    assert PARAM_SCHEDULERS.get(name) is pickle.loads(pickle.dumps(kind)) is kind
+
+
+def subclasses_for_mmengine(library: Any, mixins: Any) -> dict[str, Any]:
+    """Schedulers as users of MMEngine write them: recursive, by keyword, with a mixin."""
+
+    class QuadraticParamScheduler(library._ParamScheduler):  # type: ignore[misc]
+        def __init__(
+            self,
+            optimizer: Any,
+            param_name: str,
+            power: int = 2,
+            begin: int = 0,
+            end: int = 20,
+            **kw: Any,
+        ) -> None:
+            self.total_iters, self.power = end - begin, power
+            super().__init__(
+                optimizer=optimizer, param_name=param_name, begin=begin, end=end, **kw
+            )
+
+        def _get_value(self) -> list[Any]:
+            rise = (2 * self.last_step + 1) / self.total_iters**self.power
+            if self.last_step == 0:
+                return [base_value * rise for base_value in self.base_values]
+            return [
+                group[self.param_name] + base_value * rise
+                for base_value, group in zip(
+                    self.base_values, self.optimizer.param_groups, strict=True
+                )
+            ]
+
+    class QuadraticLR(mixins[0], QuadraticParamScheduler):  # type: ignore[misc]
+        pass
+
+    class QuadraticMomentum(mixins[1], QuadraticParamScheduler):  # type: ignore[misc]
+        pass
+
+    class HalvingLR(library.StepLR):  # type: ignore[misc]
+        def _get_value(self) -> list[Any]:
+            factor = 0.5 if self.last_step % self.step_size == 1 else 1.0
+            return [
+                group[self.param_name] * factor for group in self.optimizer.param_groups
+            ]
+
+    return {
+        "QuadraticLR": lambda o: QuadraticLR(o, begin=3, end=13, by_epoch=False),
+        "QuadraticMomentum": lambda o: QuadraticMomentum(o, 2, 0),
+        "HalvingLR": lambda o: HalvingLR(o, step_size=4, end=30),
+        "converted": lambda o: HalvingLR.build_iter_from_epoch(
+            o, step_size=2, epoch_length=3
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["QuadraticLR", "QuadraticMomentum", "HalvingLR", "converted"]
+)
+@pytest.mark.parametrize(
+    "make", [sgd, lambda *lrs: torch.optim.Adam(sgd(*lrs).param_groups)]
+)
+@pytest.mark.parametrize("at", [1, 7, 25])
+def test_a_subclass_written_for_mmengine_has_its_values_here_and_resumes(
+    name: str, make: Any, at: int
+) -> None:
+    def values(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:
+        seen = []
+        for _ in range(steps):
+            scheduler.step()
+            seen.append(
+                [
+                    (group["lr"], group.get("momentum"))
+                    for group in optimizer.param_groups
+                ]
+            )
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = make(0.1, 0.37)
+        expected = values(
+            reference,
+            subclasses_for_mmengine(theirs, THEIR_MIXINS)[name](reference),
+            40,
+        )
+    whole, resumed = make(0.1, 0.37), make(0.1, 0.37)
+    first, second = (
+        subclasses_for_mmengine(ours, OUR_MIXINS)[name](o) for o in (whole, resumed)
+    )
+    assert values(whole, first, at) == expected[:at]
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(first.state_dict())
+    assert values(resumed, second, 40 - at) == expected[at:]
+    if "Momentum" in name and "betas" in resumed.param_groups[0]:
+        assert resumed.param_groups[0]["betas"][0] == expected[-1][0][1]

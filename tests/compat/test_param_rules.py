@@ -1,0 +1,265 @@
+"""MMEngine's rules for parameters, compared with MMEngine's."""
+
+import copy
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings as examples, strategies as st
+from torch import nn
+
+from group_toys import NAMES, Net, Tied, half_frozen
+from hooktrain.compat.mmengine import DefaultOptimWrapperConstructor
+from hooktrain.config import ConfigDict
+from hooktrain.solver import build_optim_wrapper
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import mmengine.optim.optimizer.default_constructor as mmengine
+
+
+BASE = (1.0, 10.0)  # SGD's learning rate and weight decay in ours()
+SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
+Settings = dict[str, tuple[float, float]]
+
+
+def settings(model: nn.Module, groups: list[dict[str, Any]]) -> Settings:
+    """``(lr, weight_decay)`` of each parameter that is in the groups, by its first name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+
+
+def ours(model: nn.Module, paramwise_cfg: Any, **options: Any) -> Settings:
+    """The settings with SGD's learning rate 1 and weight decay 10, unless told otherwise."""
+    cfg = {"optimizer": {"type": "SGD", "lr": 1.0, "weight_decay": 10.0, **options}}
+    wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
+    return settings(model, wrapper.optimizer.param_groups)
+
+
+def paramwise(
+    model: nn.Module, paramwise_cfg: Any, **options: Any
+) -> list[dict[str, Any]]:
+    cfg = {"optimizer": {"type": "SGD", "lr": 1.0, **options}}
+    wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
+    return wrapper.optimizer.param_groups
+
+
+DECAYS = [f"{part}_decay_mult" for part in ("bias", "norm", "dwconv", "flat")]
+
+
+def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() -> None:
+    found = paramwise(
+        Net(), {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}, weight_decay=1.0
+    )
+    assert [g["weight_decay"] for g in found] == [0.0, 1.0]
+    assert found[1]["param_names"][:3] == [
+        "scale",
+        "backbone.stem.weight",
+        "backbone.norm.weight",
+    ]
+    keys = {"head": {"lr_mult": 1, "decay_mult": 1}}
+    assert len(paramwise(Net(), {"custom_keys": keys}, weight_decay=1.0)) == 1
+    keys = {
+        "head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}
+    }  # are options of a group
+    last = paramwise(Net(), {"custom_keys": keys})[-1]
+    assert last["param_names"] == ["head.weight", "head.bias"]
+    assert (last["lr"], last["momentum"], last["anything"]) == (2.0, 0.5, "x")
+    assert "lr_mult" not in last
+
+
+def test_groups_are_logged_and_frozen_parameters_and_keys_without_a_match_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys = {"backbone.blok": {"lr_mult": 0.5}, "head": {}}
+    with caplog.at_level(logging.INFO):
+        found = ours(half_frozen(), {"bias_lr_mult": 2.0, "custom_keys": keys})
+    assert list(found) != NAMES[:-2] == sorted(found, key=NAMES.index)
+    assert [r.message for r in caplog.records][:2] == [
+        "2 parameters are frozen and not optimized: ['head.weight', 'head.bias']",
+        "custom_keys: 'backbone.blok' is in no parameter's name; did you mean 'backbone'?",
+    ]
+    assert (
+        "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias', 'backbone.stem"
+        in caplog.text
+    )
+
+
+def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
+    cfg: dict[str, Any] = {"custom_keys": {"head": {"lr_mult": 0.5}}}
+    message = r"\['embed.weight', 'head.weight'\]: {'lr': 1.0}, \[{'lr': 0.5}\]; see bypass_dup"
+    with pytest.raises(ValueError, match=message):
+        paramwise(Tied(), cfg)
+
+
+def test_a_learning_rate_may_be_a_tensor_or_torchs_default() -> None:
+    found = paramwise(nn.Linear(1, 1), {"bias_lr_mult": 2.0}, lr=torch.tensor(0.25))
+    assert [float(g["lr"]) for g in found] == [0.25, 0.5]
+    rules = {"custom_keys": {"bias": {"betas": (0.5, 0.9)}}}
+    wrapper = DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)
+    assert wrapper(nn.Linear(1, 1)).get_lr()["lr"] == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"norm_decay_mul": 0.0}, "no rule 'norm_decay_mul'; did you mean 'norm_dec"),
+        ({"dcn_offset_lr_mult": 0.1}, "no rule 'dcn_offset_lr_mult'"),
+        (
+            {"bias_lr_mult": -1.0},
+            "bias_lr_mult must be finite and not negative, but got -1.0",
+        ),
+        (
+            {"custom_keys": {"a": {"decay_mult": float("nan")}}},
+            r"keys\['a'\].decay_mult .* nan",
+        ),
+        ({"custom_keys": {"a": {"lr_mul": 0.1}}}, "'lr_mul' should be 'lr_mult'"),
+        (
+            {"custom_keys": {"a": {"decay_mult": 1}}},
+            "_mult multiplies weight_decay: the optimiz",
+        ),
+        (
+            {"norm_decay_mult": 0.0},
+            "_mult multiplies weight_decay: the optimizer's must be",
+        ),
+        (
+            {"bias_lr_mult": 2.0},
+            "_mult multiplies lr: the optimizer's must be configured",
+        ),
+    ],
+)
+def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(
+    rules: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)(
+            nn.Linear(1, 1)
+        )
+
+
+def test_a_configuration_has_rules_once_the_module_is_imported(tmp_path: Any) -> None:
+    rules = {"custom_keys": {"bias": {"tags": ["a", {"b": 1}]}}}
+    cfg = ConfigDict(
+        optimizer={"type": "Adafactor", "eps": [1e-30, 1e-3]}, paramwise_cfg=rules
+    )
+    wrapper: Any = build_optim_wrapper(nn.Linear(1, 1), cfg)
+    torch.save(wrapper.state_dict(), tmp_path / "state.pth")
+    groups = torch.load(tmp_path / "state.pth", weights_only=True)["param_groups"]
+    assert (groups[1]["eps"], groups[1]["tags"]) == ([1e-30, 1e-3], ["a", {"b": 1}])
+
+
+def test_the_configurations_serve_several_models() -> None:
+    cfg = {"optimizer": {**SGD, "weight_decay": 1.0}}
+    rules = {"custom_keys": {"bias": {"lr_mult": 2.0}}, "norm_decay_mult": 0.0}
+    before = copy.deepcopy((cfg, rules))
+    constructor = DefaultOptimWrapperConstructor(cfg, rules)
+    first, second = constructor(nn.Linear(1, 1)), constructor(nn.Linear(2, 2))
+    assert (cfg, rules) == before
+    assert first.get_lr() == second.get_lr() == {"lr": [0.1, 0.2]}
+    assert first.optimizer is not second.optimizer
+
+
+def test_a_subclass_may_have_rules_of_its_own() -> None:
+    class ByLayer(DefaultOptimWrapperConstructor):
+        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
+            for layer, parameter in enumerate(module.parameters()):
+                scale = self.paramwise_cfg["decay_rate"] ** layer
+                params.append({"params": [parameter], "lr": self.base_lr * scale})
+
+    class Both(ByLayer):
+        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
+            DefaultOptimWrapperConstructor.add_params(self, params, module)
+            params[0]["lr"] *= self.paramwise_cfg["decay_rate"]
+
+    rules = {"decay_rate": 0.5, "bias_lr_mult": 2.0}
+    sgd = {"optimizer": {"type": "SGD", "lr": 1.0}}
+    assert ByLayer(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [1.0, 0.5]
+    assert Both(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [0.5, 2.0]
+
+
+def test_every_kind_of_norm_has_the_weight_decay_of_norms() -> None:
+    norms = [nn.BatchNorm1d(2), nn.InstanceNorm3d(2, affine=True), nn.LayerNorm(2)]
+    model = nn.Sequential(*norms, nn.GroupNorm(1, 2), nn.RMSNorm(2), nn.Linear(2, 2))
+    for name, found in ours(model, {"norm_decay_mult": 0.5}).items():
+        assert found == (BASE if name[0] == "5" else (1.0, 5.0))
+
+
+# The same as MMEngine, for random rules
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MMEngine logs each parameter."""
+    monkeypatch.setattr(mmengine, "print_log", lambda *args, **kwargs: None)
+
+
+def theirs(model: nn.Module, paramwise_cfg: Any) -> Settings:
+    optimizer = {"type": "SGD", "lr": 1.0, "weight_decay": 10.0}
+    constructor = mmengine.DefaultOptimWrapperConstructor(
+        {"type": "OptimWrapper", "optimizer": optimizer}, copy.deepcopy(paramwise_cfg)
+    )
+    return settings(model, constructor(model).optimizer.param_groups)
+
+
+KEYS = [
+    "backbone",
+    "norm",
+    ".norm",
+    "norm.weight",
+    "head",
+    "head.weight",
+    "bias",
+    ".bias",
+]
+KEYS += [".scale", "weight", "conv", "embed", "branch", "a", "", "stem", "no such part"]
+MULT = st.sampled_from([0, 0.0, 0.1, 1, 1.0, 0.3, 2.5])
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "lr_mult": MULT,
+        "decay_mult": MULT,
+        "momentum": st.just(0.5),
+        "lr": MULT,
+    },
+)
+RULES = {
+    "custom_keys": st.dictionaries(st.sampled_from(KEYS), SETTINGS, max_size=4),
+    "bias_lr_mult": MULT,
+}
+CONFIGS = st.fixed_dictionaries({}, optional=RULES | dict.fromkeys(DECAYS, MULT))
+random_rules = examples(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@random_rules
+@given(CONFIGS)
+def test_settings_are_those_of_mmengine(cfg: dict[str, Any]) -> None:
+    model = Net()
+    assert ours(model, cfg) == theirs(model, cfg)
+
+
+@random_rules
+@given(CONFIGS)
+def test_of_parameters_with_several_names_the_first_counts_as_in_mmengine(
+    cfg: dict[str, Any],
+) -> None:
+    model, bypassing = Tied(), {**cfg, "bypass_duplicate": True}
+    expected = theirs(model, bypassing)
+    assert ours(model, bypassing) == expected
+    found, refusal = expected, ""
+    try:
+        found = ours(model, {**cfg, "bypass_duplicate": False})
+    except ValueError as error:
+        refusal = str(error)
+    assert found == expected
+    assert not refusal or "rules differ for" in refusal
+    assert (
+        not refusal or cfg["custom_keys"]
+    )  # the other rules look at the layer, not at the name
