@@ -432,10 +432,10 @@ class TrainerBase:
         """Ask for an early, orderly end of the run, from any hook or rank.
 
         The current iteration is completed. Then all ranks stop at the same iteration: at once in
-        a single process, else at the next exchange, every ``sync_period`` iterations. If a window
-        of accumulation is open there, they stop at its end. ``max_iter`` becomes the number of
-        finished iterations, so that the final checkpoint, evaluation and logs happen as at any
-        end.
+        a single process, else at the next exchange, every ``sync_period`` iterations. If
+        gradients are being accumulated there, they stop after the update. ``max_iter`` becomes the
+        number of finished iterations, so that the final checkpoint, evaluation and logs happen as
+        at any end.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)

@@ -368,7 +368,7 @@ class BaseStrategy(ABC):
                 group["lr"] = group["lr"] * ratio
 
     def _count_passes(self, done: int = 0) -> None:
-        """Say how long the run is, so that the last window of accumulation is shorter."""
+        """Say how long the run is, so that the last accumulation is shorter."""
         max_iters = self.dispatch_kwargs.get("max_iters")
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
             if wrapper.accumulative_counts > 1 and max_iters is not None:

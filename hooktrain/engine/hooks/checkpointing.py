@@ -41,7 +41,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     files only the main process writes. What is saved in the background is complete when ``train()``
     returns.
 
-    Gradients are not saved. So inside a window of accumulation a save is put off until the window
+    Gradients are not saved. So inside an accumulation a save is put off until the accumulation
     ends, for a period at most.
     """
 
@@ -278,7 +278,7 @@ class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
 
     A signal only sets a flag. A single process looks at it at the end of the iteration, and goes on
-    to the end of a window of accumulation. Several ranks, not all of which need to have got the
+    to the end of an accumulation. Several ranks, not all of which need to have got the
     signal, stop at the same iteration, at the next exchange of the trainer (every ``sync_period``
     iterations). There the checkpoint ``{file_prefix}_0000099.pth`` is written, and ``SystemExit``
     is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no
