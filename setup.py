@@ -19,13 +19,17 @@ STREAMS = ["torchdata>=0.10"]
 
 
 class BuildWithScripts(build_py):
-    """Puts the scripts and configurations into the package, for the command hooktrain."""
+    """Puts what the command hooktrain needs into the package."""
 
     def run(self):
         super().run()
-        for folder in () if self.editable_mode else ("tools", "configs"):
-            target = Path(self.build_lib, "hooktrain", folder)
+        if self.editable_mode:
+            return
+        package = Path(self.build_lib, "hooktrain")
+        shutil.copy(ROOT / "README.md", package)
+        for folder in ("tools", "configs"):
             unwanted = shutil.ignore_patterns("__pycache__")
+            target = package / folder
             shutil.copytree(ROOT / folder, target, ignore=unwanted, dirs_exist_ok=True)
 
 

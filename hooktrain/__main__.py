@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from importlib.metadata import distribution
 from pathlib import Path
 
 # In an installed package they lie in its folder, and in a clone beside it.
@@ -55,11 +54,7 @@ def new(folder: str = "", *rest: str) -> None:
     """Make a folder with the training script that the README shows."""
     if folder[:1] in ("", "-") or rest:
         raise SystemExit("usage: hooktrain new FOLDER")
-    readme = _ROOT / "README.md"
-    if readme.exists():
-        text = readme.read_text("utf-8")
-    else:  # an installed package has it as its description
-        text = distribution("hooktrain").read_text("METADATA") or ""
+    text = (_ROOT / "README.md").read_text("utf-8")
     script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert script is not None
     path = Path(folder, "train.py")

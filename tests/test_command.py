@@ -90,6 +90,7 @@ def test_an_installed_package_has_its_scripts(
     ]
     subprocess.run(build, cwd=ROOT, check=True)
     for name in (
+        "README.md",
         "tools/train_net.py",
         "configs/common/train.py",
         "demos/digits_data/README.md",

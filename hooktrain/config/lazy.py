@@ -18,7 +18,6 @@ from hooktrain.config.config_dict import (
     logger,
     resolve,
     restore_references,
-    to_config,
 )
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.plain_data import NOT_SAVED, dotted_lines, to_data
@@ -111,12 +110,13 @@ class LazyConfig:
 
         Raises:
             ValueError: If the file is neither, or a reference names nothing.
-            FileNotFoundError: If there is no such file, or none that a relative import names.
+            FileNotFoundError: If there is no such file, or none that a relative import names. It
+                names a file, not a folder.
             KeyError: If there is no global of that name.
         """
         path = Path(filename).absolute()
         if path.suffix == ".py":
-            names = ConfigDict(vars(_run(path)))
+            names = _run(path)
             public = [name for name in names if _is_public(names, name)]
             cfg = ConfigDict({name: names[name] for name in public})
         else:
@@ -188,19 +188,21 @@ def _is_public(names: Mapping[str, Any], name: str) -> bool:
     return isinstance(names[name], dict | list) and name[0] != "_"
 
 
-def _run(path: Path) -> SimpleNamespace:
+def _run(path: Path) -> ConfigDict:
     """Run a Python file, in which relative imports mean files beside it."""
 
     def import_(
         name: str,
         globals: Any = None,
         locals: Any = None,
-        fromlist: Sequence[str] | None = None,
+        fromlist: Any = None,
         level: int = 0,
     ) -> Any:
-        if level > 0:
-            return _import_relative(path, name, fromlist or (), level)
-        return builtins.__import__(name, globals, locals, fromlist or (), level)
+        if level == 0:
+            return builtins.__import__(name, globals, locals, fromlist)
+        # As many dots as folders above the importing file.
+        target = Path(*path.parts[:-level]).joinpath(*name.split("."))
+        return SimpleNamespace(**_run(target.with_name(f"{target.name}.py")))
 
     # The file's own copy of the builtins: only this file sees the other __import__.
     own_builtins = {**vars(builtins), "__import__": import_}
@@ -210,23 +212,4 @@ def _run(path: Path) -> SimpleNamespace:
         run_name=f"config:{path}",
     )
     del names["__builtins__"]
-    return SimpleNamespace(**to_config(names))
-
-
-def _import_relative(
-    importer: Path,
-    name: str,
-    fromlist: Sequence[str],
-    level: int,
-) -> SimpleNamespace:
-    """What ``from <dots><name> import <fromlist>`` gives in the config file ``importer``."""
-    folder = Path(*importer.parts[:-level])
-    target = folder.joinpath(*name.split("."))
-    file = target.with_name(f"{target.name}.py")
-    if name and (file.is_file() or not target.is_dir()):
-        return _run(file)
-    # A folder, from which files are imported.
-    files = SimpleNamespace()
-    for item in fromlist:
-        setattr(files, item, _run(target / f"{item}.py"))
-    return files
+    return ConfigDict(names)

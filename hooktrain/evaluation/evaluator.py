@@ -23,9 +23,7 @@ from hooktrain.utils.workers import start_workers
 logger = logging.getLogger(__name__)
 
 _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
-_PARTS = ("Dataloading", "Inference", "Eval")
 _SECONDS_BETWEEN_LINES = 5.0
-_WARMUP_BATCHES = 5
 _END = object()
 _limit: ContextVar[int | None] = ContextVar("_limit", default=None)
 
@@ -179,8 +177,8 @@ def inference_on_dataset(
     ranks of a sharded model compute together: those with fewer batches call it with stand-ins,
     which the evaluator does not see.
 
-    Times are those of the host. An accelerator is waited for only before a line is logged and after
-    the warm-up, so totals are right, and work that was queued counts where the host waited for it.
+    Times are those of the host. An accelerator is waited for only at the end, so the total is
+    right, and work that was queued counts where the host waited for it.
 
     Args:
         model: a module, or any function of a batch.
@@ -222,11 +220,11 @@ def inference_on_dataset(
         call["on_start"]()
         for inputs, is_own in _batches(data_loader, module):
             inputs = move(inputs)
-            progress.lap("Dataloading")
+            progress.lap()
             call["before_inference"]()
             outputs = forward(inputs)
             call["after_inference"]()
-            progress.lap("Inference")
+            progress.seconds_in_model += progress.lap()
             if is_own:
                 evaluator.process(inputs, outputs)
             progress.end_batch()
@@ -319,7 +317,7 @@ class _Progress:
 
     Args:
         data_loader: its length is the number of batches, if it has one.
-        module: an accelerator with its parameters is waited for before times are shown.
+        module: an accelerator with its parameters is waited for at the end.
     """
 
     def __init__(self, data_loader: Iterable[Any], module: nn.Module) -> None:
@@ -331,52 +329,29 @@ class _Progress:
         devices = {parameter.device for parameter in module.parameters()}
         self._accelerators = [d for d in devices if d.type != "cpu"]
         self.batches = 0
-        self._warmup = 0
-        self._seconds = dict.fromkeys(_PARTS, 0.0)
+        self.seconds_in_model = 0.0
         self._start = time.perf_counter()
         self._lap_end = self._start
         self._last_line = self._start
 
-    def lap(self, part: str) -> None:
-        """Count the time since the last lap as that of a part."""
-        now = time.perf_counter()
-        self._seconds[part] += now - self._lap_end
-        self._lap_end = now
+    def lap(self) -> float:
+        """The seconds since the last lap."""
+        before = self._lap_end
+        self._lap_end = time.perf_counter()
+        return self._lap_end - before
 
     def end_batch(self) -> None:
         """Count a batch, and show that."""
-        self.lap("Eval")
         timer.beat()
         self.batches += 1
-        mean = (self._lap_end - self._start) / self.batches
+        now = time.perf_counter()
+        mean = (now - self._start) / self.batches
         left = max(0.0, mean * (self._total - self.batches))
         is_watched = show_progress("Evaluating", self.batches, self._total, left)
-        is_due = self._lap_end - self._last_line >= _SECONDS_BETWEEN_LINES
+        is_due = now - self._last_line >= _SECONDS_BETWEEN_LINES
         if is_due and not is_watched:
-            self._last_line = self._lap_end
+            self._last_line = now
             self._log_line(mean, left)
-        if self.batches == min(_WARMUP_BATCHES, self._total - 1):
-            self._synchronize()
-            self._warmup = self.batches
-            self._seconds = dict.fromkeys(_PARTS, 0.0)
-
-    def log_summary(self) -> None:
-        """Log the whole time, and the means of a batch, without the first few of them."""
-        self._synchronize()
-        measured = max(1, self.batches - self._warmup)
-        logger.info(
-            "Evaluated %d batches in %s (%.4f s each, %.4f s in the model)",
-            self.batches,
-            pretty_seconds(self._lap_end - self._start),
-            sum(self._seconds.values()) / measured,
-            self._seconds["Inference"] / measured,
-        )
-
-    def _synchronize(self) -> None:
-        """Wait for the accelerator."""
-        for device in self._accelerators:
-            torch.accelerator.synchronize(device)  # a host-device synchronisation
-        self.lap("Inference")
 
     def _log_line(self, mean: float, left: float) -> None:
         done = str(self.batches)
@@ -385,3 +360,19 @@ class _Progress:
             done += f"/{self._total}"
             eta = f" ETA={pretty_seconds(left)}"
         logger.info("Inference done %s. %.4f s/iter.%s", done, mean, eta)
+
+    def log_summary(self) -> None:
+        """Log the whole time, and the means of a batch."""
+        self.lap()
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)  # a host-device synchronisation
+        self.seconds_in_model += self.lap()
+        whole = self._lap_end - self._start
+        batches = max(1, self.batches)
+        logger.info(
+            "Evaluated %d batches in %s (%.4f s each, %.4f s in the model)",
+            self.batches,
+            pretty_seconds(whole),
+            whole / batches,
+            self.seconds_in_model / batches,
+        )
