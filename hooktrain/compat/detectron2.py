@@ -32,7 +32,6 @@ from hooktrain.utils.env import seed_all_rng as seed_all_rng
 from hooktrain.utils.logger import *
 from hooktrain.utils.names import locate as locate
 from hooktrain.utils.registry import Registry as Registry
-from hooktrain.utils.timer import Timer as Timer
 
 # isort: split
 # Last, since these replace what has the same names above.
@@ -43,6 +42,7 @@ from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
 from hooktrain.compat.functions import *  # type: ignore[assignment]
 from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *  # type: ignore[assignment]
+from hooktrain.compat.utils import *
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 

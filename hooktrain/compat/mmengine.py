@@ -69,6 +69,18 @@ def __getattr__(name: str) -> Any:
     raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
 
 
+class _Scoped(registry.Registry):
+    def find(self, kind: Any) -> Any:
+        """As the base class does; ``"mmengine.SGD"`` is also what is ``"SGD"`` here."""
+        try:
+            return super().find(kind)
+        except ImportError:
+            name = kind.partition(".")[2]
+            if name not in self:
+                raise
+            return self.get(name)
+
+
 class Registry(registry.Registry):
     """A registry with MMEngine's arguments.
 
@@ -98,7 +110,7 @@ class Registry(registry.Registry):
         arguments = {**(kwargs.pop("default_args", None) or {}), **kwargs, **cfg}
         if (kind := arguments.get("type")) in _INSTEAD and kind not in self:
             __getattr__(kind)
-        plain = registry.Registry(self.name)
+        plain = _Scoped(self.name)
         plain._objects = self._objects
         return plain.build(arguments)
 

@@ -64,7 +64,8 @@ def get_local_process_group() -> ProcessGroup:
         RuntimeError: there is none: neither ``launch()`` nor ``create_local_process_group()`` was
             called since the process group was initialised.
     """
-    if (group := _local_group()) is None:
+    group = _local_group()
+    if group is None:
         raise RuntimeError(
             "no local process group: call launch() or create_local_process_group()"
         )
@@ -122,8 +123,8 @@ def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     """
     if get_world_size() == 1:
         return [data]
-    group = object_group() if group is None else group
-    gathered: list[Any] = [None] * _size_with_this_rank(group)
+    group = group or object_group()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, data, group=group)
     return gathered
 
@@ -142,10 +143,10 @@ def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     """
     if get_world_size() == 1:
         return [data]
-    group = object_group() if group is None else group
-    gathered: list[Any] = (
-        [None] * _size_with_this_rank(group) if get_rank() == dst else []
-    )
+    group = group or object_group()
+    gathered: list[Any] = []
+    if get_rank() == dst:
+        gathered = [None] * dist.get_world_size(group)
     dist.gather_object(data, gathered or None, dst=dst, group=group)
     return gathered
 
@@ -205,7 +206,7 @@ def reduce_dict(
         average: divide the sums by the world size.
 
     Returns:
-        On every rank a new dictionary with the same keys in the same order, without gradients.
+        On every rank a new dictionary with the same keys, sorted, without gradients.
     """
     if not input_dict:
         return {}
@@ -216,8 +217,7 @@ def reduce_dict(
         dist.all_reduce(values)
     if average:
         values = values / get_world_size()
-    reduced = dict(zip(names, values.unbind(), strict=True))
-    return {name: reduced[name] for name in input_dict}
+    return dict(zip(names, values.unbind(), strict=True))
 
 
 def object_group() -> ProcessGroup:
@@ -245,12 +245,6 @@ def _from_torchrun(variable: str, alone: int) -> int:
     )
 
 
-def _size_with_this_rank(group: ProcessGroup) -> int:
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {get_rank()} is not in the group that was given")
-    return dist.get_world_size(group)
-
-
 def on_all_ranks(
     function: Callable[[], T], group: ProcessGroup | None = None
 ) -> list[T]:
@@ -270,17 +264,17 @@ def on_all_ranks(
     """
     if get_world_size() == 1:
         return [function()]
-    result: T | None = None
+    outcome: Any = None
     error: Exception | None = None
     try:
-        result = function()
+        outcome = function()
     except Exception as problem:  # raised below, when all ranks know
         error = problem
-    outcomes = all_gather((result, _portable(error)), group)
-    for _, first in outcomes:
+    everywhere = all_gather((outcome, _portable(error)), group)
+    for _, first in everywhere:
         if first is not None:
             raise first from error
-    return [own for own, _ in outcomes]  # type: ignore[misc]  # none has failed
+    return [outcome for outcome, _ in everywhere]
 
 
 def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:

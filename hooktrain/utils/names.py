@@ -4,11 +4,12 @@ import difflib
 import importlib
 import inspect
 import logging
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -93,27 +94,28 @@ def refuse_signatures(
 def locate(name: str) -> Any:
     """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
 
-    Modules are imported where needed. If a package has an attribute and a module of the same
-    name, the attribute wins, as in an import.
+    If a package has an attribute and a module of the same name, the attribute wins, as
+    in an import.
 
     Raises:
-        ImportError: If there is no such object. The message has the part that exists and its
-            nearest attribute. An import that fails inside an existing module raises its own error.
+        ImportError: If there is no such object; the message suggests the nearest. An
+            import that fails inside an existing module raises its own error.
     """
-    path, *rest = name.split(".")
-    found = importlib.import_module(path)
-    for part in rest:
-        # The path may also be a module that an attribute of its package hides.
-        holder = found if hasattr(found, part) else sys.modules.get(path, found)
-        if hasattr(holder, part):
-            found = getattr(holder, part)
-        elif hasattr(holder, "__path__") and find_spec(f"{holder.__name__}.{part}"):
-            found = importlib.import_module(f"{holder.__name__}.{part}")
-        else:
-            hint = did_you_mean(part, [n for n in dir(holder) if not n.startswith("_")])
-            raise ImportError(f"cannot locate {name!r}: {path!r} has no {part!r}{hint}")
-        path = f"{path}.{part}"
-    return found
+    outer, _, last = name.rpartition(".")
+    if not outer:
+        return importlib.import_module(name)
+    try:
+        return getattr(pkgutil.resolve_name(outer), last)
+    except AttributeError as error:
+        holder, missing = error.obj, error.name
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(str(error.name)):  # what the module imports is missing
+            raise
+        hint = did_you_mean(missing, [n for n in dir(holder) if n[0] != "_"])
+        where = f"{getattr(holder, '__name__', holder)!r} has no {missing!r}"
+        raise ImportError(f"cannot locate {name!r}: {where}{hint}") from None
 
 
 def importable_name(obj: Any) -> tuple[str, str]:
@@ -126,49 +128,42 @@ def importable_name(obj: Any) -> tuple[str, str]:
         obj: A class, function, class method, enum member or ``torch.dtype``.
 
     Raises:
-        ValueError: If it cannot be imported by name: a lambda, something defined in a function,
-            an ordinary instance.
+        ValueError: If it cannot be imported by name: a lambda, something defined in a
+            function, an ordinary instance.
     """
     if isinstance(obj, torch.dtype):
         return "torch", str(obj).removeprefix("torch.")
-    for module, name in _places(obj):
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        # Each access gives a new class method: the same one is equal, not identical.
-        if type(found) is type(obj) and found == obj:
-            return module, name
-    raise ValueError(
-        f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a class or"
-        " function that is defined at the top of a module"
-    )
-
-
-def _places(obj: Any) -> Iterator[tuple[str, str]]:
-    """Where an object may be found as ``(module, name)``, the best place first."""
     owner = type(obj) if isinstance(obj, Enum) else obj
-    module, name = (
-        getattr(owner, "__module__", None),
-        getattr(owner, "__qualname__", ""),
-    )
-    name = f"{name}.{obj.name}" if isinstance(obj, Enum) else name
+    name = getattr(owner, "__qualname__", "")
+    if isinstance(obj, Enum):
+        name = f"{name}.{obj.name}"
     short = name.rpartition(".")[2]
-    parts = module.split(".") if isinstance(module, str) else ["_"]
-    if any(part.startswith("_") for part in parts):
-        # Extensions do not know the public module of their functions: look who has them.
-        holders = [
-            m
-            for m, mod in [*sys.modules.items()]
-            if short in getattr(mod, "__dict__", ())
-        ]
-        for holder in sorted(holders, key=lambda m: ("._" in f".{m}", m.count("."), m)):
-            yield holder, short
+    for module in _modules_with(short, str(getattr(owner, "__module__", ""))):
+        for each in (name, short):  # torch.tanh calls itself _VariableFunctions.tanh
+            found: Any = sys.modules.get(module)
+            for part in each.split("."):
+                found = getattr(found, part, None)
+            # Each access gives a new class method: the same one is equal, not identical.
+            if type(found) is type(obj) and found == obj:
+                return module, each
+    raise ValueError(
+        f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
+        "class or function that is defined at the top of a module"
+    )
+
+
+def _modules_with(name: str, module: str) -> Iterator[str]:
+    """The public packages around a module, then all that have a name, the best first."""
+    parts = module.split(".")
     for length in range(1, len(parts) + 1):
-        yield ".".join(parts[:length]), name
-        yield (
-            ".".join(parts[:length]),
-            short,
-        )  # torch.tanh calls itself _VariableFunctions.tanh
+        if not parts[length - 1].startswith("_"):
+            yield ".".join(parts[:length])
+    # Extensions do not know the public module of their functions: look who has them.
+    loaded = [
+        (m, getattr(found, "__dict__", ())) for m, found in [*sys.modules.items()]
+    ]
+    having = [m for m, contents in loaded if name in contents]
+    yield from sorted(having, key=lambda m: ("._" in f".{m}", m.count("."), m))
 
 
 def call(
@@ -188,33 +183,27 @@ def call(
         where: Where the user wrote the call, such as ``"(model.head)"``; it ends the note.
 
     Raises:
-        Exception: What the target raises, with the note. For an argument that it does not know,
-            the note suggests the nearest one.
+        Exception: What the target raises, with the note. For an argument that it does not
+            know, the note suggests the nearest one.
     """
     try:
         target = locate(target) if isinstance(target, str) else target
         return target(*args, **kwargs)
     except Exception as err:
+        name = getattr(target, "__qualname__", str(target))
+        note = f"while instantiating {name} {where}"
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(err))
-        known = _parameters(target) if unknown and isinstance(err, TypeError) else []
-        hint = did_you_mean(unknown[1], known) if unknown and known else ""
-        name = (
-            target
-            if isinstance(target, str)
-            else getattr(target, "__qualname__", repr(target))
-        )
-        note = f"while instantiating {name} {where}{hint}"
+        if unknown is not None and callable(target):
+            note += did_you_mean(unknown[1], _parameters(target))
         getattr(err, "add_note", logger.error)(note)  # Python 3.10 has no notes
         raise
 
 
-def _parameters(target: Any) -> list[str]:
+def _parameters(target: Callable[..., Any]) -> set[str]:
     """The parameters of a function, or of the constructors of a class and its bases."""
     bases: Sequence[Any] = target.__mro__ if isinstance(target, type) else ()
-    callables = [base.__init__ for base in bases] or [target]
-    try:
-        return [
-            name for each in callables for name in inspect.signature(each).parameters
-        ]
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return []
+    found: set[str] = set()
+    for each in [base.__init__ for base in bases] or [target]:
+        with suppress(TypeError, ValueError):  # some written in C have no signature
+            found.update(inspect.signature(each).parameters)
+    return found

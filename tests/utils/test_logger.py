@@ -1,4 +1,4 @@
-"""Loggers that are set up, and helpers that log less often than they are called."""
+"""What setup_logger brings to the terminal and to files, and the progress bar."""
 
 import functools
 import io
@@ -18,15 +18,12 @@ from termcolor import colored
 from hooktrain.utils import logger as logger_module
 from hooktrain.utils.logger import (
     close_logger,
-    create_small_table,
-    log_every_n,
-    log_every_n_seconds,
-    log_first_n,
     setup_logger,
     show_progress,
 )
 
 NAME = "hooktrain_of_this_test"
+ENGINE = f"{NAME}.engine"
 TIME = r"\d\d:\d\d:\d\d"
 DATE = r"\d{4}-\d\d-\d\d"
 
@@ -35,8 +32,6 @@ DATE = r"\d{4}-\d\d-\d\d"
 def _undo() -> Iterator[None]:
     yield
     close_logger(NAME)
-    logger_module._calls.clear()
-    logger_module._last_logged_at.clear()
 
 
 @pytest.fixture
@@ -51,15 +46,13 @@ def colors(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("quiet", "WARNING warning"),
         ("normal", "info|WARNING warning"),
-        ("debug", "ht.engine debug|ht.engine info|ht.engine WARNING warning"),
+        ("debug", f"{ENGINE} debug|{ENGINE} info|{ENGINE} WARNING warning"),
     ],
 )
-def test_a_level_chooses_what_the_terminal_shows_and_the_file_has_everything_with_dates(
+def test_a_level_chooses_what_the_terminal_shows(
     level: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logger(
-        tmp_path / "a/b", name=NAME, abbrev_name="ht", color=False, level=level
-    )
+    setup_logger(tmp_path / "a/b", name=NAME, color=False, level=level)
     for name in ("debug", "info", "warning"):
         getattr(logging.getLogger(f"{NAME}.engine"), name)(name)
     lines = [f"{TIME} {line}\n" for line in shown.split("|")]
@@ -74,27 +67,6 @@ def test_an_unknown_level_is_refused() -> None:
         ValueError, match=r"one of \['quiet', 'normal', 'debug'\], but got 'loud'"
     ):
         setup_logger(name=NAME, level="loud")
-
-
-def test_a_line_of_fields_fits_the_terminal_and_is_whole_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    fields = "  ".join(f"loss_{i}: {i / 10}" for i in range(20))
-    logger = setup_logger(tmp_path, name=NAME, color=False)
-    logger.info(fields)
-    logger.info("one\n" + "x" * 120)
-    *folded, _, long = capsys.readouterr().out.splitlines()
-    assert [line[9:16] for line in folded] == [
-        "loss_0:",
-        "loss_7:",
-        "loss_13",
-        "loss_19",
-    ]
-    assert "  ".join(line[9:] for line in folded) == fields
-    assert max(map(len, folded)) <= 100
-    assert long == "x" * 120
-    assert fields in (tmp_path / "log.txt").read_text()
 
 
 class Screen(io.StringIO):
@@ -117,7 +89,7 @@ class NotebookStream(io.StringIO):
         (Screen, {"distributed_rank": 1}, False),
     ],
 )
-def test_a_bar_stands_below_the_lines_of_all_loggers_where_somebody_watches(
+def test_a_bar_stands_below_the_lines_where_somebody_watches(
     stream: type[io.StringIO],
     options: Any,
     watched: bool,
@@ -146,23 +118,20 @@ def test_a_bar_stands_below_the_lines_of_all_loggers_where_somebody_watches(
     assert re.fullmatch(re.escape(expected) + rf"{TIME} hello\n", screen.getvalue())
 
 
-def test_colours_mark_time_and_name_and_levels_from_warning_on(
+def test_colours_mark_the_time_and_levels_from_warning_on(
     capsys: pytest.CaptureFixture[str], colors: None
 ) -> None:
     logger = setup_logger(name=NAME)
-    for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
         logger.log(level, "hello")
     header = rf"\x1b\[32m{TIME}\x1b\[0m "
-    info, warning, error, critical = capsys.readouterr().out.splitlines()
+    info, warning, error = capsys.readouterr().out.splitlines()
     assert re.fullmatch(header + "hello", info)
     assert re.fullmatch(header + r"\x1b\[1m\x1b\[31mWARNING\x1b\[0m hello", warning)
-    assert re.fullmatch(header + r"\x1b\[4m\x1b\[1m\x1b\[31mERROR\x1b\[0m hello", error)
-    assert re.fullmatch(
-        header + r"\x1b\[4m\x1b\[1m\x1b\[31mCRITICAL\x1b\[0m hello", critical
-    )
+    assert re.fullmatch(header + r"\x1b\[1m\x1b\[31mERROR\x1b\[0m hello", error)
 
 
-def test_setting_up_again_closes_what_was_there_and_appends_to_the_file(
+def test_setting_up_again_replaces_what_was_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = setup_logger(tmp_path, name=NAME)
@@ -216,7 +185,7 @@ def test_a_bare_file_name_is_a_file_of_the_working_directory(
     assert "hello" in (tmp_path / output).read_text()
 
 
-def test_other_ranks_write_to_files_of_their_own_and_not_to_the_terminal(
+def test_other_ranks_write_to_files_of_their_own_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logger(tmp_path, distributed_rank=3, name=NAME).info("hello")
@@ -225,7 +194,7 @@ def test_other_ranks_write_to_files_of_their_own_and_not_to_the_terminal(
     assert "hello" in (tmp_path / "log.txt.rank3").read_text()
 
 
-def test_lines_go_to_what_stdout_is_at_the_time_and_to_loggers_above_only_if_asked(
+def test_lines_go_to_what_stdout_is_at_the_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger, later = setup_logger(name=NAME), io.StringIO()
@@ -234,13 +203,6 @@ def test_lines_go_to_what_stdout_is_at_the_time_and_to_loggers_above_only_if_ask
     setup_logger(name=NAME, enable_propagation=True).info("propagated")
     assert [line[-6:] for line in later.getvalue().splitlines()] == [" hello", "agated"]
     assert caplog.messages == ["propagated"]
-
-
-def test_a_small_table_has_the_keys_on_top() -> None:
-    assert create_small_table({}) == ""
-    assert create_small_table({"step": 10, "loss": 0.12345, "name": "x"}) == (
-        "|  step  |  loss  |  name  |\n|:------:|:------:|:------:|\n|   10   | 0.123  |   x    |"
-    )
 
 
 LOGS_500_LINES = """
@@ -279,7 +241,7 @@ print("printed", flush=True)
     ],
     ids=["closed pipe", "full terminal", "no stdout", "full disk"],
 )
-def test_lines_that_cannot_be_written_are_one_line_elsewhere_and_no_failure(
+def test_lines_that_cannot_be_written_are_one_line_elsewhere(
     largest: int, stdout: str, complete: str, errors: list[str], tmp_path: Path
 ) -> None:
     command = f"({sys.executable} -c '{LOGS_500_LINES}' {tmp_path} {largest}; echo $? >&2) {stdout}"
@@ -293,81 +255,3 @@ def test_lines_that_cannot_be_written_are_one_line_elsewhere_and_no_failure(
     assert len(found) == len(errors)
     for line, error in zip(found, errors, strict=True):
         assert error.format(tmp_path) in line
-
-
-def test_log_first_n_stops_after_n_calls_from_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for i in range(5):
-        log_first_n(logging.WARNING, f"here {i}", 2)
-        log_first_n(logging.WARNING, f"there {i}")
-    assert caplog.messages == ["here 0", "there 0", "here 1"]
-
-
-def test_log_first_n_can_count_equal_messages_at_a_level_also_of_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    log_first_n(logging.WARNING, "a", key="message")
-    for level, message in ((30, "a"), (30, "b"), (40, "a"), (30, "b")):
-        log_first_n(level, message, key="message")
-    assert [(r.levelno, r.message) for r in caplog.records] == [
-        (30, "a"),
-        (30, "b"),
-        (40, "a"),
-    ]
-    caplog.clear()
-    for message in ("a", "b", "a"):
-        log_first_n(logging.WARNING, message, key=("caller", "message"))
-    log_first_n(logging.WARNING, "a", key=("caller", "message"))
-    assert caplog.messages == ["a", "b", "a"]
-
-
-@pytest.mark.parametrize(("n", "expected"), [(3, ["0", "3", "6"]), (1, [*"0123456"])])
-def test_log_every_n_logs_the_first_of_every_n(
-    n: int, expected: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    for i in range(7):
-        log_every_n(logging.WARNING, str(i), n)
-    assert caplog.messages == expected
-
-
-def test_the_helpers_do_not_share_counters(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        for helper in (log_first_n, log_every_n, log_every_n_seconds):
-            helper(logging.WARNING, helper.__name__, 2)
-    expected = ["log_first_n", "log_every_n", "log_every_n_seconds", "log_first_n"]
-    assert caplog.messages == expected
-
-
-def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    for now in (0.0, 1.0, 4.9, 5.0, 9.9, 12.0, 16.9):
-        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        log_every_n_seconds(logging.WARNING, str(now), 5)
-    assert caplog.messages == ["0.0", "5.0", "12.0"]
-
-
-@pytest.mark.parametrize("helper", [log_first_n, log_every_n, log_every_n_seconds])
-def test_helpers_log_as_the_line_that_called_them(
-    caplog: pytest.LogCaptureFixture, helper: object
-) -> None:
-    helper(logging.WARNING, "hello")  # type: ignore[operator]
-    helper(logging.WARNING, "named", name="somebody")  # type: ignore[operator]
-    ours, named = caplog.records
-    assert ours.name == __name__
-    assert ours.funcName == "test_helpers_log_as_the_line_that_called_them"
-    assert named.name == "somebody"
-
-
-@pytest.mark.parametrize(
-    ("module", "logged"), [("mine", "mine"), ("__main__", "hooktrain")]
-)
-def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the_package(
-    module: str, logged: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    program = compile("log_first_n(30, text)", "/home/me/utils/logger.py", "exec")
-    for text in ("one", "two"):
-        exec(program, {"__name__": module, "log_first_n": log_first_n, "text": text})
-    assert [(r.name, r.message) for r in caplog.records] == [(logged, "one")]

@@ -1,6 +1,5 @@
 """Signals to all processes of a run, and what they do to the workers of its loaders."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -81,7 +80,7 @@ def note(folder: Path, worker_id: int) -> None:
     (folder / str(worker_id)).touch()
 
 
-def test_the_function_that_a_loader_has_for_its_workers_is_called_and_kept(
+def test_the_worker_init_fn_of_a_loader_is_called_and_kept(
     tmp_path: Path,
 ) -> None:
     given = partial(note, tmp_path)
@@ -104,7 +103,7 @@ def workers(folder: Path) -> list[int]:
         (signal.SIGTERM, plain, "spawn", "step"),
     ],
 )
-def test_a_signal_to_all_processes_leaves_the_workers_to_the_run_which_saves(
+def test_a_run_saves_after_a_signal_to_all_processes(
     tmp_path: Path, number: int, build: Any, method: str, where: str
 ) -> None:
     process = start(train, tmp_path, build, method, where)
@@ -161,39 +160,3 @@ def test_a_worker_that_hangs_does_not_outlive_the_process(
     assert process.exitcode == code
     wait_until(lambda: not any(map(alive, workers(tmp_path))))
     end(process)
-
-
-def read_on_after_a_signal(folder: Path) -> None:
-    got: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
-    batches = start_workers(plain(Samples(folder, hang_at=10), **options))
-    next(batches)
-    other = multiprocessing.get_context("forkserver").Process(
-        target=time.sleep, args=(3600,)
-    )
-    other.start()
-    other.terminate()
-    other.join(LIMIT_SECONDS)
-    assert other.exitcode == -signal.SIGTERM
-    (folder / "there").touch()
-    wait_until(lambda: bool(got))
-    for _ in range(9):
-        next(batches)
-    (folder / "read on").touch()
-    next(batches)
-
-
-def test_workers_of_the_fork_server_outlive_signals_but_not_the_process_and_others_do_not(
-    tmp_path: Path,
-) -> None:
-    process = start(read_on_after_a_signal, tmp_path)
-    for file in ("there", "read on"):
-        wait_until(
-            lambda file=file: (tmp_path / file).exists() or not process.is_alive()
-        )
-        os.killpg(process.pid, signal.SIGTERM)
-    process.kill()
-    wait_until(lambda: not any(map(alive, workers(tmp_path))))
-    assert end(process) == -signal.SIGKILL
-    assert (tmp_path / "read on").exists()

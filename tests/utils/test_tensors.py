@@ -1,5 +1,6 @@
-"""Batches of any structure come to the device of the model; a device without data stands for it."""
+"""Batches on the device of the model, and what is not finite."""
 
+import math
 from collections import UserDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.tensors import mover_to
+from hooktrain.utils.tensors import mover_to, non_finite
 
 there = nn.Linear(2, 2, device="meta")
 
@@ -31,7 +32,7 @@ class Encoding(UserDict[str, Tensor]):
         return Encoding({key: value.to(device) for key, value in self.items()})
 
 
-def test_tensors_move_in_containers_of_every_kind_which_keep_their_types() -> None:
+def test_tensors_move_in_containers_which_keep_their_types() -> None:
     here = torch.zeros(2)
     filled = defaultdict(list, image=[here])
     batch = {
@@ -83,3 +84,34 @@ def test_cuda_computes_with_what_was_copied_beside_the_computation() -> None:
     batches = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(50)]
     sums = [(move(batch) * 2).sum() for batch in batches]
     assert [value.item() for value in sums] == [float(2 * i << 20) for i in range(50)]
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+def test_what_is_not_finite_is_named_whatever_the_dtype() -> None:
+    tensors = {
+        f"{dtype} {value}": torch.tensor([1, value, 2], dtype=dtype)
+        for dtype in DTYPES
+        for value in (3, math.nan, math.inf, -math.inf)
+    }
+    tensors["sparse nan"] = torch.full((2,), math.nan).to_sparse()
+    tensors["the largest"] = torch.full(
+        (9,), torch.finfo(torch.float64).max, dtype=torch.float64
+    )
+    bad = {name for name in tensors if name.endswith(("nan", "inf"))}
+    assert len(bad) == 16
+    assert non_finite(tensors) == bad
+
+
+def test_what_has_no_numbers_to_look_at_is_passed_over() -> None:
+    others = {
+        "an integer": torch.ones(2, dtype=torch.int64),
+        "empty": torch.ones(0, 3),
+        "without data": torch.ones(2, device="meta"),
+        "lazy": nn.UninitializedParameter(),
+        "sparse and empty": torch.zeros(2).to_sparse(),
+        "one byte": torch.ones(2).to(torch.float8_e4m3fn),
+        "no tensor": {"version": 2},
+    }
+    assert non_finite(others) == set()

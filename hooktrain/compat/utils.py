@@ -1,0 +1,151 @@
+"""Helpers of detectron2 and fvcore to log less often, to show a table, to measure time."""
+
+import logging
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+_KeyPart = Literal["caller", "message"]
+
+_calls: defaultdict[object, Iterator[int]] = defaultdict(count)
+_last_logged_at: dict[object, float] = {}
+
+
+def log_first_n(
+    lvl: int,
+    msg: str,
+    n: int = 1,
+    *,
+    name: str | None = None,
+    key: _KeyPart | tuple[_KeyPart, ...] = "caller",
+) -> None:
+    """Log only the first n times.
+
+    Args:
+        lvl: the level, such as ``logging.INFO``.
+        msg: the message.
+        n: how many times.
+        name: of the logger; None is the caller's module.
+        key: what is counted: calls from one line ("caller"), equal messages ("message"), or equal
+            messages from one line (``("caller", "message")``).
+    """
+    site, logger = _caller(name)
+    counted = "first", lvl, "caller" in key and site, "message" in key and msg
+    if next(_calls[counted]) < n:
+        logger.log(lvl, msg, stacklevel=2)
+
+
+def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
+    """Log the first of every n calls from one line of code.
+
+    Args:
+        lvl: the level, such as ``logging.INFO``.
+        msg: the message.
+        n: the period in calls, at least 1.
+        name: of the logger; None is the caller's module.
+    """
+    site, logger = _caller(name)
+    if next(_calls["every", lvl, site]) % n == 0:
+        logger.log(lvl, msg, stacklevel=2)
+
+
+def log_every_n_seconds(
+    lvl: int, msg: str, n: float = 1, *, name: str | None = None
+) -> None:
+    """Log from one line of code unless that was done less than n seconds ago.
+
+    Args:
+        lvl: the level, such as ``logging.INFO``.
+        msg: the message.
+        n: seconds.
+        name: of the logger; None is the caller's module.
+    """
+    site, logger = _caller(name)
+    now = time.monotonic()
+    if now - _last_logged_at.get((lvl, site), -math.inf) >= n:
+        _last_logged_at[lvl, site] = now
+        logger.log(lvl, msg, stacklevel=2)
+
+
+def create_small_table(small_dict: Mapping[str, Any]) -> str:
+    """Format a dictionary as a Markdown table of one row, keys on top; for a few short entries."""
+    return tabulate(
+        [small_dict], "keys", "pipe", ".3f", numalign="center", stralign="center"
+    )
+
+
+def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
+    """The line that called a helper, and the logger of that name or of the line's module.
+
+    A script counts as the package.
+    """
+    frame = sys._getframe(2)
+    module = str(frame.f_globals.get("__name__", "__main__")) if name is None else name
+    logger = logging.getLogger("hooktrain" if module == "__main__" else module)
+    return (frame.f_code.co_filename, frame.f_lineno), logger
+
+
+class Timer:
+    """Measures seconds on a clock that never jumps; runs from its construction on.
+
+    Example:
+        >>> timer = Timer()
+        >>> timer.pause()
+        >>> timer.is_paused()
+        True
+        >>> timer.resume()
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again from zero, running."""
+        self._resumed_at: float | None = time.perf_counter()
+        self._seconds_before = 0.0
+        self._starts = 1
+
+    def pause(self) -> None:
+        """Stop counting.
+
+        Raises:
+            ValueError: the timer is paused already.
+        """
+        if self._resumed_at is None:
+            raise ValueError("cannot pause a Timer that is paused; call resume() first")
+        self._seconds_before = self.seconds()
+        self._resumed_at = None
+
+    def is_paused(self) -> bool:
+        """Whether the timer is paused."""
+        return self._resumed_at is None
+
+    def resume(self) -> None:
+        """Go on counting.
+
+        Raises:
+            ValueError: the timer is running.
+        """
+        if self._resumed_at is not None:
+            raise ValueError(
+                "cannot resume a Timer that is running; call pause() first"
+            )
+        self._resumed_at = time.perf_counter()
+        self._starts += 1
+
+    def seconds(self) -> float:
+        """The seconds since the last reset, without the pauses."""
+        running = (
+            0.0 if self._resumed_at is None else time.perf_counter() - self._resumed_at
+        )
+        return self._seconds_before + running
+
+    def avg_seconds(self) -> float:
+        """The seconds since the last reset, divided by the number of starts (one plus resumes)."""
+        return self.seconds() / self._starts

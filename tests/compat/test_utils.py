@@ -1,0 +1,131 @@
+"""Helpers that log less often than they are called, a table and a stopwatch."""
+
+import logging
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from hooktrain.compat import utils
+from hooktrain.compat.detectron2 import (
+    Timer,
+    create_small_table,
+    log_every_n,
+    log_every_n_seconds,
+    log_first_n,
+)
+
+
+@pytest.fixture(autouse=True)
+def _undo() -> Iterator[None]:
+    yield
+    utils._calls.clear()
+    utils._last_logged_at.clear()
+
+
+def test_a_small_table_has_the_keys_on_top() -> None:
+    assert create_small_table({}) == ""
+    assert create_small_table({"step": 10, "loss": 0.12345, "name": "x"}) == (
+        "|  step  |  loss  |  name  |\n|:------:|:------:|:------:|\n|   10   | 0.123  |   x    |"
+    )
+
+
+def test_log_first_n_stops_after_n_calls_from_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for i in range(5):
+        log_first_n(logging.WARNING, f"here {i}", 2)
+        log_first_n(logging.WARNING, f"there {i}")
+    assert caplog.messages == ["here 0", "there 0", "here 1"]
+
+
+def test_log_first_n_can_count_equal_messages_at_a_level_also_of_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_first_n(logging.WARNING, "a", key="message")
+    for level, message in ((30, "a"), (30, "b"), (40, "a"), (30, "b")):
+        log_first_n(level, message, key="message")
+    assert [(r.levelno, r.message) for r in caplog.records] == [
+        (30, "a"),
+        (30, "b"),
+        (40, "a"),
+    ]
+    caplog.clear()
+    for message in ("a", "b", "a"):
+        log_first_n(logging.WARNING, message, key=("caller", "message"))
+    log_first_n(logging.WARNING, "a", key=("caller", "message"))
+    assert caplog.messages == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(("n", "expected"), [(3, ["0", "3", "6"]), (1, [*"0123456"])])
+def test_log_every_n_logs_the_first_of_every_n(
+    n: int, expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(7):
+        log_every_n(logging.WARNING, str(i), n)
+    assert caplog.messages == expected
+
+
+def test_the_helpers_do_not_share_counters(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        for helper in (log_first_n, log_every_n, log_every_n_seconds):
+            helper(logging.WARNING, helper.__name__, 2)
+    expected = ["log_first_n", "log_every_n", "log_every_n_seconds", "log_first_n"]
+    assert caplog.messages == expected
+
+
+def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    for now in (0.0, 1.0, 4.9, 5.0, 9.9, 12.0, 16.9):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        log_every_n_seconds(logging.WARNING, str(now), 5)
+    assert caplog.messages == ["0.0", "5.0", "12.0"]
+
+
+@pytest.mark.parametrize("helper", [log_first_n, log_every_n, log_every_n_seconds])
+def test_helpers_log_as_the_line_that_called_them(
+    caplog: pytest.LogCaptureFixture, helper: object
+) -> None:
+    helper(logging.WARNING, "hello")  # type: ignore[operator]
+    helper(logging.WARNING, "named", name="somebody")  # type: ignore[operator]
+    ours, named = caplog.records
+    assert ours.name == __name__
+    assert ours.funcName == "test_helpers_log_as_the_line_that_called_them"
+    assert named.name == "somebody"
+
+
+@pytest.mark.parametrize(
+    ("module", "logged"), [("mine", "mine"), ("__main__", "hooktrain")]
+)
+def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the_package(
+    module: str, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = compile("log_first_n(30, text)", "/home/me/utils/logger.py", "exec")
+    for text in ("one", "two"):
+        exec(program, {"__name__": module, "log_first_n": log_first_n, "text": text})
+    assert [(r.name, r.message) for r in caplog.records] == [(logged, "one")]
+
+
+def test_pauses_do_not_count_and_the_average_is_over_the_number_of_starts(
+    clock: SimpleNamespace,
+) -> None:
+    timer = Timer()
+    clock.now += 1
+    assert (timer.seconds(), timer.avg_seconds(), timer.is_paused()) == (1, 1, False)
+    with pytest.raises(ValueError, match="running; call pause"):
+        timer.resume()
+    timer.pause()
+    with pytest.raises(ValueError, match="paused; call resume"):
+        timer.pause()
+    clock.now += 10
+    assert (timer.seconds(), timer.is_paused()) == (1, True)
+    timer.resume()
+    clock.now += 5
+    assert (timer.seconds(), timer.avg_seconds()) == (6, 3)
+    timer.pause()
+    timer.reset()
+    clock.now += 4
+    assert (timer.seconds(), timer.avg_seconds(), timer.is_paused()) == (4, 4, False)

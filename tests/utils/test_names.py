@@ -1,0 +1,147 @@
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hooktrain.utils.names import did_you_mean, importable_name, locate
+
+
+class Outer:
+    class Inner:
+        pass
+
+    @classmethod
+    def build(cls) -> "Outer":
+        return cls()
+
+    def method(self) -> None:
+        pass
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def some_function() -> None:
+    pass
+
+
+def test_a_typo_suggests_the_nearest_name() -> None:
+    assert did_you_mean("max_itr", ["max_iter", "seed"]) == "; did you mean 'max_iter'?"
+    assert did_you_mean("zzz", ["max_iter", "seed"]) == "; there is 'max_iter', 'seed'"
+    assert did_you_mean("zzz", []) == "; there is nothing"
+    assert did_you_mean("zzz", range(20)).endswith("'11', ...")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("torch.optim.SGD", torch.optim.SGD),
+        ("torch.optim.sgd.SGD", torch.optim.SGD),
+        ("torch.nn.Conv2d.forward", torch.nn.Conv2d.forward),
+        ("torch.nn", torch.nn),
+        ("builtins.dict", dict),
+    ],
+)
+def test_locate_finds(name: str, expected: Any) -> None:
+    assert locate(name) is expected
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An importable package, located_pkg, that is forgotten after the test."""
+    folder = tmp_path / "located_pkg"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    # setitem and delitem: the modules that the test imports vanish afterwards.
+    for name in ("located_pkg", "located_pkg.train", "located_pkg.broken"):
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        del sys.modules[name]
+    return folder
+
+
+def test_an_attribute_goes_before_a_module_of_the_same_name(
+    package: Path,
+) -> None:
+    (package / "train.py").write_text("def train(): return 1\nclass Helper: x = 2\n")
+    (package / "__init__.py").write_text("from located_pkg.train import train\n")
+    (package / "broken.py").write_text("import no_such_dependency\n")
+    assert locate("located_pkg.train")() == 1
+    assert locate("located_pkg.train.Helper.x") == 2
+    assert importable_name(locate("located_pkg.train")) == ("located_pkg", "train")
+    assert importable_name(locate("located_pkg.train.Helper")) == (
+        "located_pkg.train",
+        "Helper",
+    )
+    with pytest.raises(
+        ModuleNotFoundError, match="No module named 'no_such_dependency'"
+    ):
+        locate("located_pkg.broken.Net")
+
+
+def test_an_unknown_attribute_suggests_the_nearest() -> None:
+    message = "cannot locate 'torch.optim.SDG': 'torch.optim' has no 'SDG'; did you mean 'SGD'?"
+    with pytest.raises(ImportError) as error:
+        locate("torch.optim.SDG")
+    assert str(error.value) == message
+    with pytest.raises(ImportError, match=r"'Conv2d' has no 'forwrd'.*'forward'"):
+        locate("torch.nn.Conv2d.forwrd")
+    with pytest.raises(ImportError, match="No module named 'no_such_module'"):
+        locate("no_such_module.Net")
+
+
+@pytest.mark.parametrize(
+    ("obj", "expected"),
+    [
+        (torch.optim.SGD, "torch.optim.SGD"),
+        (torch.nn.Conv2d, "torch.nn.Conv2d"),
+        (torch.nn.functional.relu, "torch.nn.functional.relu"),
+        (
+            torch.nn.functional.gelu,
+            "torch.nn.functional.gelu",
+        ),  # calls itself torch._C._nn.gelu
+        (torch.tanh, "torch.tanh"),  # calls itself torch._VariableFunctionsClass.tanh
+        (torch.float16, "torch.float16"),
+        (dict, "builtins.dict"),
+        (Outer.Inner, f"{__name__}.Outer.Inner"),
+        (Outer.method, f"{__name__}.Outer.method"),
+        (Colour.RED, f"{__name__}.Colour.RED"),
+        (some_function, f"{__name__}.some_function"),
+    ],
+)
+def test_the_dotted_name_is_the_shortest_public_one_and_leads_back(
+    obj: Any, expected: str
+) -> None:
+    assert ".".join(importable_name(obj)) == expected
+    assert locate(expected) is obj
+
+
+def local_function() -> Callable[[], None]:
+    def local() -> None:
+        pass
+
+    return local
+
+
+def test_what_cannot_be_imported_by_name_is_refused() -> None:
+    class Colour:  # shadows nothing: the module's Colour is another class
+        __qualname__ = "Colour"
+
+    for obj in (
+        lambda: 0,
+        local_function(),
+        Outer(),
+        Outer().method,
+        3,
+        "torch",
+        Colour,
+    ):
+        with pytest.raises(ValueError, match="cannot be imported by name"):
+            importable_name(obj)
+    assert importable_name(Outer.build) == (__name__, "Outer.build")
+    assert isinstance(locate(f"{__name__}.Outer.build")(), Outer)
