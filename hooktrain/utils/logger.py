@@ -1,7 +1,6 @@
 """Logging to the terminal and to a file, and a progress bar."""
 
 import logging
-import math
 import os
 import shutil
 import sys
@@ -145,16 +144,17 @@ class _Bar:
     """What stands in the last line of the terminal."""
 
     text = ""
-    drawn_at = -math.inf
+    drawn_at = 0.0
 
     def draw(self, text: str) -> None:
         """Replace it, ten times a second at most."""
         now = time.monotonic()
-        if now - self.drawn_at >= 0.1:
-            self.erase()
-            self.text = text[: shutil.get_terminal_size().columns - 1]
-            self.drawn_at = now
-            _print(self.text)
+        if self.text and now - self.drawn_at < 0.1:
+            return
+        self.erase()
+        self.text = text[: shutil.get_terminal_size().columns - 1]
+        self.drawn_at = now
+        _print(self.text)
 
     def erase(self) -> None:
         """Make the line empty; notebooks know no better way."""

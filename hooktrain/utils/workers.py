@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
     A worker that dies fails the run, which could have saved a checkpoint. So the workers
     of a torch ``DataLoader`` leave the signals of :data:`ENDING` to this process. They
-    end with it, also when they hang.
+    end with it, also when they hang. Not so with the start method "forkserver", whose
+    server is a process of its own that SIGTERM ends.
 
     Args:
         loader: gives the batches. One that is not a ``DataLoader`` is left as it is, and
@@ -40,10 +42,21 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     given = loader.worker_init_fn
     is_main_thread = threading.current_thread() is threading.main_thread()
     loader.worker_init_fn = partial(_init_worker, given, is_main_thread)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _inherited(loader))
     try:
         return iter(loader)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         loader.worker_init_fn = given
+
+
+def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
+    """What the workers block from the start on."""
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "forkserver":  # the server would hand it on to other children
+        return ()
+    resource_tracker.ensure_running()  # it unblocks signals when it starts
+    return ENDING
 
 
 def _init_worker(

@@ -427,7 +427,7 @@ class Decaying(DefaultOptimWrapperConstructor):
 
 def test_a_constructor_has_rules_of_its_own_beside_those_that_are_there() -> None:
     rules = {"layer_decay": 0.5, "bias_lr_mult": 4.0}
-    wrapper = Decaying({"optimizer": {"type": "mmengine.SGD", "lr": 1.0}}, rules)(
+    wrapper = Decaying({"optimizer": {"type": "SGD", "lr": 1.0}}, rules)(
         nn.Linear(1, 1)
     )
     assert wrapper.get_lr()["lr"] == [0.5, 2.0]
