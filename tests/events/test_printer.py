@@ -62,7 +62,7 @@ def test_losses_are_shown_first_and_names_with_a_slash_are_not(
     assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3{fields}")]
 
 
-def test_every_result_of_an_evaluation_is_shown_once_also_after_the_end_and_a_restart(
+def test_every_result_of_an_evaluation_is_shown_once(
     log: pytest.LogCaptureFixture,
 ) -> None:
     def run(storage: EventStorage, start: int) -> list[str]:
@@ -130,7 +130,7 @@ EVALUATIONS_AND_SAVES = [
 
 
 @pytest.mark.parametrize(("evaluation", "save"), EVALUATIONS_AND_SAVES)
-def test_the_eta_is_steady_where_a_run_evaluates_and_saves_and_its_first_step_is_slow(
+def test_the_eta_is_steady_where_a_run_evaluates_and_saves(
     evaluation: tuple[int, float], save: tuple[int, float], clock: SimpleNamespace
 ) -> None:
     printer, ends = CommonMetricPrinter(max_iter=2000), {}
@@ -159,12 +159,13 @@ def test_the_eta_is_steady_where_a_run_evaluates_and_saves_and_its_first_step_is
         ("a handler", "theirs: iter: 3  loss: 2.5\n"),
     ],
 )
-def test_who_has_not_set_up_logging_sees_lines_and_who_has_is_left_alone(
+def test_who_has_not_set_up_logging_sees_lines(
     theirs: str,
     line: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    close_logger()
     root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("theirs: %(message)s"))
     monkeypatch.setattr(root, "handlers", [handler] if theirs == "a handler" else [])
@@ -184,7 +185,7 @@ def test_who_has_not_set_up_logging_sees_lines_and_who_has_is_left_alone(
     ("iteration", "is_main", "shown"),
     [(99, True, True), (100, True, False), (101, True, False), (0, False, False)],
 )
-def test_a_line_comes_up_to_the_last_iteration_and_from_the_main_process_only(
+def test_a_line_comes_from_the_main_process_up_to_the_last_iteration(
     iteration: int,
     is_main: bool,
     shown: bool,
