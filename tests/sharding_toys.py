@@ -11,6 +11,7 @@ from hooktrain.demos.text import Block, TextGPT
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils import comm
+from hooktrain.utils.tensors import full_tensors
 
 VOCABULARY = 17  # divisible by no number of ranks
 
@@ -22,6 +23,12 @@ def make_model(dropout: float = 0.0) -> TextGPT:
 
 def make_sharded(dropout: float = 0.0, **options: Any) -> nn.Module:
     return shard_model(make_model(dropout), **{"wrap": {Block}, **options})
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole state on the main process, nothing on the others. A collective."""
+    state: dict[str, Any] = full_tensors(dict(model.state_dict()))
+    return state if comm.is_main_process() else {}
 
 
 def make_wrapper(model: nn.Module, **options: Any) -> OptimWrapper:

@@ -23,7 +23,6 @@ from hooktrain.checkpoint.loading import (
     load_model_state,
     read_on_all_ranks,
     verify_checkpoint,
-    with_trainer,
 )
 from hooktrain.checkpoint.resume import (
     POINTER,
@@ -438,8 +437,6 @@ class Checkpointer:
     def _restore(self, path: str, state: State, names: Names) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
         names = None if names is None else list(names)
-        if "trainer" in self.checkpointables and names != []:
-            state = with_trainer(state)
         chosen = choose_parts(path, state, self.checkpointables, names)
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state)

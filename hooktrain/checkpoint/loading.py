@@ -91,50 +91,6 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     return states[0]
 
 
-def parts_of_trainer(state: State) -> State:
-    """A checkpoint as strategies and MMEngine have it, if it is a trainer's; else as it is."""
-    if "optimizer" not in (trainer := state.get("trainer", {})):
-        return state
-    schedulers = trainer.get("hooks", {}).get("LRScheduler", {}).get("schedulers", {})
-    meta = {"iter": trainer["iteration"] + 1, "seed": trainer.get("seed")}
-    parts = {"optimizer": trainer["optimizer"], "meta": meta}
-    parts["param_schedulers"] = schedulers.get("", schedulers)
-    return {key: value for key, value in state.items() if key != "iteration"} | parts
-
-
-def with_trainer(state: State) -> State:
-    """A checkpoint with a trainer's state, if it is a strategy's or MMEngine's; else as it is."""
-    if "optimizer" not in state or "iter" not in state.get("meta", {}):
-        return state
-    state, hooks = split_average(state)
-    meta, schedulers = state["meta"], state.get("param_schedulers")
-    if schedulers:
-        by_name = schedulers if isinstance(schedulers, dict) else {"": schedulers}
-        hooks["LRScheduler"] = {"schedulers": by_name}
-    trainer = {
-        "iteration": meta["iter"] - 1,
-        "optimizer": state["optimizer"],
-        "hooks": hooks,
-    }
-    return {"trainer": trainer | {"seed": meta.get("seed")}, **state}
-
-
-def split_average(state: State) -> tuple[State, State]:
-    """A checkpoint with the raw weights, and the state of the hook ``EMA`` by its name, if any.
-
-    MMEngine's EMAHook saves the average as the model, and the raw weights in its own place.
-    """
-    if "ema_state_dict" not in state:
-        return state, {}
-    state = dict(state)
-    average = dict(state.pop("ema_state_dict"))
-    model = state["model"] = copy.copy(state["model"])
-    for name, averaged in model.items():
-        model[name] = average[f"module.{name}"]
-        average[f"module.{name}"] = averaged
-    return state, {"EMA": average}
-
-
 def with_model(state: Any, path: str) -> State:
     """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
     if not isinstance(state, dict):

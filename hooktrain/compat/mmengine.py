@@ -16,6 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_checkpoint
+from hooktrain.compat.mmengine_model import (
+    BatchNormXd as BatchNormXd,
+    ImgDataPreprocessor as ImgDataPreprocessor,
+    MMDistributedDataParallel as MMDistributedDataParallel,
+    convert_sync_batchnorm as convert_sync_batchnorm,
+    detect_anomalous_params as detect_anomalous_params,
+    revert_sync_batchnorm as revert_sync_batchnorm,
+)
 from hooktrain.compat.momentum import *
 from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
@@ -38,7 +46,6 @@ barrier = comm.synchronize
 get_rank = comm.get_rank
 get_world_size = comm.get_world_size
 is_main_process = comm.is_main_process
-MMDistributedDataParallel = StepDistributedDataParallel
 MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
 
 _INSTEAD = {
@@ -417,3 +424,56 @@ def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> No
         else MMLogger.get_current_instance()
     )
     found.log(level, message)
+
+
+def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint of MMEngine, or of a strategy, as a trainer's.
+
+    Save the result, and ``checkpointer.load(path)`` goes on with the run. What pickles
+    other objects (``"message_hub"``, most of ``"meta"``) is left out. Where MMEngine's
+    EMAHook has saved the average as the model, the result has the raw weights as the
+    model, and the average in the state of the hook ``EMA``.
+
+    Args:
+        state: is not changed. Its ``meta["iter"]`` is the number of finished iterations.
+
+    Raises:
+        KeyError: if it lacks the model, the optimizer or ``meta["iter"]``.
+    """
+    model = dict(state["model"] if "model" in state else state["state_dict"])
+    hooks: dict[str, Any] = {}
+    if "ema_state_dict" in state:
+        average = dict(state["ema_state_dict"])
+        for name, averaged in model.items():
+            model[name] = average[f"module.{name}"]
+            average[f"module.{name}"] = averaged
+        hooks["EMA"] = average
+    schedulers = state.get("param_schedulers")
+    if isinstance(schedulers, list):
+        schedulers = {"": schedulers}
+    if schedulers:
+        hooks["LRScheduler"] = {"schedulers": schedulers}
+    last = state["meta"]["iter"] - 1
+    trainer = {
+        "iteration": last,
+        "optimizer": state["optimizer"],
+        "hooks": hooks,
+        "seed": state["meta"].get("seed"),
+    }
+    return {"model": model, "trainer": trainer, "iteration": last}
+
+
+def to_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer's checkpoint as MMEngine's, which strategies load too.
+
+    Args:
+        state: is not changed.
+    """
+    trainer = state["trainer"]
+    schedulers = trainer["hooks"].get("LRScheduler", {}).get("schedulers", {})
+    return {
+        "state_dict": state["model"],
+        "optimizer": trainer["optimizer"],
+        "param_schedulers": schedulers.get("", schedulers),
+        "meta": {"iter": trainer["iteration"] + 1, "seed": trainer.get("seed")},
+    }

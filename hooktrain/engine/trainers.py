@@ -140,10 +140,7 @@ class ModelTrainer(TrainerBase):
         self.data_loader = data_loader_builder()
 
     def _prepare(self) -> None:
-        """Go on where a strategy has resumed; see that the parts belong together."""
-        if self.optim_wrapper.resumed is not None:
-            parts = set(self.state_parts) - {"optimizer"}  # the strategy has loaded it
-            self.load_state_dict(self.optim_wrapper.resumed, only=parts)
+        """See that the parts belong together."""
         check_parts(self)
 
     def before_train(self) -> None:
@@ -225,7 +222,6 @@ class ModelTrainer(TrainerBase):
             begun = state.get("iteration", -1) >= 0
             self._batches.load_state_dict(state.get("data", {}), begun=begun)
         super().load_state_dict(state, only=only)
-        self.optim_wrapper.resumed = None
         if "optimizer" in chosen:
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
             scaler = (

@@ -9,15 +9,10 @@ from hooktrain.model.averaged import (
 from hooktrain.model.base_model import (
     BaseDataPreprocessor as BaseDataPreprocessor,
     BaseModel as BaseModel,
-    ImgDataPreprocessor as ImgDataPreprocessor,
-    detect_anomalous_params as detect_anomalous_params,
     init_weights_once as init_weights_once,
 )
 from hooktrain.model.batch_norm import (
-    BatchNormXd as BatchNormXd,
-    convert_sync_batchnorm as convert_sync_batchnorm,
     get_bn_modules as get_bn_modules,
-    revert_sync_batchnorm as revert_sync_batchnorm,
     update_bn_stats as update_bn_stats,
 )
 from hooktrain.model.wrappers import (

@@ -1,7 +1,6 @@
 """Averages of the weights that a model has during training."""
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,31 +15,28 @@ from hooktrain.utils.tensors import local_tensor
 class BaseAveragedModel(nn.Module):
     """An average of the weights of a model, matched by their names.
 
-    A subclass overrides :meth:`blending_weight`, which says how much of the present weights comes
-    in; or :meth:`avg_func`, as in MMEngine, and then the first update copies the weights.
+    A subclass overrides :meth:`blending_weight`, which says how much of the present
+    weights comes in; or :meth:`avg_func`, as in MMEngine, and then the first update
+    copies the weights.
 
-    It is a module: as a child of a model, such as the teacher of a student, it is saved with it.
-    Parameters are averaged in their own data type, so keep those of the model in float32: in
-    bfloat16 a small weight changes nothing. Buffers are copied at every update: statistics such as
-    BatchNorm's are averages already and have to fit the counters beside them. But they are
-    statistics of the model's own weights. That is good enough for a moving average, which stays
-    close to the model. For other averages measure them before use, with BatchNorm in training
-    mode::
-
-        average.module.train()
-        update_bn_stats(average.module, data_loader)
-        average.module.eval()
+    It is a module: as a child of a model, such as the teacher of a student, it is saved
+    with it. Parameters are averaged in their own data type, so keep the model in
+    float32: in bfloat16 a small weight changes nothing. Buffers are copied at each
+    update. So the statistics of BatchNorm are those of the model's own weights, which is
+    good enough for a moving average. For others measure them before use, in training
+    mode, by :func:`~hooktrain.model.update_bn_stats`.
 
     Args:
         model: is copied. Data parallel wrappers and ``torch.compile`` are looked through.
-        interval: average the parameters at the first update and at every so many from there, at
-            least 1.
+        interval: average the parameters at the first update and at every so many from
+            there, at least 1.
         device: where the average is kept. None is where the model is.
         update_buffers: average buffers of floats too, instead of copying them.
 
     Attributes:
-        module: the averaged model, in eval mode, without gradients. That of a sharded model holds
-            shards under their names and cannot be called: evaluate it in :meth:`swap`.
+        module: the averaged model, in eval mode, without gradients. That of a sharded
+            model holds shards under their names and cannot be called: evaluate it in
+            :meth:`swap`.
         steps: the number of updates so far, all of them; an int64 tensor.
     """
 
@@ -54,17 +50,23 @@ class BaseAveragedModel(nn.Module):
         update_buffers: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"interval must be an integer of at least 1: {interval!r}")
         self.interval = interval
         self.update_buffers = update_buffers
-        self.module = (
-            _copied(unwrap_model(model)).eval().requires_grad_(False).to(device)
-        )
+        self.module = _copy(unwrap_model(model)).to(device)
+        self.module.eval().requires_grad_(False)
         self.register_buffer("steps", torch.tensor(0, device=device))
-        # The same number: to read it from a tensor would wait for the device in each update.
+        # The same number. To read the tensor would wait for the device in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
+        parameters = dict(self.module.named_parameters())
+        self._averaged: list[str] = []
+        self._copied: list[str] = []
+        for name, tensor in _tensors(self.module).items():
+            is_number = tensor.is_floating_point() or tensor.is_complex()
+            if is_number and (update_buffers or name in parameters):
+                self._averaged.append(name)
+            else:
+                self._copied.append(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the averaged model."""
@@ -83,7 +85,7 @@ class BaseAveragedModel(nn.Module):
     def avg_func(
         self, averaged_param: Tensor, source_param: Tensor, steps: int
     ) -> None:
-        """Average one tensor in place; by default all are averaged by :meth:`blending_weight`.
+        """Average one tensor in place, by :meth:`blending_weight`.
 
         Args:
             averaged_param: the average, to be changed.
@@ -96,94 +98,81 @@ class BaseAveragedModel(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Take the present weights of the model into the average.
 
-        A few kernels, and no synchronisation with the device.
+        One kernel for all parameters, and no synchronisation with the device.
 
         Raises:
-            ValueError: if the model has other parameters or buffers than the averaged one.
+            ValueError: if the model has other parameters or buffers than the average.
         """
-        for (averaged, *_), (averages, weights) in self._groups(model).items():
-            if not averaged:
-                torch._foreach_copy_(averages, weights)
-            elif self._steps % self.interval == 0:
-                self._average(averages, weights)
+        averages, weights = self._matched(model)
+        for name in self._copied:
+            averages[name].copy_(weights[name])
+        if self._averaged and self._steps % self.interval == 0:
+            present = [
+                weights[name].to(averages[name].device) for name in self._averaged
+            ]
+            self._average([averages[name] for name in self._averaged], present)
         self._steps += 1
         self.steps += 1
+
+    def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        if type(self).avg_func is BaseAveragedModel.avg_func:
+            torch._foreach_lerp_(averages, weights, self.blending_weight(self._steps))
+            return
+        for average, weight in zip(averages, weights, strict=True):
+            if self._steps == 0:
+                average.copy_(weight)
+            else:
+                self.avg_func(average, weight, self._steps)
 
     @torch.no_grad()
     def reset(self, model: nn.Module) -> None:
         """Start again from the present weights of the model."""
-        for averages, weights in self._groups(model).values():
-            torch._foreach_copy_(averages, weights)
+        averages, weights = self._matched(model)
+        for name, average in averages.items():
+            average.copy_(weights[name])
         self._steps = 0
         self.steps.zero_()
 
     @contextmanager
     def swap(self, model: nn.Module) -> Iterator[None]:
-        """Put the averaged weights and buffers into the model, and its own back at the end.
+        """Put the averaged weights and buffers into the model, and its own back later.
 
-        They are written in place, so everybody who holds the tensors sees the same values. The
-        model's own come back bit for bit, even after an error, and the average stays as it is. This
-        takes the memory of one more copy of the model.
+        They are written in place, so everybody who holds the tensors sees the same
+        values. The model's own come back bit for bit, even after an error. This takes
+        the memory of one more copy of the model.
 
         Raises:
-            ValueError: if the model has other parameters or buffers than the averaged one.
+            ValueError: if the model has other parameters or buffers than the average.
         """
-        groups = self._groups(model)
+        averages, weights = self._matched(model)
         with torch.no_grad():
-            raw = {
-                kind: [weight.clone() for weight in groups[kind][1]] for kind in groups
-            }
-            for averages, weights in groups.values():
-                torch._foreach_copy_(weights, averages)
+            own = {name: weight.clone() for name, weight in weights.items()}
+            for name, weight in weights.items():
+                weight.copy_(averages[name])
         try:
             yield
         finally:
+            # An evaluation leaves whole tensors in a sharded model: match them again.
+            _, weights = self._matched(model)
             with torch.no_grad():
-                # The tensors once more: an evaluation leaves whole ones in a sharded model.
-                for kind, (_, weights) in self._groups(model).items():
-                    torch._foreach_copy_(weights, raw[kind])
+                for name, weight in weights.items():
+                    weight.copy_(own[name])
 
-    def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        weights = [w.to(a.device) for a, w in zip(averages, weights, strict=True)]
-        if type(self).avg_func is BaseAveragedModel.avg_func:
-            torch._foreach_lerp_(averages, weights, self.blending_weight(self._steps))
-        elif self._steps == 0:
-            torch._foreach_copy_(averages, weights)
-        else:
-            for average, weight in zip(averages, weights, strict=True):
-                self.avg_func(average, weight, self._steps)
-
-    def _groups(self, model: nn.Module) -> dict[Any, tuple[list[Tensor], list[Tensor]]]:
-        """The tensors of the average and of the model, one group for each kernel.
-
-        One kernel takes many tensors if they have one data type and are on one device.
-        """
-        averages, weights = _tensors(self.module), _tensors(unwrap_model(model))
-        ours, theirs = (
-            {k: t.shape for k, t in each.items()} for each in (averages, weights)
-        )
-        if ours != theirs:
-            names = sorted({name for (_, name), _ in ours.items() ^ theirs.items()})[:5]
-            raise ValueError(
-                f"the model and its average differ in name or shape: {names}"
-            )
-        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(
-            lambda: ([], [])
-        )
-        for key, average in averages.items():
-            averaged = key[0] == "parameter" or self.update_buffers
-            averaged &= average.is_floating_point() or average.is_complex()
-            group = groups[averaged, average.dtype, average.device]
-            group[0].append(average)
-            group[1].append(weights[key])
-        return groups
+    def _matched(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of the average and of the model, by the same names."""
+        averages = _tensors(self.module)
+        weights = _tensors(unwrap_model(model))
+        if averages.keys() != weights.keys():
+            names = sorted(averages.keys() ^ weights.keys())[:5]
+            raise ValueError(f"the model and its average differ in {names}")
+        return averages, weights
 
 
 class ExponentialMovingAverage(BaseAveragedModel):
-    """The exponential moving average of a model's weights: ``momentum`` is what comes in.
+    """The exponential moving average of a model's weights: ``momentum`` comes in.
 
-    ``average = (1 - momentum) * average + momentum * weight``, starting from the weights at
-    construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
+    ``average = (1 - momentum) * average + momentum * weight``, starting from the weights
+    at construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
 
     Args:
         model: see :class:`BaseAveragedModel`.
@@ -191,8 +180,11 @@ class ExponentialMovingAverage(BaseAveragedModel):
         interval: see :class:`BaseAveragedModel`.
         device: see :class:`BaseAveragedModel`.
         update_buffers: see :class:`BaseAveragedModel`.
-        warmup: use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets the start
-            sooner.
+        warmup: use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets the
+            start sooner.
+
+    Raises:
+        ValueError: for a momentum out of its range.
     """
 
     def __init__(
@@ -213,21 +205,22 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
     def blending_weight(self, steps: int) -> float:
         """``momentum``, or more during the warm-up."""
-        return max(
-            self.momentum, 1 - (1 + steps) / (10 + steps) if self.warmup else 0.0
-        )
+        if self.warmup:
+            return max(self.momentum, 1 - (1 + steps) / (10 + steps))
+        return self.momentum
 
 
 class MomentumAnnealingEMA(ExponentialMovingAverage):
-    """An exponential moving average that forgets fast at first, then more and more slowly.
+    """An exponential moving average that forgets fast at first, then more slowly.
 
-    ``max(momentum, gamma / (gamma + n))`` of the present weights comes in after ``n`` updates, so
-    the first one copies them. From MMEngine.
+    ``max(momentum, gamma / (gamma + n))`` of the present weights comes in after ``n``
+    updates, so the first one copies them. From MMEngine.
 
     Args:
         model: see :class:`BaseAveragedModel`.
         momentum: that of the end, in (0, 1].
-        gamma: how long it takes to get there: ``gamma * (1 / momentum - 1)`` updates; positive.
+        gamma: how long it takes to get there: ``gamma * (1 / momentum - 1)`` updates;
+            positive.
         **kwargs: see :class:`ExponentialMovingAverage`.
     """
 
@@ -239,8 +232,6 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, momentum, **kwargs)
-        if not gamma > 0:
-            raise ValueError(f"gamma must be positive: {gamma!r}")
         self.gamma = gamma
 
     def blending_weight(self, steps: int) -> float:
@@ -251,9 +242,9 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 class StochasticWeightAverage(BaseAveragedModel):
     """The equal average of the weights at each interval (SWA, arXiv:1803.05407).
 
-    The first update copies the weights, so those at construction do not count. To begin late in
-    training, see the hook :class:`~hooktrain.engine.hooks.EMA`. Measure the statistics of BatchNorm
-    before the average is used, see :class:`BaseAveragedModel`.
+    The first update copies the weights, so those at construction do not count. To begin
+    late in training, see the hook :class:`~hooktrain.engine.hooks.EMA`. Measure the
+    statistics of BatchNorm before the average is used, see :class:`BaseAveragedModel`.
     """
 
     def blending_weight(self, steps: int) -> float:
@@ -265,41 +256,30 @@ def _read_steps(average: Any, _: Any) -> None:
     average._steps = int(average.steps)  # waits for the device
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy without gradients; of a sharded model, which torch cannot copy, the tensors alone."""
-    if not any(hasattr(type(module), "reshard") for module in model.modules()):
-        return copy.deepcopy(model)  # copying a parameter does not copy its gradient
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy; of a sharded model, which torch cannot copy, the tensors alone."""
+    if not any(_is_sharded(module) for module in model.modules()):
+        return copy.deepcopy(model)
     _tensors(model)
-    copies: dict[nn.Module, nn.Module] = {
-        module: nn.Module() for module in model.modules()
-    }
+    bare = {module: nn.Module() for module in model.modules()}
     memo: dict[int, Any] = {}  # so that a shared tensor stays one
-    for module, shell in copies.items():
+    for module, shell in bare.items():
         shell._parameters = copy.deepcopy(module._parameters, memo)
         shell._buffers = copy.deepcopy(module._buffers, memo)
         shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        shell._modules = {
-            name: child and copies[child] for name, child in module._modules.items()
-        }
-    return copies[model]
+        for name, child in module.named_children():
+            shell.add_module(name, bare[child])
+    return bare[model]
 
 
-def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Parameters and buffers by kind and name, each once; of sharded ones this rank's part.
+def _is_sharded(module: nn.Module) -> bool:
+    return hasattr(type(module), "reshard")  # a method of torch's FSDPModule
 
-    A sharded model has whole tensors after an evaluation. They are split again first.
-    """
-    found: dict[Tensor, tuple[str, str]] = {}
-    for prefix, module in model.named_modules():
-        if hasattr(type(module), "reshard"):
-            module.reshard()
-        for kind, tensors in (
-            ("parameter", module._parameters),
-            ("buffer", module._buffers),
-        ):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    found.setdefault(
-                        tensor, (kind, f"{prefix}.{name}" if prefix else name)
-                    )
-    return {key: local_tensor(tensor) for tensor, key in found.items()}
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once; of sharded ones this rank's part."""
+    for module in model.modules():
+        if _is_sharded(module):  # an evaluation leaves the tensors whole
+            module.reshard()  # type: ignore[operator]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: local_tensor(tensor) for name, tensor in named}

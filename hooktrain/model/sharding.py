@@ -1,7 +1,8 @@
-"""A model sharded over ranks by torch's ``fully_shard`` (FSDP2), and its state as a whole.
+"""A model sharded over ranks by torch's ``fully_shard`` (FSDP2).
 
-Each rank holds a part of every parameter, of its gradient and of the optimizer's state. A layer's
-parameters are brought together right before it computes. Names stay as they are.
+Each rank holds a part of every parameter, of its gradient and of the optimizer's state.
+A layer's parameters are brought together right before it computes. Names stay as they
+are.
 """
 
 import functools
@@ -9,26 +10,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
-
-from hooktrain.utils import comm
-from hooktrain.utils.tensors import (
-    full_tensor,
-    full_tensors,
-    is_sharded,
-    local_tensor,
-    shard_like,
-)
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # A policy of mixed precision, or its arguments, in which data types may be names.
 Precision: TypeAlias = "MixedPrecisionPolicy | Mapping[str, Any] | None"
-# Which modules of a model: those of some classes, given as classes or by their bare names, or those
-# for which ``rule(name, module)``.
+# Which modules of a model: those of some classes, given as classes or by their bare
+# names, or those for which ``rule(name, module)``.
 WrapRule: TypeAlias = (
     Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 )
@@ -44,46 +37,59 @@ def shard_model(
     reshard_after_forward: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard a model in place; the parameters become DTensors, so make the optimizer afterwards.
+    """Shard a model in place; the parameters become DTensors. A collective.
 
-    Initialise the process group first. Every rank must hold the same values, or the model is on
-    the meta device (see :func:`init_deferred`). Call the model itself, not its ``forward``. If its
-    step calls its children instead, name each of these in ``wrap``. Buffers are not sharded, and
-    the ranks do not exchange them.
+    Initialise the process group first, and make the optimizer afterwards. Every rank
+    must hold the same values. Call the model itself, not its ``forward``. If its step
+    calls its children instead, name each of these in ``wrap``. Buffers are not sharded,
+    and the ranks do not exchange them.
+
+    A model on the meta device gets memory and values one unit at a time, so it may be
+    larger than the memory of one device. As at construction, ``reset_parameters`` of each
+    module is called, children before their parent. The first rank's values count. A
+    model that has ``init_weights`` initialises all weights again by it, when it is
+    sharded.
 
     Args:
         model: the model.
-        wrap: the modules whose parameters are brought together one module at a time, such as the
-            blocks of a transformer. The rest is one more unit. With none, the whole model is one.
-        mp_policy: the precision to compute and to communicate in; a dict is its arguments, with
-            names for data types: ``{"param_dtype": "bfloat16", "reduce_dtype": "float32"}``.
+        wrap: the modules whose parameters are brought together one module at a time,
+            such as the blocks of a transformer. The rest is one more unit. With none,
+            the whole model is one.
+        mp_policy: the precision to compute and to communicate in; a dict is its
+            arguments, with names for data types: ``{"param_dtype": "bfloat16",
+            "reduce_dtype": "float32"}``.
         offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
-        activation_checkpointing: the modules whose activations are computed again in the backward
-            pass; True means those of ``wrap``.
-        reshard_after_forward: free a unit's parameters after its forward pass and bring them
-            together again for the backward one. False takes more memory and communicates less.
-        mesh: the ranks, in one dimension, or in two to shard over the second and replicate over
-            the first. None is all ranks, on the accelerator, or on the CPU if there is none.
+        activation_checkpointing: the modules whose activations are computed again in the
+            backward pass; True means those of ``wrap``.
+        reshard_after_forward: free a unit's parameters after its forward pass and bring
+            them together again for the backward one. False takes more memory and
+            communicates less.
+        mesh: the ranks, in one dimension, or in two to shard over the second and
+            replicate over the first. None is all ranks, on the accelerator, or on the CPU
+            if there is none.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a rule that matches nothing or that tears apart a shared parameter.
+        ValueError: for a rule that matches nothing or that tears apart a shared
+            parameter; for modules on the meta device that have no ``reset_parameters``,
+            in a model without ``init_weights``.
         TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in ``mp_policy``.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    units = select_modules(model, wrap, "wrap")
     pinned = torch.accelerator.is_available()
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": build_mp_policy(mp_policy),
-        # torch keeps the rest's parameters after the forward pass: the backward one begins there.
+        # torch keeps the rest's parameters after the forward pass, since the backward
+        # pass begins there.
         "reshard_after_forward": None if reshard_after_forward else False,
         "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
     }
+    units = {model, *select_modules(model, wrap, "wrap")}
     if activation_checkpointing is not False:
         rule = wrap if activation_checkpointing is True else activation_checkpointing
         # Around each `forward`, so that modules and names stay as they are.
@@ -91,15 +97,27 @@ def shard_model(
             module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False
             )
+    is_deferred = on_meta(model)
+    if is_deferred:
+        _check_initialisable(model)
     tied = _tied(model)
-    for unit in reversed(units):  # the inner ones first
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
-    _check_tied(
-        model,
-        tied,
-        "leave the modules of wrap that share them to the rest of the model",
-    )
+    device = _default_device() if mesh is None else mesh.device_type
+
+    def initialise_and_shard(module: nn.Module) -> None:
+        _initialise(module, device)
+        if module in units:
+            units.remove(module)  # it may be at several places
+            fully_shard(module, **options)
+
+    model.apply(initialise_and_shard)  # children before their parent
+    torn = tied - _tied(model)
+    if torn:
+        raise ValueError(
+            f"{sorted(map(sorted, torn))} are shared and would come apart: leave the "
+            "modules of wrap that share them to the rest of the model"
+        )
+    if is_deferred and hasattr(model, "init_weights"):
+        model.init_weights()  # type: ignore[operator]
     return model
 
 
@@ -129,19 +147,16 @@ def select_modules(
         chosen = [
             m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule
         ]
-    if not chosen and (callable(rule) or rule):
-        there = sorted({type(module).__name__ for _, module in inner})
+    if not chosen and (callable(rule) or len(rule) > 0):
+        kinds = sorted({type(module).__name__ for _, module in inner})
         raise ValueError(
-            f"{argument}={rule!r} selects none of the model's modules: {there}"
+            f"{argument}={rule!r} selects none of the model's modules: {kinds}"
         )
     return chosen
 
 
-def build_mp_policy(policy: Precision) -> "MixedPrecisionPolicy":
-    """A policy of mixed precision; None computes in the precision of the parameters.
-
-    Args:
-        policy: the policy; or its arguments, in which data types may be names.
+def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
+    """A policy from its arguments, in which data types may be names; None is float32.
 
     Raises:
         TypeError: for an unknown option.
@@ -149,117 +164,61 @@ def build_mp_policy(policy: Precision) -> "MixedPrecisionPolicy":
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    options = (policy or {}).items()
-    typed = {
-        k: getattr(torch, value) if isinstance(value, str) else value
-        for k, value in options
-    }
+    if isinstance(options, MixedPrecisionPolicy):
+        return options
+    typed = {}
+    for name, value in (options or {}).items():
+        typed[name] = getattr(torch, value) if isinstance(value, str) else value
     return MixedPrecisionPolicy(**typed)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state of a model as one process would have it: loads without any sharding. Collective.
+def on_meta(model: nn.Module) -> bool:
+    """Whether a part of a model is on the meta device."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
-    Returns:
-        On the main process the state, with what is sharded put together on the CPU. On the others
-        an empty dict, so that the model is in the memory of one process only.
-    """
-    state: dict[str, Any] = full_tensors(model.state_dict())
-    return state if comm.is_main_process() else {}
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _reset_method(module: nn.Module) -> Callable[[], None] | None:
+    # torch's attention has it under the second name.
+    other = getattr(module, "_reset_parameters", None)
+    return getattr(module, "reset_parameters", other)
+
+
+def _check_initialisable(model: nn.Module) -> None:
+    if hasattr(model, "init_weights"):
+        return
+    lacking = []
+    for name, module in model.named_modules():
+        if _own_tensors(module) and _reset_method(module) is None:
+            lacking.append(name or type(model).__name__)
+    if lacking:
+        raise ValueError(
+            f"no reset_parameters() to initialise what is on the meta device: {lacking}"
+        )
 
 
 @torch.no_grad()
-def init_deferred(model: nn.Module, device: torch.device | str) -> None:
-    """Give memory and values to a model that was built on the meta device.
-
-    So a model that is too large for one process is built, sharded, and only then initialised::
-
-        with torch.device("meta"):
-            model = Transformer()
-        shard_model(model, wrap={Block})
-        init_deferred(model, "cuda")
-
-    As when a model is constructed, each module's ``reset_parameters`` is called, children before
-    their parent and in the order in which they are registered; then ``init_weights`` of the
-    outermost modules that have it. While a module's method runs, each rank has the module as a
-    whole in its memory; afterwards each rank keeps its shard of the main process's values. So the
-    values depend on the seed, the device and the model, and not on the number of ranks. A single
-    process that constructs the model on that device after the same seed gets the same ones, if
-    constructors draw in the order above.
-
-    Args:
-        model: all of it on the meta device; sharded or not.
-        device: for its memory; that of the ranks' mesh, or the CPU for a model that is offloaded.
-
-    Raises:
-        ValueError: if a part of the model is not on the meta device, a parameter or buffer is given
-            no value by these methods, or shared parameters would come apart.
-    """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if real := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
-        raise ValueError(
-            f"the model must be built on the meta device, but these are not: {real}"
-        )
-    tied = _tied(model)
-    model.to_empty(device=device)
-    _check_tied(model, tied, "shard the model first, or build it on its device")
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for tensor in tensors.values():
-        local_tensor(tensor).fill_(float("nan") if tensor.is_floating_point() else 0)
-    model.apply(_reset)
-    _init_outermost(model)
-    # A host-device synchronisation for each tensor, once in a run.
-    has_nan = [
-        name for name, tensor in tensors.items() if local_tensor(tensor).isnan().any()
-    ]
-    unset = set().union(*comm.all_gather(has_nan))
-    if unset:
-        raise ValueError(
-            f"no reset_parameters() or init_weights() initialises {sorted(unset)}"
-        )
-
-
-def _reset(module: nn.Module) -> None:
-    for name in (
-        "reset_parameters",
-        "_reset_parameters",
-    ):  # the latter in torch's attention
-        if hasattr(module, name):
-            _call_whole(module, name)
-            return
-
-
-def _init_outermost(module: nn.Module) -> None:
-    if hasattr(module, "init_weights"):
-        _call_whole(module, "init_weights")
-        module.is_init = True  # type: ignore[assignment]
+def _initialise(module: nn.Module, device: str) -> None:
+    """Give memory and values to what a module itself has on the meta device."""
+    if not any(tensor.is_meta for tensor in _own_tensors(module)):
         return
-    for child in module.children():
-        _init_outermost(child)
+    module.to_empty(device=device, recurse=False)
+    for tensor in _own_tensors(module):
+        # So that what is forgotten is seen in the first loss.
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    reset = _reset_method(module)
+    if reset is not None:
+        reset()
+    for tensor in _own_tensors(module):
+        dist.broadcast(tensor, 0)
 
 
-def _call_whole(module: nn.Module, method: str) -> None:
-    """Call a method of a module that has whole parameters meanwhile, and shards again at the end.
-
-    torch draws random numbers for shards on accelerators only, and others than for the whole.
-    """
-    places: list[tuple[dict[str, Any], str, Any]] = [
-        (inner._parameters, name, parameter)
-        for inner in module.modules()
-        for name, parameter in inner._parameters.items()
-        if is_sharded(parameter)
-    ]
-    wholes = {p: nn.Parameter(full_tensor(p), p.requires_grad) for _, _, p in places}
-    for parameters, name, parameter in places:
-        parameters[name] = wholes[parameter]
-    getattr(module, method)()
-    for parameters, name, parameter in places:
-        local_tensor(parameter).copy_(
-            local_tensor(shard_like(parameters[name], parameter))
-        )
-        parameters[name] = parameter
+def _default_device() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
 
 
 def _tied(model: nn.Module) -> set[frozenset[str]]:
@@ -268,10 +227,3 @@ def _tied(model: nn.Module) -> set[frozenset[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return {frozenset(group) for group in names.values() if len(group) > 1}
-
-
-def _check_tied(model: nn.Module, tied: set[frozenset[str]], advice: str) -> None:
-    if torn := tied - _tied(model):
-        raise ValueError(
-            f"{sorted(map(sorted, torn))} are shared and would come apart: {advice}"
-        )

@@ -48,7 +48,6 @@ class OptimWrapper:
             sets it.
         inner_count: how many backward passes were made so far.
         name: put before the names of metrics; :class:`OptimWrapperDict` sets it.
-        resumed: what a strategy has for the trainer.
         skipped_updates: how many updates were skipped so far, since gradients were not
             finite.
 
@@ -78,7 +77,6 @@ class OptimWrapper:
         self.after_backward: Callable[[], None] | None = None
         self.inner_count = 0
         self.name = ""
-        self.resumed: Mapping[str, Any] | None = None
         self.skipped_updates = 0
         self._clipping = None if clip_grad is None else _clipping(**clip_grad)
         self._first_count = 0  # inner_count where accumulations began to be counted

@@ -1,10 +1,11 @@
-"""The order in which a model becomes ready to train, and how that state is saved and loaded."""
+"""The order in which a model becomes ready to train."""
 
 import logging
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -13,9 +14,7 @@ from torch import Tensor, nn
 
 from hooktrain import __version__, solver
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
-from hooktrain.checkpoint.loading import parts_of_trainer, split_average
 from hooktrain.config import instantiate
-from hooktrain.model import convert_sync_batchnorm, revert_sync_batchnorm
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_states
@@ -24,16 +23,13 @@ from hooktrain.solver.optim_wrapper import wrappers_by_name
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
-from hooktrain.utils.collect_env import collect_env
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath, on_disk
-from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.registry import MODELS
-from hooktrain.utils.tensors import map_leaves
+from hooktrain.utils.tensors import full_tensors, map_leaves
 
 State = dict[str, Any]
-Callback: TypeAlias = Callable[[State], Any] | None
 Renames: TypeAlias = Sequence[tuple[str, str]]
 # Of one optimizer, or of several by name.
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
@@ -41,14 +37,16 @@ Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 
 # What strategies for MMEngine override.
-_NOT_CALLED = dict.fromkeys(
-    ("_setup_env", "_setup_distributed", "_set_randomness"), "override setup()"
-) | {
-    f"_{name}": f"override {name}()"
-    for name in ("wrap_model", "init_model_weights", "build_param_scheduler")
+_NOT_CALLED = {
+    "_setup_env": "override setup()",
+    "_setup_distributed": "override setup()",
+    "_set_randomness": "override setup()",
+    "_wrap_model": "override wrap_model()",
+    "_init_model_weights": "override init_model_weights()",
+    "_build_param_scheduler": "override build_param_scheduler()",
 }
 
-# As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
+# As in DistributedDataParallel: what a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
 
 
@@ -70,38 +68,39 @@ class BaseStrategy(ABC):
 
         strategy = build_strategy("auto", work_dir="output")
         model, optim_wrapper = strategy.prepare(
-            dict(type="DigitsCNN"), optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1))
+            dict(type="DigitsCNN"),
+            optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
         )
         strategy.load_or_resume(resume=True)
 
-    A checkpoint holds ``model``, ``optimizer``, ``param_schedulers`` and ``meta``. A
-    :class:`~hooktrain.checkpoint.Checkpointer` writes and reads it. Those of MMEngine load too.
+    A :class:`~hooktrain.checkpoint.Checkpointer` writes and reads its checkpoints, which
+    hold ``model``, ``optimizer``, ``param_schedulers`` and ``meta``. With a trainer, save
+    the trainer by a Checkpointer of your own instead.
 
-    A subclass overrides :meth:`wrap_model`, and what else is different.
+    A subclass overrides :meth:`wrap_model`, and what else is different. One that
+    overrides what only MMEngine calls is a TypeError when it is defined.
 
     Args:
-        work_dir: the folder of the checkpoints. Nothing is made until there is something to write.
-        experiment_name: see :attr:`experiment_name`.
+        work_dir: the folder of the checkpoints. Nothing is made until there is something
+            to write.
         env_kwargs: an :class:`Environment`, or a dict of its arguments or MMEngine's.
-        log_kwargs: arguments of :meth:`build_logger`, which :meth:`setup` then calls; None leaves
-            the logs as they are.
-        auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning rates by the
-            number of samples that all ranks see in one backward pass, over ``base_batch_size``
-            (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). The number of one rank is
-            ``train_micro_batch_size_per_gpu`` in ``dispatch_kwargs``. Accumulated passes do not
-            count, as in MMEngine.
-        sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches of all
-            ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators. None changes
-            nothing; one process has all of the batch anyway.
-        device: such as ``"cpu"`` or ``"cuda:1"``. None is the accelerator, if there is one; with
-            several ranks, each has its own.
+        auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning
+            rates by the number of samples that all ranks see in one backward pass, over
+            ``base_batch_size`` (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). The
+            number of one rank is ``train_micro_batch_size_per_gpu`` in
+            ``dispatch_kwargs``. Accumulated passes do not count, as in MMEngine.
+        sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches
+            of all ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
+            None changes nothing; one process has all of the batch anyway.
+        device: such as ``"cpu"`` or ``"cuda:1"``. None is the accelerator, if there is
+            one; with several ranks, each has its own.
 
     Attributes:
         work_dir: the folder of the checkpoints, absolute.
         environment: the settings of the process.
-        launcher: who started the processes: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or ``"none"``.
+        launcher: who started the processes: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or
+            ``"none"``.
         device: where this process computes.
-        timestamp: when the run was set up, as ``20251231_235959``; the same on all ranks.
         seed: of the run, without a rank; after a resume that of the checkpoint.
         model: the model as it is to be called.
         optim_wrapper: the optimizer, or several.
@@ -112,13 +111,10 @@ class BaseStrategy(ABC):
     Raises:
         TypeError: for an unknown name in ``env_kwargs``.
         ValueError: for another ``sync_bn``.
-
-    A subclass that overrides what only MMEngine calls is a TypeError when it is defined.
     """
 
     launcher: Launcher
     device: torch.device
-    timestamp: str
     seed: int
     model: nn.Module
     optim_wrapper: Wrappers
@@ -132,67 +128,21 @@ class BaseStrategy(ABC):
         self,
         *,
         work_dir: AnyPath = "work_dirs",
-        experiment_name: str | None = None,
         env_kwargs: Environment | Mapping[str, Any] | None = None,
-        log_kwargs: Mapping[str, Any] | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
         sync_bn: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        if sync_bn not in (
-            None,
-            "torch",
-        ):  # on one process nothing else would look at it
+        # On one process nothing else would look at it.
+        if sync_bn not in (None, "torch"):
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn
         self.dispatch_kwargs: dict[str, Any] = {}
         self.logger = logging.getLogger("hooktrain.strategy")
-        self._experiment_name = experiment_name
-        self._log_kwargs = log_kwargs
         self._auto_scale_lr = dict(auto_scale_lr or {})
         self._wanted_device = device
-        self._made_group = self._compiled = False
-
-    def setup(self) -> None:
-        """Join the other processes, choose the device, seed; log to a file if that is asked for.
-
-        A collective, which :meth:`prepare` calls; a second call does nothing. Call it yourself if
-        you build the model, so that its weights depend on the seed.
-        """
-        if hasattr(self, "seed"):
-            return
-        settings = self.environment
-        self.launcher = settings.launcher or environment.infer_launcher()
-        self._join_processes()
-        self.device = environment.choose_device(self._wanted_device)
-        self.timestamp = comm.broadcast(time.strftime("%Y%m%d_%H%M%S"))
-        settings.apply()
-        self.seed = set_random_seed(
-            settings.seed, diff_rank_seed=settings.diff_rank_seed
-        )
-        if self._log_kwargs is not None:
-            self.build_logger(**self._log_kwargs)
-
-    def _join_processes(self) -> None:
-        """Join the other processes, unless that is done already."""
-        if self.launcher == "none" or self.distributed:
-            return
-        settings, on_cpu = self.environment, str(self._wanted_device) == "cpu"
-        backend = settings.backend or ("gloo" if on_cpu else None)
-        environment.join_processes(
-            self.launcher, backend, settings.timeout, settings.port
-        )
-        self._made_group = True
-
-    def teardown(self) -> None:
-        """Leave the other processes, if :meth:`setup` has joined them. Not a collective.
-
-        A model in DistributedDataParallel holds the process group too: let go of it first.
-        """
-        if self._made_group:
-            environment.leave_processes()
         self._made_group = False
 
     def prepare(
@@ -206,46 +156,41 @@ class BaseStrategy(ABC):
     ) -> Any:
         """Make a model ready, and what trains it. A collective.
 
-        It may be called again, to train what was evaluated so far: what is there stays, and what
-        was not asked for before is added.
+        It may be called again, to train what was evaluated so far: what is there stays,
+        and an optimizer and schedulers that were not asked for before are added.
 
         Args:
             model: see :meth:`build_model`.
             optim_wrapper: see :meth:`build_optim_wrapper`; None to evaluate only.
             param_scheduler: see :meth:`build_param_scheduler`.
             compile: see :meth:`compile_model`.
-            dispatch_kwargs: what is known of the run: ``epoch_length``, ``max_epochs`` and
-                ``max_iters`` for schedules and accumulation, ``train_micro_batch_size_per_gpu`` for
-                scaling, and ``init_weights_for_test_or_val=False`` to leave ``init_weights`` out,
+            dispatch_kwargs: what is known of the run: ``epoch_length``, ``max_epochs``
+                and ``max_iters`` for schedules and accumulation,
+                ``train_micro_batch_size_per_gpu`` for scaling, and
+                ``init_weights_for_test_or_val=False`` to leave ``init_weights`` out,
                 since weights are loaded afterwards.
 
         Returns:
-            The model; where there are an optimizer and schedulers, a list of the model and these.
+            The model; where there are an optimizer and schedulers, a list of the model
+            and these.
 
         Raises:
             ValueError: for another model than before.
         """
         self.setup()
         self.dispatch_kwargs |= dispatch_kwargs or {}
-        if not hasattr(self, "model"):
+        if hasattr(self, "model"):
+            self._check_same_model(model)
+        else:
             built = self.build_model(model)
             if self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
                 self.init_model_weights(built)
-            self.model = self.wrap_model(built)
-        elif isinstance(model, nn.Module) and unwrap_model(model) is not unwrap_model(
-            self.model
-        ):
-            raise ValueError(
-                "this strategy has prepared another model: make one strategy for each"
-            )
-        if not self._compiled:
-            self.model = self.compile_model(self.model, compile)
-            self._compiled = compile is not False
+            self.model = self.compile_model(self.wrap_model(built), compile)
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
             self.optim_wrapper.name_parameters(self.model)
             self._scale_lr()
-            self._count_passes()
+            self._tell_length()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
             self.param_schedulers = self.build_param_scheduler(
                 param_scheduler, self.optim_wrapper
@@ -254,12 +199,59 @@ class BaseStrategy(ABC):
         parts = [getattr(self, name) for name in names if hasattr(self, name)]
         return parts if len(parts) > 1 else self.model
 
+    def _check_same_model(self, model: ModelSource) -> None:
+        if not isinstance(model, nn.Module):
+            return
+        if unwrap_model(model) is not unwrap_model(self.model):
+            raise ValueError(
+                "this strategy has prepared another model: make one strategy for each"
+            )
+
+    def setup(self) -> None:
+        """Join the other processes, choose the device, and seed.
+
+        A collective, which :meth:`prepare` calls; a second call does nothing. Call it
+        yourself if you build the model, so that its weights depend on the seed.
+        """
+        if hasattr(self, "seed"):
+            return
+        settings = self.environment
+        self.launcher = settings.launcher or environment.infer_launcher()
+        self._join_processes()
+        self.device = environment.choose_device(self._wanted_device)
+        settings.apply()
+        self.seed = set_random_seed(
+            settings.seed, diff_rank_seed=settings.diff_rank_seed
+        )
+
+    def _join_processes(self) -> None:
+        """Join the other processes, unless that is done already."""
+        if self.launcher == "none" or self.distributed:
+            return
+        settings = self.environment
+        backend = settings.backend
+        if backend is None and str(self._wanted_device) == "cpu":
+            backend = "gloo"
+        environment.join_processes(self.launcher, backend, settings.timeout)
+        self._made_group = True
+
+    def teardown(self) -> None:
+        """Leave the other processes, if :meth:`setup` has joined them. Not a collective.
+
+        A model in DistributedDataParallel holds the process group too: let go of it
+        first.
+        """
+        if self._made_group:
+            environment.leave_processes()
+        self._made_group = False
+
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model, from its configuration if it is one.
 
         Args:
-            model: a module, which is returned; a dict with ``type`` in ``MODELS`` and arguments; a
-                ``LazyCall``; or a function without arguments that makes the module.
+            model: a module, which is returned; a dict with ``type`` in ``MODELS`` and
+                arguments; a ``LazyCall``; or a function without arguments that makes the
+                module.
 
         Raises:
             TypeError: for anything else, or if a configuration gives no module.
@@ -276,7 +268,10 @@ class BaseStrategy(ABC):
         return built
 
     def init_model_weights(self, model: nn.Module) -> None:
-        """Call the model's ``init_weights``, if it has one. It is still on the CPU, unwrapped."""
+        """Call the model's ``init_weights``, if it has one and it was not called yet.
+
+        The model is still on the CPU, and not wrapped.
+        """
         if hasattr(model, "init_weights") and not getattr(model, "is_init", False):
             model.init_weights()  # type: ignore[operator]
             model.is_init = True  # type: ignore[assignment]
@@ -289,17 +284,15 @@ class BaseStrategy(ABC):
         """
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it.
-
-        With one process it is the other way round: each :class:`torch.nn.SyncBatchNorm` becomes a
-        :class:`~hooktrain.model.BatchNormXd`, which runs on the CPU too.
-        """
-        if self.world_size == 1:
-            return revert_sync_batchnorm(model)
-        return convert_sync_batchnorm(model, self.sync_bn) if self.sync_bn else model
+        """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
+        if self.sync_bn is None or self.world_size == 1:
+            return model
+        norm: Any = nn.SyncBatchNorm
+        converted: nn.Module = norm.convert_sync_batchnorm(model)
+        return converted
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """Bring a model to :attr:`device`, and give it the first rank's weights. A collective.
+        """Bring a model to :attr:`device`, with the first rank's weights. A collective.
 
         All parameters and buffers go in one coalesced broadcast.
         """
@@ -314,10 +307,10 @@ class BaseStrategy(ABC):
 
         Args:
             model: also one in a wrapper; the names of its state do not change.
-            compile: False, or a dict with ``disable=True``, leaves the model as it is. True
-                compiles the forward. A dict has the arguments of :func:`torch.compile`, and may
-                name another method as ``target``, such as ``"train_step"``; a copy of the model
-                then calls the method of this one. The dict is not changed.
+            compile: False, or a dict with ``disable=True``, leaves the model as it is.
+                True compiles the forward. A dict has the arguments of
+                :func:`torch.compile`, and may name another method as ``target``, such as
+                ``"train_step"``; a copy of the model then calls the method of this one.
 
         Raises:
             AttributeError: if the model has no method ``target``.
@@ -337,41 +330,44 @@ class BaseStrategy(ABC):
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
     ) -> Wrappers:
-        """The optimizer, from a configuration; see :func:`hooktrain.solver.build_optim_wrapper`.
+        """The optimizer; see :func:`hooktrain.solver.build_optim_wrapper`.
 
         Args:
-            optim_wrapper: a wrapper, a torch optimizer, or a configuration of one or several.
+            optim_wrapper: a wrapper, a torch optimizer, or a configuration of one or
+                several.
             model: the model, which a configuration needs.
         """
         return solver.build_optim_wrapper(model, optim_wrapper)
 
     def _scale_lr(self) -> None:
-        """Multiply learning rates by the batch of all ranks over the one they are meant for."""
+        """Multiply learning rates by the batch of all ranks over ``base_batch_size``."""
         if not self._auto_scale_lr.get("enable", False):
             return
         base = self._auto_scale_lr.get("base_batch_size")
         own = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
         if not base or not own:
-            of_run = f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
             raise ValueError(
-                f"auto_scale_lr has base_batch_size={base!r}, and there is {of_run}"
+                f"auto_scale_lr has base_batch_size={base!r}, and there is "
+                f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
             )
         ratio = self.world_size * own / base
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
-            for group in wrapper.param_groups:  # with base_param_settings
+            for group in wrapper.param_groups:
                 if "initial_lr" in group:
-                    problem = "a scheduler has noted the learning rates before they were scaled"
                     raise RuntimeError(
-                        f"{problem}: give its configuration, or no auto_scale_lr"
+                        "a scheduler has noted the learning rates before they were "
+                        "scaled: give its configuration, or no auto_scale_lr"
                     )
                 group["lr"] = group["lr"] * ratio
 
-    def _count_passes(self, done: int = 0) -> None:
-        """Say how long the run is, so that the last accumulation is shorter."""
+    def _tell_length(self, done: int = 0) -> None:
+        """Say how long the run is, so that the last accumulation step is shorter."""
         max_iters = self.dispatch_kwargs.get("max_iters")
+        if max_iters is None:
+            return
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
-            if wrapper.accumulative_counts > 1 and max_iters is not None:
+            if wrapper.accumulative_counts > 1:
                 count = wrapper.inner_count or done
                 wrapper.initialize_count_status(
                     self.model, count, max(count, max_iters)
@@ -383,13 +379,13 @@ class BaseStrategy(ABC):
         optim_wrapper: Wrappers,
         default_args: Mapping[str, Any] | None = None,
     ) -> Schedulers:
-        """The schedulers, from configurations; see :func:`hooktrain.solver.build_param_scheduler`.
+        """The schedulers; see :func:`hooktrain.solver.build_param_scheduler`.
 
         Args:
             scheduler: a scheduler, a configuration, or several of them.
             optim_wrapper: what they schedule.
-            default_args: ``epoch_length``, ``max_epochs`` and ``max_iters``; None takes them from
-                :attr:`dispatch_kwargs`.
+            default_args: ``epoch_length``, ``max_epochs`` and ``max_iters``; None takes
+                them from :attr:`dispatch_kwargs`.
         """
         if default_args is None:
             names = ("epoch_length", "max_epochs", "max_iters")
@@ -397,17 +393,25 @@ class BaseStrategy(ABC):
         return solver.build_param_scheduler(scheduler, optim_wrapper, default_args)
 
     def model_state_dict(self) -> State:
-        """The tensors of the model on the CPU, by the names of the model without its wrapper."""
-        own = unwrap_model(self.model).state_dict()
+        """The model's state on the CPU, by names without a wrapper. A collective.
+
+        What is sharded is whole on the main process and None on the others, unless
+        checkpoints are saved as shards.
+        """
+        state = self._whole(unwrap_model(self.model).state_dict())
         # Host-device synchronisation, unless the model is on the CPU.
-        state: State = map_leaves(
-            lambda _, x: x.cpu() if isinstance(x, Tensor) else x, own
+        on_cpu: State = map_leaves(
+            lambda _, leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state
         )
-        return state
+        return on_cpu
 
     def optim_state_dict(self) -> State:
-        """The state of the optimizer and its wrapper."""
-        return self.optim_wrapper.state_dict()
+        """The state of the optimizer, sharded or not as the model's. A collective."""
+        return self._whole(self.optim_wrapper.state_dict())
+
+    def _whole(self, state: Any) -> State:
+        whole: State = state if self.saves_shards else full_tensors(state)
+        return whole
 
     def scheduler_state_dict(self) -> Any:
         """The states of the schedulers; by name, where there are several optimizers.
@@ -452,45 +456,29 @@ class BaseStrategy(ABC):
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         extra_ckpt: Mapping[str, Any] | None = None,
-        callback: Callback = None,
         tag: bool = True,
     ) -> None:
-        """Write a checkpoint. For all ranks to call, or the main one alone.
-
-        All ranks must call it for a sharded model. It has no barrier: :meth:`load_checkpoint` and
-        :meth:`resume` wait until it is written.
+        """Write a checkpoint; see :meth:`hooktrain.checkpoint.Checkpointer.save`.
 
         Args:
             filename: its path. A file there is replaced in one go.
             save_optimizer: with the optimizer's state, if there is one.
             save_param_scheduler: with the schedulers' states, if there are any.
-            extra_ckpt: further entries, of tensors and plain types. ``seed``, ``time`` and
-                ``hooktrain`` (the version) are added to its ``meta``.
-            callback: called with the content before it is written; it may change it.
+            extra_ckpt: further entries, of tensors and plain types. ``seed``, ``time``
+                and ``hooktrain`` (the version) are added to its ``meta``, which needs
+                ``iter``, the number of finished iterations, for :meth:`resume`.
             tag: make it the one to resume from, in its folder.
-
-        Raises:
-            ValueError: if an extra entry has the name of a part.
-            TypeError: if something could not be loaded back.
-            OSError: if the disk is full or fails; the files are as they were.
         """
         extra = dict(extra_ckpt or {})
-        if taken := extra.keys() & {"model", "optimizer", "param_schedulers"}:
-            raise ValueError(
-                f"extra_ckpt must not replace the parts of the same name: {taken}"
-            )
-        about = {"seed": self.seed, "time": time.strftime("%Y%m%d_%H%M%S")}
-        meta = {**extra.pop("meta", {}), **about, "hooktrain": __version__}
-        state: State = {"model": self.model_state_dict()}
-        if save_optimizer and hasattr(self, "optim_wrapper"):
-            state["optimizer"] = self.optim_state_dict()
-        if save_param_scheduler and hasattr(self, "param_schedulers"):
-            state["param_schedulers"] = self.scheduler_state_dict()
-        state = {**state, **extra, "meta": meta}
-        if callback is not None:
-            callback(state)
+        extra["meta"] = {
+            **extra.get("meta", {}),
+            "seed": self.seed,
+            "time": time.strftime("%Y%m%d_%H%M%S"),
+            "hooktrain": __version__,
+        }
         folder, name = os.path.split(os.path.abspath(on_disk(filename)))
-        self._checkpointer(folder).save(name.removesuffix(".pth"), state=state, tag=tag)
+        checkpointer = self._checkpointer(folder, save_optimizer, save_param_scheduler)
+        checkpointer.save(name.removesuffix(".pth"), tag=tag, **extra)
 
     def load_checkpoint(
         self,
@@ -499,28 +487,21 @@ class BaseStrategy(ABC):
         map_location: Any = "cpu",
         strict: bool = False,
         revise_keys: Renames = (),
-        callback: Callback = None,
     ) -> State:
         """Load the model, and nothing else, from a file or folder. A collective.
 
         Args:
-            filename: a path, or an address; see :func:`~hooktrain.checkpoint.local_path`.
-            map_location: MMEngine's. Weights go to where the model is, all else to the CPU.
+            filename: a path, or an address; see
+                :meth:`hooktrain.checkpoint.Checkpointer.load`.
+            map_location: MMEngine's. Weights go to where the model is, all else to the
+                CPU.
             strict: raise a RuntimeError if there is a difference.
             revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
-            callback: called with the content before anything is loaded; it may change it.
 
         Returns:
             What was not loaded, on the CPU.
-
-        Raises:
-            CorruptCheckpointError: if the file is broken or unsafe.
-            FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
         """
         state = self._checkpointer(self.work_dir).read(filename)
-        if callback is not None:
-            callback(state)
-        self.logger.info("Loading the model from %s", filename)
         self.load_model_state_dict(
             state.pop("model"), strict=strict, revise_keys=revise_keys
         )
@@ -533,77 +514,45 @@ class BaseStrategy(ABC):
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
         map_location: Any = "cpu",
-        callback: Callback = None,
     ) -> State | None:
         """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
 
         The generators are seeded by the checkpoint's seed, the number of iterations in
-        ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`. A trainer of the
-        model and the optimizer goes on there, too, with its hooks and its data. The checkpoint may
-        be a trainer's.
+        ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`.
 
         Args:
-            filename: see :meth:`load_checkpoint`; None is the newest intact one in ``work_dir``.
+            filename: see :meth:`load_checkpoint`; None is the newest intact one in
+                ``work_dir``.
             resume_optimizer: False begins with a new optimizer.
-            resume_param_scheduler: False begins with new schedulers, and with their values.
+            resume_param_scheduler: False begins with new schedulers, and with their
+                values.
             map_location: see :meth:`load_checkpoint`.
-            callback: see :meth:`load_checkpoint`.
 
         Returns:
-            What was not loaded, such as ``meta``; None if there was none in ``work_dir``.
+            What was not loaded, such as ``meta``; None if there was no checkpoint in
+            ``work_dir``.
 
         Raises:
-            ValueError: if the file lacks a part; nothing was loaded then.
-            CorruptCheckpointError: if the file is broken or unsafe.
-            FileNotFoundError: if there is none; other ``OSError`` if it cannot be read.
+            ValueError: if the checkpoint lacks a part.
         """
-        reader = self._checkpointer(self.work_dir)
-        found = (
-            reader.read_newest()
-            if filename is None
-            else (filename, reader.read(filename))
+        checkpointer = self._checkpointer(
+            self.work_dir, resume_optimizer, resume_param_scheduler
         )
-        if found is None:
-            self.logger.info(
-                "No checkpoint in %s to resume from: a new run begins", self.work_dir
-            )
-            return None
-        filename, state = found
-        state = parts_of_trainer(state)
-        if callback is not None:
-            callback(state)
-        with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
-        with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
-        parts = {"optimizer": with_optimizer, "param_schedulers": with_schedulers}
-        if lacking := [
-            part for part, wanted in parts.items() if wanted and part not in state
-        ]:
-            advice = "give resume_optimizer=False or resume_param_scheduler=False"
-            raise ValueError(
-                f"{filename} has no {lacking}, only {sorted(state)}: {advice}"
-            )
-        self.logger.info("Resuming from %s", filename)
-        state, hooks = split_average(state)
-        self.load_model_state_dict(state.pop("model"))
+        if filename is None:
+            state = checkpointer.resume_or_load("", resume=True)
+            if not state:
+                return None
+        else:
+            state = checkpointer.load(filename, [*checkpointer.checkpointables])
         meta = state.get("meta") or {}
-        done, seed = meta.get("iter", 0), meta.get("seed")
-        self.seed = self.seed if seed is None else seed
+        done = meta.get("iter", 0)
+        seed = meta.get("seed")
+        if seed is not None:
+            self.seed = seed
         if self.environment.seed not in (None, self.seed):
             self.logger.warning("The seed is %d, that of the checkpoint", self.seed)
-        trainer = state.pop(
-            "trainer", {"iteration": done - 1, "seed": self.seed, "hooks": hooks}
-        )
-        if not resume_param_scheduler:
-            trainer.get("hooks", {}).pop("LRScheduler", None)
-        if with_optimizer:
-            optimizer = state.pop("optimizer")
-            if not resume_param_scheduler:
-                optimizer = without_schedules(optimizer)
-            self.load_optim_state_dict(optimizer)
-            self._count_passes(done)
-            self.optim_wrapper.resumed = trainer
-        if with_schedulers:
-            self.load_scheduler_state_dict(state.pop("param_schedulers"))
+        if hasattr(self, "optim_wrapper"):
+            self._tell_length(done)
         seed_step(self.seed, done, self.rank)
         return state
 
@@ -630,24 +579,25 @@ class BaseStrategy(ABC):
             return self.resume(load_from if resume is True else resume)
         return None if load_from is None else self.load_checkpoint(load_from)
 
-    def _checkpointer(self, folder: str) -> Checkpointer:
-        return Checkpointer(self.model, folder, sharded=self.saves_shards)
+    def _checkpointer(
+        self, folder: str, with_optimizer: bool = False, with_schedulers: bool = False
+    ) -> Checkpointer:
+        parts: dict[str, Any] = {}
+        if with_optimizer and hasattr(self, "optim_wrapper"):
+            parts["optimizer"] = _Part(
+                self.optim_state_dict,
+                self.load_optim_state_dict
+                if with_schedulers
+                else self._load_without_schedules,
+            )
+        if with_schedulers and hasattr(self, "param_schedulers"):
+            parts["param_schedulers"] = _Part(
+                self.scheduler_state_dict, self.load_scheduler_state_dict
+            )
+        return Checkpointer(self.model, folder, sharded=self.saves_shards, **parts)
 
-    @property
-    def log_dir(self) -> str:
-        """The folder of this run's logs, inside ``work_dir``; it need not be there yet."""
-        return os.path.join(self.work_dir, self.timestamp)
-
-    @property
-    def experiment_name(self) -> str:
-        """The name with the timestamp, or the timestamp alone."""
-        return "_".join(filter(None, (self._experiment_name, self.timestamp)))
-
-    @property
-    def randomness(self) -> dict[str, Any]:
-        """``seed`` as configured, ``diff_rank_seed`` and ``deterministic``."""
-        names = ("seed", "diff_rank_seed", "deterministic")
-        return {name: getattr(self.environment, name) for name in names}
+    def _load_without_schedules(self, state_dict: State) -> None:
+        self.load_optim_state_dict(without_schedules(state_dict))
 
     @property
     def rank(self) -> int:
@@ -664,35 +614,20 @@ class BaseStrategy(ABC):
         """Whether there is a process group."""
         return dist.is_initialized()
 
-    def build_logger(
-        self, log_level: int | str = "INFO", log_file: AnyPath | None = None
-    ) -> logging.Logger:
-        """Log to the terminal and to a file.
 
-        Args:
-            log_level: the least important messages to show.
-            log_file: see :func:`~hooktrain.utils.logger.setup_logger`; None is
-                ``<log_dir>/<timestamp>.log``.
-        """
-        log_file = log_file or os.path.join(self.log_dir, f"{self.timestamp}.log")
-        root = setup_logger(log_file, self.rank)
-        root.setLevel(log_level)
-        return root
+@dataclass
+class _Part:
+    """What a checkpoint has beside the model."""
 
-    def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """What is worth knowing about the machine and the software, and about this run."""
-        run = {**vars(self.environment), "seed": self.seed, "Device": str(self.device)}
-        run |= {
-            "Distributed launcher": self.launcher,
-            "Distributed training": self.distributed,
-        }
-        return collect_env(), run | {"GPU number": self.world_size}
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], None]
 
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Give all ranks the first one's buffers. A collective.
 
-    Where ranks do not exchange them while training, they hold statistics of one rank's batches.
+    Where ranks do not exchange them while training, they hold statistics of one rank's
+    batches.
     """
     _broadcast(model.buffers())
 
@@ -700,5 +635,5 @@ def broadcast_buffers(model: nn.Module) -> None:
 def _broadcast(given: Iterable[Tensor]) -> None:
     tensors = [tensor.detach() for tensor in given]
     if tensors and comm.get_world_size() > 1:
-        # What DistributedDataParallel uses for the same purpose; torch has no public name for it.
+        # What DistributedDataParallel uses too; torch has no public name for it.
         dist._broadcast_coalesced(dist.group.WORLD, tensors, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]

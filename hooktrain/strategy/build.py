@@ -36,18 +36,15 @@ def build_strategy(
     """
     if isinstance(strategy, BaseStrategy):
         return strategy
-    config: dict[str, Any] = (
-        {"type": strategy} if isinstance(strategy, str) else dict(strategy)
-    )
-    config = {"type": "auto", **defaults, **config}
-    if config["type"] == "auto":
+    given = {"type": strategy} if isinstance(strategy, str) else strategy
+    config: dict[str, Any] = {"type": "auto", **defaults, **given}
+    # So that one configuration serves any number of processes.
+    if config["type"] == "auto" and count_processes() == 1:
+        config["type"] = SingleDeviceStrategy
+        config.pop("model_wrapper", None)
+        config.pop("fp16_compression", None)
+    elif config["type"] == "auto":
         config["type"] = DDPStrategy
-        if (
-            count_processes() == 1
-        ):  # so that one configuration serves any number of processes
-            config["type"] = SingleDeviceStrategy
-            for name in ("model_wrapper", "fp16_compression"):
-                config.pop(name, None)
     chosen = STRATEGIES.find(config["type"])
     if isinstance(chosen, type) and issubclass(chosen, DDPStrategy):
         config = {**(ddp or {}), **config}

@@ -35,11 +35,9 @@ class SingleDeviceStrategy(BaseStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to its device; one that is wrapped already stays as it is."""
-        return (
-            model
-            if is_model_wrapper(model)
-            else self.place_model(self.convert_model(model))
-        )
+        if is_model_wrapper(model):
+            return model
+        return self.place_model(self.convert_model(model))
 
 
 def wrapper_for(model: nn.Module) -> str:
@@ -50,8 +48,11 @@ def wrapper_for(model: nn.Module) -> str:
     :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for others.
     """
     step = getattr(type(model), "train_step", None)
-    kind = "Step" if step is BaseModel.train_step else "Separate" if step else "Naming"
-    return f"{kind}DistributedDataParallel"
+    if step is None:
+        return "NamingDistributedDataParallel"
+    if step is BaseModel.train_step:
+        return "StepDistributedDataParallel"
+    return "SeparateDistributedDataParallel"
 
 
 def wrap_in_ddp(

@@ -1,8 +1,7 @@
-"""A process of a run: who started it, how it joins the others, its settings, device and seed."""
+"""A process of a run: who started it, how it joins the others, its device and seed."""
 
 import gc
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -10,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,20 +23,28 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-_OPEN_MPI = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-# Rank, rank on the machine, number of processes, number on the machine. The first is who started
-# this process: mpirun's daemons may be tasks of srun, and srun may start torchrun.
+# Rank, rank on the machine, number of processes, number on the machine. The first row that
+# is set is who started this process: mpirun's daemons may be tasks of srun, and srun may
+# start torchrun.
 _VARIABLES: list[tuple[Launcher, tuple[str, ...]]] = [
     ("pytorch", ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")),
-    ("mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI)),
+    (
+        "mpi",  # Open MPI
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
     (
         "slurm",
         ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"),
     ),
     (
-        "mpi",
+        "mpi",  # MPICH, Intel's
         ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ),  # MPICH, Intel's
+    ),
 ]
 
 
@@ -63,75 +70,82 @@ class Place:
 def infer_launcher() -> Launcher:
     """Who started this process, from the environment variables.
 
-    ``"pytorch"`` is torchrun, or anybody who sets ``WORLD_SIZE`` as torchrun does; ``"mpi"`` is
-    mpirun or mpiexec; ``"slurm"`` is srun. The batch script of a SLURM job has the variables of
-    srun, and is ``"none"``.
+    ``"pytorch"`` is torchrun, or anybody who sets ``WORLD_SIZE`` as torchrun does;
+    ``"mpi"`` is mpirun or mpiexec; ``"slurm"`` is srun. The batch script of a SLURM job
+    has the variables of srun, and is ``"none"``.
     """
     is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
-    for launcher, names in _VARIABLES:
-        if names[2] in os.environ and not (launcher == "slurm" and is_batch_script):
+    for launcher, (_, _, world_size, _) in _VARIABLES:
+        if launcher == "slurm" and is_batch_script:
+            continue
+        if world_size in os.environ:
             return launcher
     return "none"
 
 
-def find_place(launcher: Launcher, port: int | None = None) -> Place:
-    """The place of this process, from the environment variables that its launcher has set.
+def find_place(launcher: Launcher) -> Place:
+    """The place of this process, from the environment variables of its launcher.
 
-    The processes of SLURM and MPI meet at ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set.
-    Otherwise they meet at SLURM's first node, or on this machine if MPI uses no other one, at port
-    29500. Each of two runs on one machine needs a port that is not the other's. Without
-    ``LOCAL_WORLD_SIZE`` there is one process for each accelerator of a machine, or one machine.
+    The processes of SLURM and MPI meet at ``MASTER_ADDR`` and ``MASTER_PORT`` if these
+    are set. Otherwise they meet at SLURM's first node, or on this machine if MPI uses no
+    other one, at port 29500. Each of two runs on one machine needs a port that is not
+    the other's. Without ``LOCAL_WORLD_SIZE`` there is one process for each accelerator of
+    a machine, or one machine.
 
     Args:
         launcher: see :func:`infer_launcher`.
-        port: where the processes of SLURM and MPI meet, instead of ``MASTER_PORT``.
 
     Raises:
         ValueError: for an unknown launcher, or if a variable is missing or not a number.
     """
     if launcher == "none":
         return Place()
-    env: Mapping[str, str] = os.environ
-    if launcher == "pytorch" and {"LOCAL_RANK", "WORLD_SIZE"} <= env.keys():
-        size = int(
-            env["WORLD_SIZE"]
-        )  # who does not set the other uses all of a machine's devices
-        env = {
-            "LOCAL_WORLD_SIZE": f"{min(size, torch.accelerator.device_count() or size)}",
-            **env,
-        }
-    known = [names for name, names in _VARIABLES if name == launcher]
-    if not known:
-        raise ValueError(
-            f"launcher must be one of {get_args(Launcher)}, got {launcher!r}"
-        )
-    names = next((names for names in known if names[2] in env), known[0])
-    if missing := ", ".join(name for name in names if name not in env):
+    names = _variables_of(launcher)
+    values = dict(os.environ)
+    if launcher == "pytorch" and "LOCAL_RANK" in values and "WORLD_SIZE" in values:
+        # Who does not set it uses all devices of a machine.
+        size = int(values["WORLD_SIZE"])
+        devices = torch.accelerator.device_count() or size
+        values.setdefault("LOCAL_WORLD_SIZE", str(min(size, devices)))
+    missing = ", ".join(name for name in names if name not in values)
+    if missing:
         raise ValueError(
             f"{launcher!r} has not set {missing}: set them, or unset {names[2]}"
         )
     # SLURM writes 2(x3) for two tasks on each of three machines.
     rank, local_rank, size, local_size = (
-        int(env[name].partition("(")[0]) for name in names
+        int(values[name].partition("(")[0]) for name in names
     )
-    if launcher == "pytorch":
-        return Place(rank, local_rank, size, local_size)
-    address = env.get("MASTER_ADDR") or _first_machine(launcher, size == local_size)
-    if ":" in address:
-        address = f"[{address}]"
-    url = f"tcp://{address}:{port or env.get('MASTER_PORT', 29500)}"
+    url = "env://"
+    if launcher != "pytorch":
+        url = _meeting_point(launcher, is_one_machine=size == local_size)
     return Place(rank, local_rank, size, local_size, url)
 
 
-def _first_machine(launcher: Launcher, is_the_only_one: bool) -> str:
-    if is_the_only_one:
-        return "127.0.0.1"
-    if launcher == "slurm" and shutil.which("scontrol"):
+def _variables_of(launcher: Launcher) -> tuple[str, ...]:
+    rows = [names for row, names in _VARIABLES if row == launcher]
+    if not rows:
+        raise ValueError(
+            f"launcher must be 'none', 'pytorch', 'slurm' or 'mpi', got {launcher!r}"
+        )
+    return next((names for names in rows if names[2] in os.environ), rows[0])
+
+
+def _meeting_point(launcher: Launcher, is_one_machine: bool) -> str:
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT", "29500")
+    if address is None and is_one_machine:
+        address = "127.0.0.1"
+    elif address is None and launcher == "slurm" and shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
-        return subprocess.check_output(command, text=True, timeout=60).split()[0]
-    raise ValueError(
-        "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
-    )
+        address = subprocess.check_output(command, text=True, timeout=60).split()[0]
+    elif address is None:
+        raise ValueError(
+            "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
+        )
+    if ":" in address:
+        address = f"[{address}]"  # of IPv6
+    return f"tcp://{address}:{port}"
 
 
 def count_processes(launcher: Launcher | None = None) -> int:
@@ -140,13 +154,12 @@ def count_processes(launcher: Launcher | None = None) -> int:
     Args:
         launcher: who started them; None finds out.
     """
-    return max(
-        comm.get_world_size(), find_place(launcher or infer_launcher()).world_size
-    )
+    started = find_place(launcher or infer_launcher()).world_size
+    return max(comm.get_world_size(), started)
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted the run after a failure; 0 in its first attempt."""
+    """How often torchrun has restarted the run after a failure; 0 at first."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -154,57 +167,45 @@ def join_processes(
     launcher: Launcher,
     backend: str | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
-    port: int | None = None,
 ) -> None:
     """Join the other processes that the launcher has started. A collective.
 
-    Makes the default process group and one for each machine, and takes the accelerator of the
-    local rank as the current one. No environment variable is changed. When torchrun is killed, the
-    process is killed with it (Linux).
+    Makes the default process group and one for each machine, and takes the accelerator
+    of the local rank as the current one. No environment variable is changed. When
+    torchrun is killed, the process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
-        backend: of the group; None is the accelerator's (nccl for CUDA), and gloo without one.
+        backend: of the group; None is the accelerator's (nccl for CUDA), and gloo without
+            one.
         timeout: of the collectives; a number is of seconds.
-        port: see :func:`find_place`.
 
     Raises:
-        ValueError: as :func:`find_place`; or if this machine has fewer accelerators than processes.
+        ValueError: as :func:`find_place`; or if this machine has fewer accelerators than
+            processes.
     """
-    # Its functions have the default group as a default argument. Imported while there is one, as
-    # the first optimizer does, it keeps the group's threads alive after the end of the group, and
-    # a thread that is busy when the interpreter exits aborts the process.
+    # Its functions have the default group as a default argument. Imported while there is
+    # one, as the first optimizer does, it keeps the group's threads alive after the end
+    # of the group, and a thread that is busy when the interpreter exits aborts the
+    # process.
     import torch.distributed.nn.functional
 
     if dist.is_torchelastic_launched():
-        # The ranks would train on without torchrun, and keep the output folder from its successor.
+        # The ranks would train on without torchrun, and keep the output folder from its
+        # successor.
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    place = find_place(launcher, port)
-    timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    chosen = _choose_backend(backend, place.local_world_size)
-    if (
-        torch.accelerator.is_available()
-    ):  # with gloo there may be more processes than devices
-        torch.accelerator.set_device_index(
-            place.local_rank % torch.accelerator.device_count()
-        )
-    # torch exports these names only where distributed is built in, which hides them from mypy.
-    meeting = dist.rendezvous(place.url, place.rank, place.world_size, timeout=timeout)  # type: ignore[attr-defined]
-    store, *_ = next(meeting)
-    store.set_timeout(timeout)
-    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.world_size == place.local_world_size:
-        # torchrun's store survives a restart, with the addresses of the dead ranks in it. Each of
-        # several machines has its own count of restarts, so the count does not help there.
-        store = dist.PrefixStore(f"attempt{restart_count()}", store)  # type: ignore[attr-defined]
-    elif is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        advice = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
-        logger.warning(
-            "Restarted processes will find the addresses of the dead ones: %s", advice
-        )
+    place = find_place(launcher)
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    if backend is None:
+        backend = _default_backend(place.local_world_size)
+    if torch.accelerator.is_available():
+        # With gloo there may be more processes than devices.
+        count = torch.accelerator.device_count()
+        torch.accelerator.set_device_index(place.local_rank % count)
     dist.init_process_group(
-        chosen,
-        store=store,
+        backend,
+        store=_store(place, timeout),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
@@ -212,21 +213,41 @@ def join_processes(
     comm.create_local_process_group(place.local_world_size)
 
 
-def _choose_backend(backend: str | None, local_world_size: int) -> str:
+def _store(place: Place, timeout: timedelta) -> Any:
+    """The store where the processes meet, without the addresses of dead ones."""
+    c10d: Any = dist  # mypy does not know of these names
+    meeting = c10d.rendezvous(place.url, place.rank, place.world_size, timeout=timeout)
+    store, *_ = next(meeting)
+    store.set_timeout(timeout)
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.world_size == place.local_world_size:
+        # torchrun's store survives a restart, with the addresses of the dead ranks in it.
+        # Each of several machines has its own count of restarts, so the count does not
+        # help there.
+        return c10d.PrefixStore(f"attempt{restart_count()}", store)
+    if is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        logger.warning(
+            "Restarted processes will find the addresses of the dead ones: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
+        )
+    return store
+
+
+def _default_backend(local_world_size: int) -> str:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        return backend or "gloo"
-    chosen = backend or dist.get_default_backend_for_device(device)
-    if chosen != "gloo" and local_world_size > (
-        count := torch.accelerator.device_count()
-    ):
-        needs = f"{local_world_size} processes need a GPU each, and this machine has {count}"
-        raise ValueError(f"{needs}: ask for fewer, or give backend='gloo'")
-    return chosen
+        return "gloo"
+    count = torch.accelerator.device_count()
+    if local_world_size > count:
+        raise ValueError(
+            f"{local_world_size} processes need a GPU each, and this machine has "
+            f"{count}: ask for fewer, or give backend='gloo'"
+        )
+    return dist.get_default_backend_for_device(device)
 
 
 def leave_processes() -> None:
-    """Leave the process group, if there is one; its threads have ended when this returns.
+    """Leave the process group, if there is one; its threads have ended then.
 
     A model in DistributedDataParallel holds the group too: let go of the model first.
     """
@@ -239,8 +260,9 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     """The device of this process; an accelerator becomes the current one.
 
     Args:
-        wanted: such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator, or the CPU
-            where there is none. Without a number each of several ranks gets its own.
+        wanted: such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator, or
+            the CPU where there is none. Without a number each of several ranks gets its
+            own.
 
     Raises:
         ValueError: if it is not there.
@@ -254,10 +276,10 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
             f"device={str(wanted)!r} is not there, but {there or 'the CPU only'}"
         )
     index: int | None = device.index  # torch says that it is an int
-    if index is None:
+    if index is None and comm.get_world_size() > 1:
+        index = comm.get_local_rank() % torch.accelerator.device_count()
+    elif index is None:
         index = torch.accelerator.current_device_index()
-        if comm.get_world_size() > 1:
-            index = comm.get_local_rank() % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
     return torch.device(device.type, index)
 
@@ -266,7 +288,8 @@ def set_random_seed(seed: int | None = None, *, diff_rank_seed: bool = False) ->
     """Seed the generators of Python, numpy and torch. A collective if there is no seed.
 
     Args:
-        seed: from 0 to 2^32 - 1; None or a negative number draws one that all ranks share.
+        seed: from 0 to 2^32 - 1; None or a negative number draws one that all ranks
+            share.
         diff_rank_seed: seed each rank with the sum of the seed and its rank.
 
     Returns:
@@ -285,64 +308,47 @@ class Environment:
 
     Args:
         launcher: who started the processes; None finds out, see :func:`infer_launcher`.
-        backend: of the process group, such as ``"nccl"`` or ``"gloo"``; None takes the one for the
-            device.
+        backend: of the process group, such as ``"nccl"`` or ``"gloo"``; None takes the
+            one for the device.
         timeout: of the collectives; a number is of seconds.
-        port: where the processes of SLURM and MPI meet; None is ``MASTER_PORT``, else 29500.
         seed: see :func:`set_random_seed`; the same on all ranks.
         diff_rank_seed: seed each rank with the sum of the seed and its rank.
-        deterministic: let torch use deterministic algorithms only, and fail where there is none.
+        deterministic: let torch use deterministic algorithms only, and fail where there
+            is none.
         cudnn_benchmark: let cuDNN try which algorithm is the fastest.
-        resource_limit: raise the number of files that may be open to this, or to what the system
-            allows; not on Windows.
-        mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"`` for new processes.
     """
 
     launcher: Launcher | None = None
     backend: str | None = None
     timeout: timedelta | float = DEFAULT_TIMEOUT
-    port: int | None = None
     seed: int | None = None
     diff_rank_seed: bool = False
     deterministic: bool = False
     cudnn_benchmark: bool = False
-    resource_limit: int | None = None
-    mp_start_method: str | None = None
 
     @classmethod
     def of(cls, settings: "Environment | Mapping[str, Any] | None") -> "Environment":
         """The settings from a dict, with the names of this class or those of MMEngine.
 
-        MMEngine's are ``randomness=dict(seed, diff_rank_seed, deterministic)``,
-        ``dist_cfg=dict(backend, port, timeout)`` and ``mp_cfg=dict(mp_start_method)``; its
-        ``opencv_num_threads`` has no effect, as OpenCV is not used.
+        MMEngine's are ``randomness=dict(seed, diff_rank_seed, deterministic)`` and
+        ``dist_cfg=dict(backend, timeout)``. Its ``mp_cfg`` and ``resource_limit`` have no
+        effect: the start method of workers is an argument of the data loader, and the
+        limit of open files one of the shell.
 
         Raises:
             TypeError: for an unknown name.
-            ValueError: for another ``init_backend`` than torch's.
         """
         if isinstance(settings, Environment):
             return settings
-        flat: dict[str, Any] = {}
-        for name, value in (settings or {}).items():
-            is_group = name in ("randomness", "dist_cfg", "mp_cfg")
-            flat.update((value or {}) if is_group else {name: value})
-        flat.pop("opencv_num_threads", None)
-        if (by := flat.pop("init_backend", "torch")) != "torch":
-            raise ValueError(f"init_backend must be 'torch', but got {by!r}")
+        flat = dict(settings or {})
+        for group in ("randomness", "dist_cfg"):
+            flat |= flat.pop(group, None) or {}
+        for ignored in ("mp_cfg", "resource_limit"):
+            flat.pop(ignored, None)
         return cls(**flat)
 
     def apply(self) -> None:
         """Change this process as asked for; see the arguments."""
-        if self.mp_start_method is not None:
-            multiprocessing.set_start_method(self.mp_start_method, force=True)
-        if self.resource_limit is not None:
-            import resource  # Windows does not have it
-
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            most = self.resource_limit if hard < 0 else min(self.resource_limit, hard)
-            if 0 <= soft < most:  # a negative limit is none
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         if self.cudnn_benchmark:
             torch.backends.cudnn.benchmark = True
         if self.deterministic:

@@ -8,11 +8,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hooktrain.model import sharding
 from hooktrain.model.sharding import Precision, WrapRule
-from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_wrapper import wrappers_by_name
-from hooktrain.strategy.base import BaseStrategy, ModelSource, State, Wrappers
+from hooktrain.strategy.base import BaseStrategy, ModelSource, Wrappers
 from hooktrain.utils.registry import STRATEGIES
-from hooktrain.utils.tensors import full_tensors
 
 
 @STRATEGIES.register_module()
@@ -78,12 +76,10 @@ class FSDPStrategy(BaseStrategy):
             "reshard_after_forward": reshard_after_forward,
         }
         self.deferred_init = deferred_init
-        self.saves_shards = (
-            state_dict_cfg != "full"
-        )  # MMEngine says "local" for "sharded"
-        self._shards: Any = (
-            WeakIdKeyDictionary()
-        )  # by the parameters as they were before
+        # MMEngine says "local" for "sharded".
+        self.saves_shards = state_dict_cfg != "full"
+        # By the parameters as they were before.
+        self._shards: Any = WeakIdKeyDictionary()
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -94,7 +90,7 @@ class FSDPStrategy(BaseStrategy):
 
     def init_model_weights(self, model: nn.Module) -> None:
         """Call the model's ``init_weights``; on the meta device, that comes later."""
-        if not _on_meta(model):
+        if not sharding.on_meta(model):
             super().init_model_weights(model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -109,24 +105,13 @@ class FSDPStrategy(BaseStrategy):
                 "FSDPStrategy needs processes: start them by torchrun or launch()"
             )
         model = self.convert_model(model)
-        deferred = _on_meta(model)
-        if not deferred:
+        if not sharding.on_meta(model):
             model = self.place_model(model)
         whole = dict(model.named_parameters())
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         sharding.shard_model(model, mesh=mesh, **self.sharding)
-        if deferred:
-            sharding.init_deferred(
-                model, "cpu" if self.sharding["offload"] else self.device
-            )
-            for module in model.modules():  # they are not offloaded
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = (
-                        None if buffer is None else buffer.to(self.device)
-                    )
-        self._shards.update(
-            (whole[name], shard) for name, shard in model.named_parameters()
-        )
+        for name, shard in model.named_parameters():
+            self._shards[whole[name]] = shard
         return model
 
     def build_optim_wrapper(
@@ -138,35 +123,19 @@ class FSDPStrategy(BaseStrategy):
             RuntimeError: if that one has made steps.
         """
         built = super().build_optim_wrapper(optim_wrapper, model)
-        for optimizer in (w.optimizer for w in wrappers_by_name(built).values()):
-            for group in optimizer.param_groups:
-                if optimizer.state and any(p in self._shards for p in group["params"]):
-                    problem = (
-                        "the optimizer has made steps before the model was sharded"
-                    )
-                    raise RuntimeError(f"{problem}: prepare the model first")
-                group["params"] = [self._shards.get(p, p) for p in group["params"]]
+        for wrapper in wrappers_by_name(built).values():
+            for group in wrapper.optimizer.param_groups:
+                self._take_over(wrapper.optimizer, group)
         return built
 
-    def model_state_dict(self) -> State:
-        """The state by the names of the bare model, on the CPU. A collective.
-
-        Whole on the main process and empty on the others, or the shards of each rank; see
-        ``state_dict_cfg``.
-        """
-        if self.saves_shards:
-            return super().model_state_dict()
-        return sharding.full_state_dict(unwrap_model(self.model))
-
-    def optim_state_dict(self) -> State:
-        """The state of the optimizer and its wrapper. A collective.
-
-        Its tensors are whole on the main process and None on the others, or the shards of each
-        rank; see ``state_dict_cfg``.
-        """
-        state = super().optim_state_dict()
-        return state if self.saves_shards else full_tensors(state)
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
+    def _take_over(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any]
+    ) -> None:
+        """Replace the parameters of a group by their shards."""
+        is_old = any(parameter in self._shards for parameter in group["params"])
+        if is_old and optimizer.state:
+            raise RuntimeError(
+                "the optimizer has made steps before the model was sharded: "
+                "prepare the model first"
+            )
+        group["params"] = [self._shards.get(p, p) for p in group["params"]]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equality import assert_equal
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, load_file
 from hooktrain.compat import mmengine
 from hooktrain.compat.mmengine import (
     MODELS,
@@ -356,32 +357,115 @@ def final(trainer: StepTrainer) -> list[Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def test_strategies_and_trainers_go_on_from_each_others_checkpoints(
-    tmp_path: Path,
-) -> None:
+def test_a_trainer_goes_on_from_a_strategys_checkpoint(tmp_path: Path) -> None:
+    strategy, trainer, _ = strategy_run(tmp_path)
+    trainer.train(max_iter=3)
+    path = tmp_path / "iter_3.pth"
+    strategy.save_checkpoint(path, extra_ckpt={"meta": {"iter": 3}})
+    expected = final(trainer)
+    strategy, resumed, checkpointer = strategy_run(tmp_path / "other")
+    torch.save(mmengine.from_mmengine(load_file(path)), tmp_path / "trainer.pth")
+    checkpointer.load(tmp_path / "trainer.pth")
+    assert resumed.iter == 2
+    resumed.data_loader.batches = 3  # type: ignore[attr-defined]
+    assert all(map(torch.equal, final(resumed), expected))
+
+
+def test_a_strategy_goes_on_from_a_trainers_checkpoint(tmp_path: Path) -> None:
     strategy, trainer, checkpointer = strategy_run(tmp_path)
     trainer.train(max_iter=3)
     checkpointer.save("model_0000002", iteration=2)
-    strategy.save_checkpoint(
-        tmp_path / "other" / "iter_3.pth", extra_ckpt={"meta": {"iter": 3}}
+    saved = load_file(tmp_path / "model_0000002.pth")
+    torch.save(mmengine.to_mmengine(saved), tmp_path / "iter_3.pth")
+    other, _, _ = strategy_run(tmp_path)
+    rest = other.resume(tmp_path / "iter_3.pth")
+    assert rest["meta"]["iter"] == 3
+    assert_equal(other.model_state_dict(), strategy.model_state_dict())
+    assert other.optim_wrapper.get_lr() == strategy.optim_wrapper.get_lr()
+
+
+RULES = {
+    "norm_decay_mult": 0.0,
+    "bias_decay_mult": 0.0,
+    "custom_keys": {"last": {"lr_mult": 0.1}},
+}
+ADAMW = {
+    "optimizer": {"type": "AdamW", "lr": 0.1, "weight_decay": 0.5},
+    "paramwise_cfg": RULES,
+}
+
+
+def epochs_run(work_dir: Path) -> tuple[SingleDeviceStrategy, StepTrainer, hooks.EMA]:
+    """A run with rules for parameters, a schedule in epochs of two iterations, and an average."""
+    torch.manual_seed(7)
+    strategy = SingleDeviceStrategy(
+        work_dir=work_dir, device="cpu", env_kwargs={"seed": 3}
     )
-    expected = final(trainer)
+    schedule = {"type": "MultiStepLR", "milestones": [1, 3], "gamma": 0.5}
+    strategy.prepare(Net(), optim_wrapper=ADAMW, param_scheduler=schedule)
+    ema = hooks.EMA(strategy.model, decay=0.5, warmup=False)
+    drawn = torch.Generator().manual_seed(1)
+    trainer = StepTrainer(
+        strategy.model,
+        [(torch.randn(4, 2, generator=drawn),) for _ in range(2)],
+        strategy.optim_wrapper,
+    )
+    schedules = hooks.LRScheduler(scheduler=strategy.param_schedulers)
+    trainer.register_hooks([schedules, ema])
+    return strategy, trainer, ema
 
-    strategy, resumed, _ = strategy_run(tmp_path)
-    rest = strategy.load_or_resume(resume=True)  # the trainer's, with hooks and data
-    assert list(rest) == ["meta"]
-    assert all(map(torch.equal, final(resumed), expected))
-    assert resumed.start_iter == 3
-    assert int(resumed._hooks[1].average.steps) == 7  # type: ignore[attr-defined]
 
-    strategy, resumed, checkpointer = strategy_run(tmp_path / "other")
-    checkpointer.load(tmp_path / "other" / "iter_3.pth")  # the strategy's, without them
-    assert resumed.iter == 2
-    assert resumed.data_loader.batches == 0  # type: ignore[attr-defined]
-    resumed.data_loader.batches = 3  # type: ignore[attr-defined]
-    assert all(map(torch.equal, final(resumed), expected))
-    strategy.load_checkpoint(tmp_path / "other" / "iter_3.pth", map_location="cpu")
-    strategy.resume(tmp_path / "other" / "iter_3.pth", map_location="cpu")
+def as_mmengine_has_it(
+    strategy: SingleDeviceStrategy, ema: hooks.EMA
+) -> dict[str, Any]:
+    """A group for each parameter, states by position, the average in place of the weights."""
+    model, saved = strategy.model_state_dict(), strategy.optim_state_dict()
+    rates = {name: dict(g) for g in saved["param_groups"] for name in g["params"]}
+    groups = [{**rates[name], "params": [k]} for k, name in enumerate(model)]
+    values = [group["lr"] for group in groups]
+    schedule = {
+        "milestones": {1: 1, 3: 1},
+        "gamma": 0.5,
+        "begin": 0,
+        "end": 10**9,
+        "last_step": 2,
+    }
+    schedule |= {
+        "param_name": "lr",
+        "by_epoch": True,
+        "verbose": False,
+        "_global_step": 2,
+    }
+    schedule |= {"base_values": [g["initial_lr"] for g in groups] + [0.1]}
+    average = ema.state_dict()
+    return {
+        "meta": {"iter": 4, "epoch": 2, "seed": 3},
+        "state_dict": {name: average[f"module.{name}"].clone() for name in model},
+        "ema_state_dict": {"steps": average["steps"]}
+        | {f"module.{n}": model[n] for n in model},
+        "optimizer": {
+            "state": {k: saved["state"][name] for k, name in enumerate(model)},
+            "param_groups": groups,
+            "base_param_settings": {"lr": 0.05, "params": torch.zeros(1)},
+        },
+        "param_schedulers": [schedule | {"_last_value": [*values, 0.05]}],
+    }
+
+
+def test_a_run_of_mmengine_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "epoch_2.pth"
+    whole, trainer, average = epochs_run(tmp_path)
+    trainer.train(max_iter=4)
+    theirs = as_mmengine_has_it(whole, average)
+    torch.save(mmengine.from_mmengine(theirs), path)
+    strategy, resumed, ema = epochs_run(tmp_path)
+    Checkpointer(strategy.model, trainer=resumed).load(path)
+    for each in (trainer, resumed):
+        each.train(max_iter=8)
+    assert resumed.start_iter == 4
+    assert_equal(strategy.model_state_dict(), whole.model_state_dict())
+    assert_equal(ema.state_dict(), average.state_dict())
+    assert strategy.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr()
 
 
 def test_a_state_of_mmengine_with_a_group_for_each_parameter_goes_to_the_same_parameters() -> (

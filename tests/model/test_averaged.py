@@ -1,10 +1,8 @@
 """Averages of weights, against their formulas, MMEngine's and torch's."""
 
 import copy
-import io
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,9 +18,8 @@ from hooktrain.model import (
     StochasticWeightAverage,
     update_bn_stats,
 )
-from hooktrain.model.sharding import full_state_dict
 from hooktrain.utils.tensors import full_tensors, load_full_state_dict
-from sharding_toys import batches, make_model, make_sharded, own_part
+from sharding_toys import batches, full_state_dict, make_model, make_sharded, own_part
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -92,7 +89,7 @@ COPIED = {
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-def test_weights_are_averaged_and_the_rest_is_copied_and_a_reset_starts_over(
+def test_weights_are_averaged_while_the_rest_is_copied(
     warmup: bool,
 ) -> None:
     model = Net()
@@ -132,9 +129,7 @@ def test_the_averaged_model_is_a_separate_one_for_evaluation() -> None:
     assert same(values(ema.module), before)
 
 
-def test_swap_puts_the_average_in_and_the_same_weights_back_also_after_an_error() -> (
-    None
-):
+def test_swap_gives_the_same_weights_back_after_an_error() -> None:
     model = Net()
     ema = ExponentialMovingAverage(model, 0.5)
     run(ema, model, 1)
@@ -159,27 +154,9 @@ def test_swap_puts_the_average_in_and_the_same_weights_back_also_after_an_error(
     assert [tensor.data_ptr() for tensor in after] == pointers
 
 
-def test_swaps_can_be_nested_and_work_in_inference_mode() -> None:
+def test_wrappers_are_looked_through() -> None:
     model = Net()
-    ema = ExponentialMovingAverage(model)
-    train(model)
-    raw, average = values(model), values(ema.module)
-    with torch.inference_mode(), ema.swap(model):
-        with ema.swap(model):
-            assert same(values(model), average)
-        assert same(values(model), average)
-    assert same(values(model), raw)
-    model(torch.randn(5, 3)).sum().backward()
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [nn.DataParallel, lambda model: torch.compile(model, backend="eager")],
-    ids=["DataParallel", "compile"],
-)
-def test_wrappers_are_looked_through(wrap: Callable[[nn.Module], Any]) -> None:
-    model = Net()
-    wrapped = wrap(model)
+    wrapped: Any = torch.compile(nn.DataParallel(model), backend="eager")
     ema = ExponentialMovingAverage(wrapped, 1.0)
     assert type(ema.module) is Net
     train(model)
@@ -203,21 +180,11 @@ def test_parameters_and_buffers_that_were_replaced_are_followed() -> None:
 
 def test_another_model_is_refused_by_naming_the_difference() -> None:
     ema = ExponentialMovingAverage(Plain())
-    before = values(ema.module)
     other = Plain()
-    for name, layer in (
-        ("bias", nn.Linear(3, 4, bias=False)),
-        ("weight", nn.Linear(2, 4)),
-    ):
-        other.stem = layer
-        for use in (
-            ema.update_parameters,
-            ema.reset,
-            lambda m: ema.swap(m).__enter__(),
-        ):
-            with pytest.raises(ValueError, match=f"differ .*'stem.{name}'"):
-                use(other)
-    assert same(values(ema.module), before)
+    other.stem = nn.Linear(3, 4, bias=False)
+    for use in (ema.update_parameters, ema.reset, lambda m: ema.swap(m).__enter__()):
+        with pytest.raises(ValueError, match=r"differ in \['stem.bias'\]"):
+            use(other)
 
 
 def scalar(value: float) -> nn.Linear:
@@ -265,15 +232,12 @@ def test_averages_follow_their_formulas(
 
 KINDS: list[tuple[str, tuple[Any, ...]]] = [
     ("ExponentialMovingAverage", (0.1,)),
-    ("ExponentialMovingAverage", (0.5,)),
     ("MomentumAnnealingEMA", (0.2, 7)),
-    ("MomentumAnnealingEMA", ()),
     ("StochasticWeightAverage", ()),
 ]
 
 
-@pytest.mark.parametrize("update_buffers", [False, True])
-@pytest.mark.parametrize("interval", [1, 2, 5])
+@pytest.mark.parametrize(("interval", "update_buffers"), [(1, False), (2, True)])
 @pytest.mark.parametrize(("kind", "arguments"), KINDS)
 def test_averages_are_those_of_mmengine(
     kind: str, arguments: tuple[Any, ...], interval: int, update_buffers: bool
@@ -315,11 +279,10 @@ def exponential_momentum(base: Any) -> Any:
     return ExpMomentumEMA
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-def test_a_kind_written_for_mmengine_works(interval: int) -> None:
+def test_a_kind_written_for_mmengine_works() -> None:
     model = Plain()
     ours, other = (
-        exponential_momentum(base)(model, 0.1, 3, interval=interval, device=None)
+        exponential_momentum(base)(model, 0.1, 3, interval=2, device=None)
         for base in (ExponentialMovingAverage, theirs.ExponentialMovingAverage)
     )
     for _ in range(5):
@@ -329,7 +292,7 @@ def test_a_kind_written_for_mmengine_works(interval: int) -> None:
         assert same(values(ours), values(other))
 
 
-def test_the_average_of_a_child_is_called_like_it_and_saved_with_the_model() -> None:
+def test_the_average_of_a_child_is_saved_with_the_model() -> None:
     class Distillation(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -350,21 +313,16 @@ def test_the_average_of_a_child_is_called_like_it_and_saved_with_the_model() -> 
     assert other.teacher.steps == 2
 
 
-@pytest.mark.parametrize(("kind", "arguments"), KINDS[1:])
+@pytest.mark.parametrize(("kind", "arguments"), KINDS)
 def test_each_kind_resumes_bit_for_bit(kind: str, arguments: tuple[Any, ...]) -> None:
     for steps in (3, 4):
         model = Plain()
         make = partial(globals()[kind], interval=2)
         first = make(model, *arguments)
         run(first, model, steps)
-        file = io.BytesIO()
-        torch.save([first.state_dict(), model.state_dict()], file)
-        file.seek(0)
-        saved, weights = torch.load(file, weights_only=True)
-        resumed = Plain()
-        resumed.load_state_dict(weights)
+        resumed = copy.deepcopy(model)
         second = make(resumed, *arguments)
-        second.load_state_dict(saved)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
         state = torch.get_rng_state()
         run(first, model, 5)
         torch.set_rng_state(state)
@@ -402,50 +360,23 @@ def test_a_kind_of_ones_own_says_only_how_much_comes_in() -> None:
         BaseAveragedModel(scalar(0.0)).update_parameters(scalar(1.0))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda m: StochasticWeightAverage(m, interval=0),
-            "interval must be .* at least 1: 0",
-        ),
-        (
-            lambda m: StochasticWeightAverage(m, interval=1.5),
-            "interval must be an integer.*: 1.5",
-        ),
-        (lambda m: MomentumAnnealingEMA(m, 0.0), r"momentum must be in \(0, 1\]: 0.0"),
-        (
-            lambda m: ExponentialMovingAverage(m, 99),
-            r"momentum must be in \(0, 1\]: 99",
-        ),
-        (lambda m: ExponentialMovingAverage(m, math.nan), "momentum must .*: nan"),
-        (lambda m: MomentumAnnealingEMA(m, gamma=0), "gamma must be positive: 0"),
-        (lambda m: MomentumAnnealingEMA(m, gamma=math.nan), "gamma must .*: nan"),
-    ],
-)
-def test_arguments_outside_of_their_range_are_refused(
-    make: Callable[[nn.Module], BaseAveragedModel], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(nn.Linear(1, 1))
+@pytest.mark.parametrize("momentum", [0.0, 99, math.nan])
+def test_a_momentum_outside_of_its_range_is_refused(momentum: float) -> None:
+    for kind in (ExponentialMovingAverage, MomentumAnnealingEMA):
+        with pytest.raises(ValueError, match=rf"in \(0, 1\]: {momentum}"):
+            kind(nn.Linear(1, 1), momentum)
 
 
-def test_an_update_between_two_intervals_copies_buffers_only() -> None:
+def test_an_update_does_not_wait_for_the_device() -> None:
     model = Plain()
     swa = StochasticWeightAverage(model, interval=2)
-    swa.update_parameters(model)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profile:
         swa.update_parameters(model)
         swa.update_parameters(model)
-    calls = {e.key: e.count for e in profile.key_averages() if "foreach" in e.key}
-    assert calls == {"aten::_foreach_lerp_": 1, "aten::_foreach_copy_": 4}
-    assert not [
-        e.key
-        for e in profile.key_averages()
-        if e.key in ("aten::item", "aten::nonzero")
-    ]
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::_foreach_lerp_"] == 1
+    assert not {"aten::item", "aten::nonzero"} & calls.keys()
 
 
 def averaged_run(model: nn.Module) -> tuple[Any, ExponentialMovingAverage]:
@@ -510,7 +441,7 @@ def test_the_average_of_shards_is_that_of_the_whole(two: list[dict[str, Any]]) -
     assert two[0]["steps"] == 4
 
 
-def test_swapping_puts_the_average_in_and_the_raw_weights_back_after_an_evaluation(
+def test_shards_are_swapped_around_an_evaluation(
     two: list[dict[str, Any]],
 ) -> None:
     result = two[0]

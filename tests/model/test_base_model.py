@@ -1,6 +1,7 @@
 """Models that own their step, and the one step."""
 
 import contextlib
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,7 @@ from hooktrain.engine import StepTrainer
 from hooktrain.model import (
     BaseDataPreprocessor,
     BaseModel,
-    ImgDataPreprocessor,
-    detect_anomalous_params,
 )
-from hooktrain.model.base_model import train_step
 from hooktrain.solver import AmpOptimWrapper
 
 
@@ -51,27 +49,14 @@ def test_the_model_of_the_guide_learns_in_a_trainer() -> None:
     assert last < 0.05 * first["loss"].item()
 
 
-IMAGES = {"type": "ImgDataPreprocessor", "mean": [0.5], "std": [2.0]}
-
-
-def test_a_preprocessor_is_the_base_one_a_module_or_built_from_a_dict_that_stays() -> (
-    None
-):
+def test_a_preprocessor_is_a_module_or_built_from_a_dict() -> None:
     assert type(ToyModel().data_preprocessor) is BaseDataPreprocessor
-    cfg = dict(IMAGES)
-    preprocessor = ToyModel(cfg).data_preprocessor
-    assert type(preprocessor) is ImgDataPreprocessor
-    assert preprocessor.mean.flatten().tolist() == [0.5]
-    assert cfg == IMAGES
+    cfg = {"type": "BaseDataPreprocessor", "non_blocking": True}
+    assert ToyModel(cfg).data_preprocessor.non_blocking
     layer = nn.Linear(1, 1)
     model = ToyModel(layer)
     assert model.data_preprocessor is layer
     assert "data_preprocessor.weight" in dict(model.named_parameters())
-    for wrong in (3, "ImgDataPreprocessor", ImgDataPreprocessor, [1]):
-        with pytest.raises(
-            TypeError, match="data_preprocessor must be a module or a dict"
-        ):
-            ToyModel(wrong)
 
 
 def test_a_model_without_forward_cannot_be_made() -> None:
@@ -102,23 +87,30 @@ def test_a_subclass_may_weigh_its_losses_by_its_own_parse_losses() -> None:
     assert log_vars["loss2"].item() > 0
 
 
-def test_the_preprocessor_goes_where_the_model_goes_without_a_state_of_its_own() -> (
-    None
-):
+def test_the_preprocessor_goes_where_the_model_goes() -> None:
     with torch.device("meta"):
         assert ToyModel().data_preprocessor.device.type == "meta"
-    model = ToyModel(IMAGES)
-    assert set(model.state_dict()) == {"linear.weight", "linear.bias"}
+    model = ToyModel()
     assert list(model.buffers()) == []  # nothing to broadcast
-    preprocessor = model.data_preprocessor
-    assert preprocessor.device == torch.device("cpu")
-    assert model.to("meta", torch.float64) is model
-    assert model.half() is model
-    assert preprocessor.device == preprocessor.mean.device == torch.device("meta")
-    assert preprocessor({"inputs": torch.ones(1, 1, 2, 2)})["inputs"].is_meta
+    assert model.data_preprocessor.device == torch.device("cpu")
+    model.to("meta", torch.float64)
+    assert model.data_preprocessor(torch.ones(1)).is_meta
     model.to_empty(device="cpu")
-    assert preprocessor.device == torch.device("cpu")
-    assert preprocessor.mean.flatten().tolist() == [0.5]
+    assert model.data_preprocessor.device == torch.device("cpu")
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def test_tensors_are_moved_in_containers_that_keep_their_types() -> None:
+    one = torch.ones(1)
+    data = {"a": [one, (one, "text")], "b": Point(one, 2), "c": OrderedDict(d=one)}
+    moved = BaseDataPreprocessor().to("meta")(data)
+    for each, is_meta in ((moved, True), (data, False)):
+        tensors = [each["a"][0], each["a"][1][0], each["b"].x, each["c"]["d"]]
+        assert [tensor.is_meta for tensor in tensors] == [is_meta] * 4
+        assert (type(each["b"]), type(each["c"])) == (Point, OrderedDict)
+        assert (each["a"][1][1], each["b"].y) == ("text", 2)
 
 
 T = torch.tensor
@@ -210,7 +202,7 @@ def test_a_step_is_the_one_written_by_hand() -> None:
     wrapper, optimizer = sgd(model), torch.optim.SGD(by_hand.parameters(), lr=0.1)
     for seed in range(3):
         img, label = batch(4, seed)
-        log_vars = train_step(model, [img, label], wrapper)
+        log_vars = model.train_step([img, label], wrapper)
         error = by_hand.linear(img) - label
         loss1, loss2 = error.pow(2).mean(), error.abs().mean()
         optimizer.zero_grad()
@@ -256,7 +248,7 @@ def test_a_pair_of_the_preprocessor_gives_arguments_by_place() -> None:
     model = ToyModel(PairPreprocessor())
     img, label = batch(2)
     expected = (model.linear(2 * img) - label).abs().mean()
-    log_vars = train_step(model, {"x": img, "y": label}, sgd(model))
+    log_vars = model.train_step({"x": img, "y": label}, sgd(model))
     assert torch.equal(log_vars["loss2"], expected.detach())
     predicted = model.val_step({"x": img, "y": label})
     assert torch.equal(torch.stack(predicted), model.linear(3 * img))
@@ -265,7 +257,7 @@ def test_a_pair_of_the_preprocessor_gives_arguments_by_place() -> None:
 def test_another_result_of_the_preprocessor_is_refused() -> None:
     model = ToyModel()
     with pytest.raises(TypeError, match=r"a dict, list or tuple, not .*Tensor"):
-        train_step(model, torch.ones(1), sgd(model))
+        model.train_step(torch.ones(1), sgd(model))
     with pytest.raises(TypeError, match="NoneType"):
         model.val_step(None)
 
@@ -293,20 +285,9 @@ class Traced:
 def test_the_backward_pass_is_outside_of_the_context_of_the_forward_pass() -> None:
     wrapper, model = Traced(), ToyModel()
     model.linear.register_forward_hook(lambda *_: wrapper.events.append("forward"))
-    train_step(model, batch(1), wrapper)
+    model.train_step(batch(1), wrapper)
     assert wrapper.model is model
     assert wrapper.events == ["context", "forward", "end context", "update"]
-
-
-def test_inside_a_wrapper_that_one_is_called_and_the_models_parts_are_used() -> None:
-    wrapper, model, img = Traced(), ToyModel(), batch(2)
-    around: Any = nn.Sequential()
-    around._run_forward = lambda data, mode: (
-        model(*data, mode=mode) | {"loss3": torch.ones(1)}
-    )
-    log_vars = train_step(model, img, wrapper, around)
-    assert wrapper.model is around
-    assert "loss3" in log_vars
 
 
 def test_the_forward_pass_is_in_the_precision_of_the_wrapper() -> None:
@@ -314,69 +295,5 @@ def test_the_forward_pass_is_in_the_precision_of_the_wrapper() -> None:
     seen = []
     model.linear.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train_step(model, batch(2), AmpOptimWrapper(optimizer, "bfloat16"))
+    model.train_step(batch(2), AmpOptimWrapper(optimizer, "bfloat16"))
     assert seen == [torch.bfloat16]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(2, 2)
-        self.dropped = nn.Linear(2, 1)
-        self.never = nn.Parameter(torch.ones(3, 2))
-        self.frozen = nn.Linear(2, 2).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.used(self.frozen(x))
-        return hidden, self.dropped(hidden)
-
-
-def test_parameters_that_were_not_used_are_logged_as_errors_by_a_step_if_that_is_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    whole = ToyModel()
-    whole.extra = nn.Linear(3, 2, bias=False)
-    train_step(whole, batch(2), sgd(whole))
-    assert caplog.messages == []
-    train_step(whole, batch(2), sgd(whole), check=True)
-    model = Net()
-    names = detect_anomalous_params(model(torch.ones(1, 2))[0].sum(), model)
-    assert names == ["never", "dropped.weight", "dropped.bias"]
-    shapes = zip(["extra.weight", *names], ([2, 3], [3, 2], [1, 2], [1]), strict=True)
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        (
-            "ERROR",
-            f"{name} with shape torch.Size({shape}) is not in the computational graph",
-        )
-        for name, shape in shapes
-    ]
-
-
-@pytest.mark.parametrize(
-    "nest", [lambda a, b: {"a": a, "b": [b]}, lambda a, b: [(a,), {"b": b}]]
-)
-def test_losses_in_dicts_and_lists_count_together(nest: Any) -> None:
-    model = Net()
-    hidden, dropped = model(torch.ones(1, 2))
-    both = [hidden.sum(), dropped.sum()]
-    assert detect_anomalous_params(nest(*both), model) == ["never"]
-    found = detect_anomalous_params(nest(torch.ones(1), hidden), model)
-    assert found == ["never", "dropped.weight", "dropped.bias"]
-    assert "never" not in detect_anomalous_params(
-        model.never, model
-    )  # is the loss itself
-    both[1].backward()
-    assert detect_anomalous_params(both[1], model) == ["never"]
-
-
-@pytest.mark.parametrize(
-    ("times", "more"),
-    [(5000, lambda x: x + 1), (60, lambda x: 2 * x + 3 * x)],
-    ids=["deeper than the stack", "2 ** 60 paths"],
-)
-def test_any_graph_is_walked_once(times: int, more: Any) -> None:
-    model = nn.Linear(1, 1)
-    value = model.weight.sum()
-    for _ in range(times):
-        value = more(value)
-    assert detect_anomalous_params(value, model) == ["bias"]

@@ -9,107 +9,9 @@ from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.model import (
-    BatchNormXd,
-    convert_sync_batchnorm,
     get_bn_modules,
-    revert_sync_batchnorm,
     update_bn_stats,
 )
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    """Batch norms at several depths, one with other statistics and weights."""
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 1),
-        nn.BatchNorm2d(3, eps=1e-3, momentum=0.3),
-        nn.Sequential(
-            nn.BatchNorm1d(4, affine=False), nn.BatchNorm3d(2, momentum=None)
-        ),
-        nn.BatchNorm2d(3, track_running_stats=False),
-    )
-    norm = model[1]
-    nn.init.normal_(norm.weight)
-    norm(torch.randn(4, 3, 2, 2))
-    norm.eval()
-    norm.weight.requires_grad_(False)
-    return model
-
-
-def facts(module: nn.Module) -> list[Any]:
-    return [
-        (n.num_features, n.eps, n.momentum, n.affine, n.track_running_stats, n.training)
-        for n in module.modules()
-        if isinstance(n, nn.modules.batchnorm._BatchNorm)
-    ]
-
-
-def test_there_and_back_everything_but_the_type_stays(model: nn.Module) -> None:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    before, keys = facts(model), list(model.state_dict())
-    for change, kind in [
-        (convert_sync_batchnorm, nn.SyncBatchNorm),
-        (revert_sync_batchnorm, BatchNormXd),
-    ]:
-        assert change(model) is model
-        assert [
-            type(model[1]),
-            type(model[2][0]),
-            type(model[2][1]),
-            type(model[3]),
-        ] == [kind] * 4
-        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        assert after.keys() == tensors.keys()
-        assert all(after[name] is tensor for name, tensor in tensors.items())
-        assert facts(model) == before
-        assert list(model.state_dict()) == keys
-    assert not model[1].weight.requires_grad
-
-
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_reverted_norm_takes_any_number_of_dimensions(
-    shape: tuple[int, ...], training: bool
-) -> None:
-    reverted = revert_sync_batchnorm(nn.SyncBatchNorm(3)).train(training)
-    reference = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[
-        len(shape) - 2
-    ](3)
-    x = torch.randn(shape)
-    assert torch.equal(reverted(x), reference.train(training)(x))
-    assert torch.equal(reverted.running_var, reference.running_var)
-
-
-def test_without_channels_an_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(N, C, ...\), but got torch.Size\(\[3\]\)"):
-        BatchNormXd(3)(torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("change", "old", "new"),
-    [
-        (convert_sync_batchnorm, nn.BatchNorm1d, nn.SyncBatchNorm),
-        (revert_sync_batchnorm, nn.SyncBatchNorm, BatchNormXd),
-    ],
-)
-def test_a_norm_stays_one_at_several_places_and_others_stay_what_they_are(
-    change: Any, old: Any, new: Any
-) -> None:
-    norm, others = old(2), [new(2), nn.InstanceNorm1d(2)]
-    whole = change(norm)
-    assert type(whole) is new
-    assert whole.weight is norm.weight
-    model = nn.Sequential(norm, nn.Sequential(norm), norm, *others)
-    change(model)
-    assert model[0] is model[1][0] is model[2] is not norm
-    assert all(a is b for a, b in zip(model[3:], others, strict=True))
-
-
-def test_another_implementation_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="implementation must be 'torch', but got 'mmcv'"
-    ):
-        convert_sync_batchnorm(nn.BatchNorm1d(2), "mmcv")
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -220,8 +122,8 @@ def test_only_training_layers_that_keep_statistics_are_concerned() -> None:
     )
     model.append(nn.InstanceNorm1d(3, track_running_stats=True))
     assert get_bn_modules(model) == [model[0]]
-    for norm in (nn.SyncBatchNorm(3), BatchNormXd(3)):
-        assert get_bn_modules(norm) == [norm]
+    synchronised = nn.SyncBatchNorm(3)
+    assert get_bn_modules(synchronised) == [synchronised]
     before = buffers(model[1])
     update_bn_stats(model[:3], batches(4, 4), num_iters=2)
     assert_unchanged(model[1], before)

@@ -1,4 +1,3 @@
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -97,12 +96,8 @@ class Partly(ToyModel):
         self.left_out = nn.Linear(1, 1)
 
 
-def unused() -> tuple[str, list[str], list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hooktrain").addHandler(handler)
-    model = StepDistributedDataParallel(Partly(), detect_anomalous_params=True)
+def unused() -> tuple[str, list[str]]:
+    model = StepDistributedDataParallel(Partly())
     wrapper = sgd(model)
     model.train_step(batch(2), wrapper)
     try:
@@ -113,21 +108,13 @@ def unused() -> tuple[str, list[str], list[str]]:
     found = StepDistributedDataParallel(Partly(), find_unused_parameters=True)
     wrapper = sgd(found)
     losses = [list(found.train_step(batch(2), wrapper)) for _ in range(2)]
-    return message, records, losses[1]
+    return message, losses[1]
 
 
-def test_unused_parameters_are_named_when_ddp_fails_and_when_asked_for(
-    ranks: Any,
-) -> None:
-    message, records, losses = ranks[1]["unused"]
+def test_unused_parameters_are_named_when_ddp_fails(ranks: Any) -> None:
+    message, losses = ranks[1]["unused"]
     assert "grad for rank 1: left_out.bias, left_out.weight" in message
     assert "find_unused_parameters=True" in message
-    shapes = {"left_out.weight": "[1, 1]", "left_out.bias": "[1]"}
-    logged = [
-        f"{name} with shape torch.Size({shape}) is not in the computational graph"
-        for name, shape in shapes.items()
-    ]
-    assert records == logged
     assert losses == ["loss", "loss1", "loss2"]
 
 
@@ -409,7 +396,6 @@ def test_wrappers_are_registered_by_both_names() -> None:
         "DistributedDataParallel": DistributedDataParallel,
         "DataParallel": DataParallel,
         "StepDistributedDataParallel": StepDistributedDataParallel,
-        "MMDistributedDataParallel": StepDistributedDataParallel,
         "SeparateDistributedDataParallel": SeparateDistributedDataParallel,
         "MMSeparateDistributedDataParallel": SeparateDistributedDataParallel,
     }.items():

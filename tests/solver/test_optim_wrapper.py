@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharding_toys as sharded
 from gloo import run_ranks
-from hooktrain.model.sharding import full_state_dict
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils.events import EventStorage
 from hooktrain.utils.tensors import full_tensors
@@ -474,7 +473,7 @@ def _accumulated() -> tuple[list[int], dict[str, Any]]:
         with Exchanges() as seen:
             sharded.train(model, wrapper, [batch])
         exchanges.append(seen.count)
-    return exchanges, full_state_dict(model)
+    return exchanges, sharded.full_state_dict(model)
 
 
 def clipped(
@@ -504,7 +503,7 @@ def _overflow() -> dict[str, Any]:
     model = sharded.make_sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = AmpOptimWrapper(optimizer, "float16", loss_scale={"init_scale": 4.0})
-    before = full_state_dict(model)
+    before = sharded.full_state_dict(model)
     updated = []
     for poison in (True, False):
         with wrapper.optim_context(model):
@@ -515,7 +514,7 @@ def _overflow() -> dict[str, Any]:
             gradient.to_local()[0, 0] = float("inf")
         updated.append(wrapper.step())
         wrapper.zero_grad()
-    after = full_state_dict(model)
+    after = sharded.full_state_dict(model)
     return {
         "updated": updated,
         "skipped": wrapper.skipped_updates,

@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +8,12 @@ from strategy_toys import SGD, Regression, batch, train
 from torch import nn
 
 import hooktrain.compat.mmengine  # noqa: F401  # has rules for parameters
+from equality import assert_equal
+from hooktrain.checkpoint import CorruptCheckpointError, load_file
 from hooktrain.config import LazyCall
-from hooktrain.model import BatchNormXd
 from hooktrain.solver import OptimWrapper, OptimWrapperDict, StepLR
 from hooktrain.strategy import SingleDeviceStrategy
+from hooktrain.utils.env import seed_step
 
 
 class Telling(SingleDeviceStrategy):
@@ -59,18 +62,10 @@ def test_everything_is_built_in_the_written_order() -> None:
 
 def test_the_constructor_only_stores(tmp_path: Any) -> None:
     state = torch.get_rng_state()
-    made = strategy(work_dir=tmp_path / "runs", env_kwargs={"seed": 3}, log_kwargs={})
+    made = strategy(work_dir=tmp_path / "runs", env_kwargs={"seed": 3})
     assert torch.equal(torch.get_rng_state(), state)
     assert list(tmp_path.iterdir()) == []
-    for name in (
-        "seed",
-        "timestamp",
-        "log_dir",
-        "experiment_name",
-        "launcher",
-        "device",
-        "model",
-    ):
+    for name in ("seed", "launcher", "device", "model"):
         assert not hasattr(made, name)
     with pytest.raises(
         ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"
@@ -147,19 +142,6 @@ def test_nothing_of_the_caller_is_changed() -> None:
     made.prepare({"type": "StrategyToy"}, **arguments)
     made.dispatch_kwargs["max_iters"] = 1
     assert (arguments, constructor) == before
-
-
-def test_compile_model_is_always_called_and_a_model_prepared_again_is_not_compiled_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, calls = strategy(), []
-    monkeypatch.setattr(
-        made, "compile_model", lambda model, how: calls.append(how) or model
-    )
-    model = made.prepare(Regression())
-    for how in (True, {"target": "train_step"}):
-        made.prepare(model, compile=how)
-    assert calls == [False, True]
 
 
 @pytest.mark.parametrize("target", ["forward", "train_step"])
@@ -290,8 +272,221 @@ def test_each_of_several_optimizers_and_its_schedule_know_where_the_run_ends() -
         assert updated == [False, False, False, True, False, True]
 
 
-def test_batch_norms_of_several_ranks_become_those_of_one() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3))
-    prepared = strategy().prepare(model)
-    assert isinstance(prepared[1], BatchNormXd)
-    assert prepared(torch.randn(4, 2)).shape == (4, 3)
+STEP = {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False}
+
+
+def prepared(
+    work_dir: Path, seed: int | None = 3, dropout: float = 0.5, **kwargs: Any
+) -> SingleDeviceStrategy:
+    strategy = SingleDeviceStrategy(
+        work_dir=work_dir, device="cpu", env_kwargs={"seed": seed}
+    )
+    defaults = {
+        "optim_wrapper": SGD,
+        "param_scheduler": STEP,
+        "dispatch_kwargs": {"max_iters": 9},
+    }
+    strategy.prepare(
+        {"type": "StrategyToy", "dropout": dropout}, **{**defaults, **kwargs}
+    )
+    return strategy
+
+
+def go(strategy: SingleDeviceStrategy, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        seed_step(strategy.seed, step, strategy.rank)
+        losses += train(strategy.model, strategy.optim_wrapper, range(step, step + 1))
+        for scheduler in strategy.param_schedulers:
+            scheduler.step()
+    return losses
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    first = prepared(tmp_path)
+    go(first, range(3))
+    first.save_checkpoint(tmp_path / "iter_3.pth", extra_ckpt={"meta": {"iter": 3}})
+    expected = go(first, range(3, 7))
+    second = prepared(tmp_path, seed=8)
+    go(second, range(1))
+    rest = second.load_or_resume(resume=True)
+    assert rest is not None
+    assert rest["meta"]["iter"] == 3
+    assert list(rest) == ["meta"]
+    assert second.seed == 3
+    assert second.optim_wrapper.get_lr() == {"lr": [0.05]}
+    assert go(second, range(3, 7)) == expected
+    assert_equal(second.model_state_dict(), first.model_state_dict())
+
+
+def test_accumulation_goes_on_where_it_was(tmp_path: Path) -> None:
+    accumulating = {"optim_wrapper": {**SGD, "accumulative_counts": 4}}
+    first = prepared(tmp_path, **accumulating)
+    go(first, range(4))
+    first.save_checkpoint(tmp_path / "a.pth")
+    expected = go(first, range(4, 9))
+    second = prepared(tmp_path, **accumulating)
+    second.resume(tmp_path / "a.pth")
+    assert go(second, range(4, 9)) == expected
+    assert second.optim_wrapper.should_update()  # the last step is of one pass
+
+
+def test_a_checkpoint_has_the_parts_and_what_is_added(tmp_path: Path) -> None:
+    strategy = prepared(tmp_path)
+    extra = {"message_hub": {}, "meta": {"epoch": 2, "seed": 0}}
+    before = copy.deepcopy(extra)
+    strategy.save_checkpoint(tmp_path / "new" / "a.pth", extra_ckpt=extra)
+    assert extra == before
+    saved = load_file(tmp_path / "new" / "a.pth")
+    parts = {"model", "optimizer", "param_schedulers"}
+    assert set(saved) == {*parts, "message_hub", "meta"}
+    assert list(saved["model"]) == list(Regression().state_dict())
+    assert saved["param_schedulers"] == [strategy.param_schedulers[0].state_dict()]
+    assert saved["meta"].items() >= {"epoch": 2, "seed": 3}.items()
+    strategy.save_checkpoint(
+        tmp_path / "b.pth", save_optimizer=False, save_param_scheduler=False
+    )
+    assert set(load_file(tmp_path / "b.pth")) == {"model", "meta"}
+    with pytest.raises(ValueError, match="'optimizer'"):
+        strategy.save_checkpoint(tmp_path / "c.pth", extra_ckpt={"optimizer": 1})
+
+
+def test_a_checkpoint_that_lacks_a_part_changes_nothing(tmp_path: Path) -> None:
+    strategy = prepared(tmp_path)
+    strategy.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)
+    nn.init.zeros_(strategy.model.last.weight)
+    with pytest.raises(ValueError, match="'optimizer' is not in"):
+        strategy.resume(tmp_path / "a.pth")
+    assert not strategy.model.last.weight.any()
+    strategy.resume(tmp_path / "a.pth", resume_optimizer=False)
+    assert strategy.model.last.weight.all()
+
+
+def test_new_schedulers_begin_with_their_own_rates(tmp_path: Path) -> None:
+    first, second = prepared(tmp_path), prepared(tmp_path)
+    go(first, range(4))
+    first.save_checkpoint(tmp_path / "a.pth")
+    assert first.optim_wrapper.get_lr() == {"lr": [0.025]}
+    second.resume(tmp_path / "a.pth", resume_param_scheduler=False)
+    assert second.optim_wrapper.get_lr() == {"lr": [0.1]}
+    go(second, range(2))
+    assert second.optim_wrapper.get_lr() == {"lr": [0.05]}
+
+
+def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
+    prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
+    made = strategy(work_dir=tmp_path)
+    made.prepare(Regression())
+    rest = made.load_or_resume(resume=True)
+    assert rest is not None
+    assert set(rest) == {"optimizer", "param_schedulers", "meta"}
+
+
+def test_other_schedulers_than_those_saved_are_refused(tmp_path: Path) -> None:
+    prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
+    second = prepared(tmp_path, param_scheduler=[STEP, STEP])
+    with pytest.raises(ValueError, match="schedulers"):
+        second.resume(tmp_path / "a.pth")
+
+
+def test_the_schedulers_of_several_optimizers_come_back(tmp_path: Path) -> None:
+    options = {"optim_wrapper": {"first": SGD, "last": SGD}}
+    first = prepared(tmp_path, **options)
+    first.param_schedulers["last"][0].step()  # type: ignore[call-overload]
+    first.save_checkpoint(tmp_path / "a.pth")
+    second = prepared(tmp_path, **options)
+    second.resume(tmp_path / "a.pth")
+    assert second.scheduler_state_dict() == first.scheduler_state_dict()
+    steps = {n: s["_global_step"] for n, (s,) in second.scheduler_state_dict().items()}  # type: ignore[union-attr]
+    assert steps == {"first": 0, "last": 1}
+
+
+class Recording(SingleDeviceStrategy):
+    """Records what it would load."""
+
+    def resume(self, filename: Any, **kwargs: Any) -> Any:
+        return {"resume": filename}
+
+    def load_checkpoint(self, filename: Any, **kwargs: Any) -> Any:
+        return {"load": filename}
+
+
+def test_loading_or_resuming_follows_the_table(tmp_path: Path) -> None:
+    strategy = Recording(work_dir=tmp_path, device="cpu")
+    strategy.prepare(Regression())
+    table: list[tuple[Any, Any, Any]] = [
+        (False, None, None),
+        (False, "a", {"load": "a"}),
+        (True, "a", {"resume": "a"}),
+        ("b", None, {"resume": "b"}),
+        ("b", "a", {"resume": "b"}),
+        (Path("b"), "a", {"resume": Path("b")}),
+    ]
+    for resume, load_from, expected in table:
+        assert strategy.load_or_resume(resume=resume, load_from=load_from) == expected
+
+
+def test_without_a_checkpoint_a_run_begins(tmp_path: Path) -> None:
+    assert prepared(tmp_path).load_or_resume(resume=True) is None
+
+
+def test_the_newest_intact_checkpoint_is_resumed_from(tmp_path: Path) -> None:
+    made = prepared(tmp_path)
+    for number in (1, 2):
+        extra = {"meta": {"iter": number}}
+        made.save_checkpoint(tmp_path / f"iter_000000{number}.pth", extra_ckpt=extra)
+    made.save_checkpoint(tmp_path / "best.pth", tag=False)
+    (tmp_path / "iter_0000002.pth").write_bytes(b"broken")
+    with pytest.raises(CorruptCheckpointError):
+        made.resume(tmp_path / "iter_0000002.pth")
+    rest = made.load_or_resume(resume=True)
+    assert rest is not None
+    assert rest["meta"]["iter"] == 1
+
+
+def test_names_are_revised(
+    tmp_path: Path,
+) -> None:
+    first, second = prepared(tmp_path), prepared(tmp_path)
+    state = {f"old.{name}": value for name, value in first.model_state_dict().items()}
+    torch.save({"model": state}, tmp_path / "a.pth")
+    options: dict[str, Any] = {"strict": True, "revise_keys": [(r"^old\.", "")]}
+    nn.init.zeros_(second.model.last.weight)
+    second.load_checkpoint(tmp_path / "a.pth", **options)
+    assert torch.equal(second.model.last.weight, first.model.last.weight)
+    second.load_model_state_dict(state, **options)
+    with pytest.raises(RuntimeError, match="nothing was loaded, with strict=True"):
+        second.load_model_state_dict(state, strict=True)
+
+
+def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.025, momentum=0.9)
+    model(torch.ones(2, 3), torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    schedule = {"step_size": 2, "gamma": 0.5, "param_name": "lr", "begin": 0, "end": 9}
+    schedule |= {
+        "by_epoch": False,
+        "base_values": [0.1],
+        "last_step": 4,
+        "_global_step": 4,
+    }
+    schedule |= {"verbose": False, "_last_value": [0.025]}
+    saved = {
+        "meta": {"iter": 4, "seed": 11, "mmengine_version": "0.10.7"},
+        "state_dict": {
+            f"module.{name}": value for name, value in model.state_dict().items()
+        },
+        "optimizer": optimizer.state_dict(),
+        "param_schedulers": [schedule],
+    }
+    torch.save(saved, tmp_path / "iter_4.pth")
+    options = {"optim_wrapper": {**SGD, "accumulative_counts": 2}}
+    strategy = prepared(tmp_path, **options)
+    strategy.resume(tmp_path / "iter_4.pth")
+    assert torch.equal(strategy.model_state_dict()["last.weight"], model.last.weight)
+    assert strategy.optim_wrapper.get_lr() == {"lr": [0.025]}
+    assert strategy.optim_wrapper.inner_count == 4
+    assert strategy.seed == 11
+    go(strategy, range(4, 6))
+    assert strategy.optim_wrapper.get_lr() == {"lr": [0.0125]}

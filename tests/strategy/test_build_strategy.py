@@ -1,10 +1,10 @@
 import pytest
-from test_strategy_environment import torchrun
+from test_environment import torchrun
 
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
 
 
-def test_auto_is_ddp_with_its_options_for_several_processes_and_a_single_device_for_one(
+def test_auto_is_ddp_for_several_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {
@@ -25,7 +25,7 @@ def test_auto_is_ddp_with_its_options_for_several_processes_and_a_single_device_
     assert (ddp.sync_bn, ddp.fp16_compression) == ("torch", True)
 
 
-def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
+def test_a_dict_wins_over_the_defaults() -> None:
     assert type(build_strategy("DDPStrategy")) is DDPStrategy
     config = {
         "type": "DDPStrategy",
@@ -33,7 +33,7 @@ def test_a_name_and_a_dict_choose_and_the_dict_wins_over_the_defaults() -> None:
         "model_wrapper": {"static_graph": True},
     }
     before = dict(config)
-    made = build_strategy(config, work_dir="/there", experiment_name="x")
+    made = build_strategy(config, work_dir="/there")
     assert isinstance(made, DDPStrategy)
     assert made.work_dir == "/here"
     assert made.model_wrapper == {"static_graph": True}
@@ -58,7 +58,7 @@ def test_defaults_for_ddp_reach_no_other_strategy(
     assert made.model_wrapper == {"static_graph": True}
 
 
-def test_a_strategy_is_returned_and_what_is_none_refused() -> None:
+def test_what_is_no_strategy_is_refused() -> None:
     made = SingleDeviceStrategy()
     assert build_strategy(made) is made
     with pytest.raises(KeyError, match=r"DDPStratgy.*did you mean 'DDPStrategy'"):

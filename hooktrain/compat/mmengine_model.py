@@ -1,0 +1,299 @@
+"""MMEngine's parts of models that the package itself does without."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from hooktrain.model import BaseDataPreprocessor, StepDistributedDataParallel
+from hooktrain.utils.registry import MODEL_WRAPPERS, MODELS
+
+logger = logging.getLogger(__name__)
+
+
+@MODELS.register_module()
+class ImgDataPreprocessor(BaseDataPreprocessor):
+    """Makes one normalised batch of images, which may have different sizes.
+
+    In this order: reverse the channels, convert to float32, subtract the mean and divide by the
+    standard deviation, pad at the right and the bottom, stack.
+
+    Args:
+        mean: of the channels, 3 or 1 for all, in the order of channels after reversing. Given
+            with ``std``, or both None for no normalisation.
+        std: standard deviations of the channels, 3 or 1 for all.
+        pad_size_divisor: height and width are padded to the largest of the batch, rounded up to a
+            multiple of this. At least 1.
+        pad_value: what is padded with, after normalisation.
+        bgr_to_rgb: reverse the order of the channels.
+        rgb_to_bgr: the same; not both.
+        non_blocking: see :class:`BaseDataPreprocessor`.
+
+    Attributes:
+        mean: float32 of shape (3, 1, 1) or (1, 1, 1), whatever the model is cast to; or None.
+        std: the same.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    mean: Tensor | None = None
+    std: Tensor | None = None
+
+    def __init__(
+        self,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        pad_size_divisor: int = 1,
+        pad_value: float = 0,
+        bgr_to_rgb: bool = False,
+        rgb_to_bgr: bool = False,
+        non_blocking: bool = False,
+    ) -> None:
+        super().__init__(non_blocking)
+        if bgr_to_rgb and rgb_to_bgr:
+            raise ValueError(
+                "bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them"
+            )
+        given = {"mean": mean, "std": std}
+        self._given = {
+            name: values for name, values in given.items() if values is not None
+        }
+        if len(self._given) == 1:
+            raise ValueError(
+                f"mean and std belong together, but got {mean!r} and {std!r}"
+            )
+        self.pad_size_divisor = pad_size_divisor
+        self.pad_value = pad_value
+        self._reverse = bgr_to_rgb or rgb_to_bgr
+        for name, values in self._given.items():
+            if len(values) not in (1, 3):
+                raise ValueError(
+                    f"{name} must be a list of 1 or 3 numbers, but got {values!r}"
+                )
+        self._place_statistics()
+
+    def forward(
+        self, data: Mapping[str, Any], training: bool = False
+    ) -> dict[str, Any]:
+        """Turn a batch into the arguments of the model's forward.
+
+        Args:
+            data: has the images under ``"inputs"``: a list or tuple of shapes (C, H, W), or one
+                tensor of shape (N, C, H, W), of any data type. Other entries are kept.
+            training: makes no difference.
+
+        Returns:
+            A dict with all of ``data`` on the device: ``inputs`` of shape (N, C, H, W), float32,
+            and ``data_samples``, None if there were none.
+
+        Raises:
+            KeyError: if there is no ``"inputs"``.
+            TypeError: if ``data`` is not a dict.
+            ValueError: if the shapes of the images are others.
+        """
+        moved = {**self.cast_data(data)}
+        moved["inputs"] = self._batch(moved["inputs"])
+        moved.setdefault("data_samples", None)
+        return moved
+
+    def _batch(self, images: Any) -> Tensor:
+        channels, *sizes = zip(*self._checked_shapes(images), strict=True)
+        divisor = self.pad_size_divisor
+        padded = [math.ceil(max(lengths) / divisor) * divisor for lengths in sizes]
+        size = (len(images), channels[0], *padded)
+        batch = torch.full(
+            size, self.pad_value, dtype=torch.float32, device=images[0].device
+        )
+        # One tensor is copied at once, a list image by image.
+        pairs = (
+            [(batch, images)]
+            if isinstance(images, Tensor)
+            else zip(batch, images, strict=True)
+        )
+        for place, image in pairs:
+            place[..., : image.shape[-2], : image.shape[-1]] = self._normalized(image)
+        return batch
+
+    def _checked_shapes(self, images: Any) -> list[tuple[int, ...]]:
+        """The shapes of the single images."""
+        shapes = [tuple(image.shape) for image in images]
+        if {len(shape) for shape in shapes} != {3}:
+            raise ValueError(
+                f"inputs must be one or more images of shape (C, H, W), not {shapes}"
+            )
+        needed = (
+            3 if self._reverse or 3 in map(len, self._given.values()) else shapes[0][0]
+        )
+        if {shape[0] for shape in shapes} != {needed}:
+            raise ValueError(
+                f"images must have {needed} channels, but their shapes are {shapes}"
+            )
+        return shapes
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        images = (images.flip(-3) if self._reverse else images).float()
+        return (
+            images
+            if self.mean is None or self.std is None
+            else (images - self.mean) / self.std
+        )
+
+    def _place_statistics(self) -> None:
+        # Not buffers: those lose digits where a model is cast to half precision.
+        for name, values in self._given.items():
+            placed = torch.tensor(values, dtype=torch.float32, device=self.device)
+            setattr(self, name, placed.view(-1, 1, 1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._place_statistics()
+        return self
+
+
+def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
+    """Log, as errors, the trainable parameters that get no gradient from a loss.
+
+    They were not used in the forward pass, or what was computed from them was not used for the
+    loss. DistributedDataParallel waits for the gradients of all parameters, and fails if some do
+    not come. Call it before or after the backward pass. It does not see what reentrant activation
+    checkpointing computes, and wrongly reports those parameters.
+
+    Args:
+        loss: a tensor, or dicts, lists or tuples of tensors, nested in any way.
+        model: the model.
+
+    Returns:
+        The names of the parameters.
+    """
+    tensors = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)]
+    reached = {id(tensor) for tensor in tensors}
+    # Not recursive: a graph may be deeper than Python's stack.
+    pending: list[Any] = [
+        tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None
+    ]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if hasattr(
+            node, "variable"
+        ):  # the node that accumulates the gradient of a leaf
+            reached.add(id(node.variable))
+        parents = {
+            parent for parent, _ in node.next_functions if parent is not None
+        } - seen
+        seen |= parents
+        pending += parents
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missed = {name: p.size() for name, p in trained.items() if id(p) not in reached}
+    for name, size in missed.items():
+        logger.error("%s with shape %s is not in the computational graph", name, size)
+    return list(missed)
+
+
+@MODEL_WRAPPERS.register_module(force=True)
+class MMDistributedDataParallel(StepDistributedDataParallel):
+    """:class:`hooktrain.model.StepDistributedDataParallel` with MMEngine's option.
+
+    Args:
+        module: the model, on its device.
+        detect_anomalous_params: log in each step the parameters that the loss does not
+            depend on, see :func:`detect_anomalous_params`. It takes time.
+        **kwargs: see :class:`~hooktrain.model.StepDistributedDataParallel`.
+    """
+
+    def __init__(
+        self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(module, **kwargs)
+        self.detect_anomalous_params = detect_anomalous_params
+
+    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model's own, and a look at what the sum does not depend on."""
+        loss, values = super().parse_losses(losses)
+        if self.detect_anomalous_params:
+            detect_anomalous_params(loss, self.module)
+        return loss, values
+
+
+class BatchNormXd(nn.BatchNorm2d):
+    """Batch norm over inputs of shape (N, C) or (N, C, ...), with any number of dimensions.
+
+    It is a BatchNorm2d for those who look for batch norms by their type.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"the input must be of shape (N, C, ...), but got {input.shape}"
+            )
+
+
+def convert_sync_batchnorm(
+    module: nn.Module, implementation: str = "torch"
+) -> nn.Module:
+    """Replace each batch norm by a :class:`torch.nn.SyncBatchNorm`, in place.
+
+    Parameters, buffers and mode stay, and a layer at several places is still one.
+    (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of it.) Convert before the
+    model is wrapped in DistributedDataParallel. torch refuses these layers on the CPU.
+
+    Args:
+        module: the model.
+        implementation: ``"torch"``; MMEngine has others.
+
+    Returns:
+        The module, or its replacement if it was a batch norm itself.
+
+    Raises:
+        ValueError: for another implementation.
+    """
+    if implementation != "torch":
+        raise ValueError(f"implementation must be 'torch', but got {implementation!r}")
+    return _replace(module, _BatchNorm, nn.SyncBatchNorm)
+
+
+def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Replace each :class:`torch.nn.SyncBatchNorm` by a :class:`BatchNormXd`, in place.
+
+    So a model that was trained on several accelerators runs on the CPU too. Parameters, buffers
+    and mode stay, and a layer at several places is still one.
+
+    Returns:
+        The module, or its replacement if it was such a batch norm itself.
+    """
+    return _replace(module, nn.SyncBatchNorm, BatchNormXd)
+
+
+def _replace(
+    module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]
+) -> nn.Module:
+    found = [
+        m for m in module.modules() if isinstance(m, kind) and not isinstance(m, new)
+    ]
+    made: dict[nn.Module | None, nn.Module] = {norm: _like(norm, new) for norm in found}
+    for parent in module.modules():
+        # named_children() leaves out the second name of a module.
+        for name, child in parent._modules.items():
+            parent._modules[name] = made.get(child, child)
+    return made.get(module, module)
+
+
+def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
+    """A batch norm of another type with the same tensors; its own would be thrown away."""
+    arguments = (
+        norm.num_features,
+        norm.eps,
+        norm.momentum,
+        norm.affine,
+        norm.track_running_stats,
+    )
+    new = new_type(*arguments, device="meta")
+    new._parameters.update(norm._parameters)
+    new._buffers.update(norm._buffers)
+    return new.train(norm.training)
