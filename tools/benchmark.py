@@ -165,6 +165,9 @@ def run_steps(loop: str, iterations: int) -> None:
 def count_instructions(loop: str) -> float:
     """The instructions of a step of a loop, in thousands."""
     counts = []
+    run_steps(
+        loop, 20
+    )  # else the first of the processes would compile the package's files
     for iterations in (100, 1100):
         command = ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
         command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]

@@ -2,9 +2,10 @@
 
     python tools/compare_revisions.py main HEAD
 
-Each revision is checked out into a temporary worktree and trains there, in a process per
-configuration. Losses, weights and rows of metrics.json must be equal, except for times. A hook
-seeds all generators before each step, so that revisions that seed differently can be compared too.
+Each revision is checked out into a temporary worktree and trains each configuration there, in
+one process and with two ranks. Losses, weights and rows of metrics.json must be equal, except for
+times. A hook seeds all generators before each step, so that revisions that seed differently can be
+compared too.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ RUNS = {
         "dataloader.train.total_batch_size=8",
     ],
 }
-TIMES = ("time", "data_time", "eta_seconds")
+TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 
 def train(name: str, folder: str) -> None:
-    """Train in this process, with the package that it finds, and save what is compared."""
+    """Train on this rank, with the package that it finds, and save what is compared."""
     from hooktrain.config import LazyConfig
     from hooktrain.engine import DefaultTrainer, HookBase, hooks
+    from hooktrain.utils import comm
     from hooktrain.utils.env import seed_all_rng
     from hooktrain.utils.events import load_json_metrics
 
@@ -54,6 +57,8 @@ def train(name: str, folder: str) -> None:
     trainer = DefaultTrainer(cfg)
     trainer.register_hooks([Seed()], before=hooks.IterationTimer)
     trainer.train()
+    if not comm.is_main_process():
+        return
     histories = trainer.storage.histories().items()
     found = {
         "weights": trainer.model.state_dict(),
@@ -72,12 +77,14 @@ def results(revision: str, folder: Path) -> dict[str, Any]:
     subprocess.run(["git", "worktree", "add", "--detach", tree, revision], check=True)
     try:
         found = {}
-        for name in RUNS:
-            output = folder / f"{name} of {revision}"
-            command = [sys.executable, __file__, "--train", name, str(output)]
+        for name, ranks in product(RUNS, (1, 2)):
+            output = folder / f"{name}, {ranks} ranks, of {revision}"
+            command = [sys.executable, __file__, "--ranks", str(ranks)]
+            command += ["--train", name, str(output)]
             environment = {**os.environ, "PYTHONPATH": str(tree)}
             subprocess.run(command, cwd=tree, env=environment, check=True)
-            found[name] = torch.load(output / "found.pth", weights_only=True)
+            saved = torch.load(output / "found.pth", weights_only=True)
+            found[f"{name}, {ranks} ranks"] = saved
         return found
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
@@ -102,10 +109,13 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--train", action="store_true", help="for the script's own use")
+    parser.add_argument("--ranks", type=int, default=1, help="for the script's own use")
     parser.add_argument("names", nargs=2, help="two revisions")
     args = parser.parse_args()
     if args.train:
-        train(*args.names)
+        from hooktrain.engine import launch
+
+        launch(train, args.ranks, args=tuple(args.names))
         return
     with tempfile.TemporaryDirectory() as folder:
         first, second = (results(revision, Path(folder)) for revision in args.names)
@@ -113,7 +123,7 @@ def main() -> None:
         f"{path}: {a!r:.200} is not {b!r:.200}"
         for path, a, b in differences(first, second)
     ]
-    print("\n".join(found) or f"equal, bit for bit: {', '.join(RUNS)}")
+    print("\n".join(found) or f"equal, bit for bit: {'; '.join(first)}")
     sys.exit(bool(found))
 
 
