@@ -63,14 +63,7 @@ class DigitsGAN(nn.Module):
 
         Returns:
             Images on the model's device, float32, shape (N, 1, 8, 8), ink from 0 to 1.
-
-        Raises:
-            ValueError: for another shape.
         """
-        if latents.dim() != 2 or latents.shape[1] != self.latent_size:
-            raise ValueError(
-                f"latents must have shape (N, {self.latent_size}), but got {tuple(latents.shape)}"
-            )
         images: Tensor = self.generator(latents.to(self._device(), non_blocking=True))
         return images.float()
 
@@ -202,10 +195,6 @@ class SampleQualityEvaluator(DatasetEvaluator):
         class_names: Sequence[str],
         real: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
-        if isinstance(class_names, str) or len(class_names) == 0:
-            raise ValueError(
-                f"class_names must be a list of names, but got {class_names!r}"
-            )
         self._classifier = classifier
         self._class_names = tuple(class_names)
         self._real = real
@@ -247,9 +236,8 @@ class SampleQualityEvaluator(DatasetEvaluator):
         ranks = comm.all_gather(
             (self._counts.tolist(), self._confidence.item(), self._judge())
         )
-        counts = [
-            sum(column) for column in zip(*(rank[0] for rank in ranks), strict=True)
-        ]
+        columns = zip(*(rank[0] for rank in ranks), strict=True)
+        counts = [sum(column) for column in columns]
         total = sum(counts)
         if total == 0:
             raise ValueError("there is no sample to evaluate, on any rank")
@@ -266,7 +254,8 @@ class SampleQualityEvaluator(DatasetEvaluator):
             count=total,
         )
         if self._real is not None:
-            correct, images = (sum(rank[2][i] for rank in ranks) for i in range(2))
+            correct = sum(rank[2][0] for rank in ranks)
+            images = sum(rank[2][1] for rank in ranks)
             if images == 0:
                 raise ValueError(f"real gave no image, on any rank: {self._real!r}")
             quality["classifier_accuracy"] = correct / images
@@ -288,10 +277,9 @@ class SampleQualityEvaluator(DatasetEvaluator):
         classifier = self._classifier.to(images.device)
         with inference_context(classifier):
             logits: Tensor = classifier({"image": images})
-        if logits.dim() != 2 or logits.shape[1] != len(self._class_names):
-            raise ValueError(
-                f"the classifier must give logits of shape (N, {len(self._class_names)}), as there "
-                f"are {len(self._class_names)} class_names, but gave {tuple(logits.shape)}"
-            )
+        classes_known = len(self._class_names)
+        if logits.shape[1] != classes_known:
+            text = f"the classifier must give logits of shape (N, {classes_known})"
+            raise ValueError(f"{text}, but gave {tuple(logits.shape)}")
         confidences, classes = logits.float().softmax(1).max(1)
         return confidences, classes

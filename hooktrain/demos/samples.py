@@ -48,10 +48,8 @@ class PeriodicSampler(HookBase):
         is in evaluation mode and no gradients are computed. All ranks call this, since those of a
         sharded model compute together.
         """
-        model, ema = (
-            unwrap_model(self.trainer.model),
-            getattr(self.trainer, "ema", None),
-        )
+        model = unwrap_model(self.trainer.model)
+        ema = getattr(self.trainer, "ema", None)
         averaged = nullcontext() if ema is None else ema.swap()
         with averaged, inference_context(model), torch.no_grad():
             yield model
@@ -171,10 +169,10 @@ class TextSampler(PeriodicSampler):
 
     def before_train(self) -> None:
         """Refuse a model that cannot write before it has learnt for hours."""
-        if not hasattr(model := unwrap_model(self.trainer.model), "generate"):
-            raise TypeError(
-                f"TextSampler needs a model with a method generate; {type(model).__name__} has none"
-            )
+        model = unwrap_model(self.trainer.model)
+        if not hasattr(model, "generate"):
+            text = "TextSampler needs a model with a method generate"
+            raise TypeError(f"{text}; {type(model).__name__} has none")
 
     def after_step(self) -> None:
         """Sample where a period ends, and at the last iteration."""
@@ -240,14 +238,7 @@ def make_grid(
 
     Returns:
         Shape (C, height, width), on the images' device. Places without an image are black.
-
-    Raises:
-        ValueError: for another shape.
     """
-    if images.dim() != 4 or len(images) == 0:
-        raise ValueError(
-            f"images must have shape (N, C, H, W), but got {tuple(images.shape)}"
-        )
     count, channels, height, width = images.shape
     columns = min(columns, count)
     rows = -(-count // columns)

@@ -59,7 +59,8 @@ def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
     paragraphs: dict[str, str] = {}
     for text in texts:
         for paragraph in re.split(r"\n\s*\n", text):
-            if words := " ".join(paragraph.split()):
+            words = " ".join(paragraph.split())
+            if words:
                 paragraphs.setdefault(words, paragraph.strip("\n") + "\n\n")
     return list(paragraphs.values())
 
@@ -74,14 +75,9 @@ class CharVocabulary:
 
     Attributes:
         characters: those that have a token, in order.
-
-    Raises:
-        ValueError: for an empty text.
     """
 
     def __init__(self, text: str) -> None:
-        if not text:
-            raise ValueError("a vocabulary needs a text that is not empty")
         self.characters = "".join(sorted(set(text)))
         self._tokens = {c: token for token, c in enumerate(self.characters, 1)}
 
@@ -125,16 +121,12 @@ class TextDataset(Dataset[dict[str, Tensor]]):
             ``IGNORED_TARGET``.
 
     Raises:
-        ValueError: for arguments out of range, or an empty text.
+        ValueError: for a stride out of range.
     """
 
     def __init__(
         self, text: str, vocabulary: CharVocabulary, block_size: int, stride: int = 1
     ) -> None:
-        if not text:
-            raise ValueError("text must not be empty")
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, but got {block_size!r}")
         if not 1 <= stride <= block_size:
             raise ValueError(f"stride must be in [1, {block_size}], but got {stride!r}")
         self.vocabulary = vocabulary
@@ -175,9 +167,8 @@ class PythonDocs(TextDataset):
 
     def __init__(self, part: str, block_size: int) -> None:
         if part not in _PARTS:
-            raise ValueError(
-                f"part must be one of {_PARTS}, but got {part!r}{did_you_mean(part, _PARTS)}"
-            )
+            hint = did_you_mean(part, _PARTS)
+            raise ValueError(f"part must be one of {_PARTS}, but got {part!r}{hint}")
         train = part == "train"
         text = load_python_docs()[0 if train else 1]
         super().__init__(
@@ -260,7 +251,7 @@ class TextGPT(nn.Module):
             ``{"loss_lm": mean cross entropy in nats}``, or logits of shape (N, T, vocab_size).
 
         Raises:
-            ValueError: for wrong shapes.
+            ValueError: for tokens of another shape.
         """
         device = self.head.weight.device
         tokens = batch["tokens"]
@@ -276,13 +267,7 @@ class TextGPT(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if not self.training:
             return logits
-        targets = batch["targets"]
-        if targets.shape != tokens.shape:
-            raise ValueError(
-                f"'targets' must have the shape of 'tokens', {tuple(tokens.shape)}, but got "
-                f"{tuple(targets.shape)}"
-            )
-        targets = targets.to(device, non_blocking=True)
+        targets = batch["targets"].to(device, non_blocking=True)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return {"loss_lm": loss}
 
@@ -308,29 +293,16 @@ class TextGPT(nn.Module):
 
         Raises:
             RuntimeError: in training mode.
-            ValueError: for an argument out of range.
         """
         if self.training:
-            raise RuntimeError(
-                "generate needs the model in evaluation mode: call eval() first"
-            )
-        if prompt.dim() != 1 or len(prompt) == 0:
-            raise ValueError(
-                f"prompt must have shape (T,), T >= 1, but got {tuple(prompt.shape)}"
-            )
-        if count < 0:
-            raise ValueError(f"count must not be negative, but got {count!r}")
-        if not temperature >= 0:
-            raise ValueError(
-                f"temperature must not be negative, but got {temperature!r}"
-            )
+            text = "generate needs the model in evaluation mode: call eval() first"
+            raise RuntimeError(text)
         tokens = prompt.cpu()
         for _ in range(count):
             # Through __call__, as a wrapper such as FSDP needs it.
             logits = self({"tokens": tokens[None, -self.block_size :]})[0, -1]
-            logits = (
-                logits.float().cpu()
-            )  # a host-device synchronisation for each token
+            # A host-device synchronisation for each token.
+            logits = logits.float().cpu()
             if temperature == 0:
                 token = logits.argmax(keepdim=True)
             else:
@@ -409,18 +381,15 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def _checked_size(size: str | tuple[int, int, int]) -> tuple[int, int, int]:
     if isinstance(size, str):
         if size not in SIZES:
+            hint = did_you_mean(size, SIZES)
             raise ValueError(
-                f"size must be one of {list(SIZES)} or (depth, width, heads), but got {size!r}"
-                f"{did_you_mean(size, SIZES)}"
+                f"size must be one of {list(SIZES)}, but got {size!r}{hint}"
             )
         return SIZES[size]
-    numbers = isinstance(size, tuple | list) and len(size) == 3 and min(size) >= 1
-    if not numbers or size[1] % (2 * size[2]):
-        raise ValueError(
-            f"size must be a name or (depth, width, heads), the width a multiple of twice the "
-            f"heads, but got {size!r}"
-        )
     depth, width, heads = size
+    if width % (2 * heads):
+        text = "size must be (depth, width, heads), the width a multiple of twice the heads"
+        raise ValueError(f"{text}, but got {size!r}")
     return depth, width, heads
 
 
@@ -455,18 +424,8 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
 
         Raises:
             KeyError: the batch has no targets.
-            ValueError: wrong shapes.
         """
-        if self._target_key not in inputs:
-            raise KeyError(
-                f"target_key {self._target_key!r} is not in the batch, which has {list(inputs)}"
-            )
         targets = inputs[self._target_key]
-        if outputs.dim() != 3 or targets.shape != outputs.shape[:2]:
-            raise ValueError(
-                f"outputs must be logits of shape (N, T, C) and {self._target_key!r} of shape "
-                f"(N, T), but got {tuple(outputs.shape)} and {tuple(targets.shape)}"
-            )
         targets = targets.to(outputs.device, non_blocking=True).flatten()
         dtype = torch.float32 if outputs.device.type == "mps" else torch.float64
         logits = outputs.flatten(0, 1).to(dtype)

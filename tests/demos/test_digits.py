@@ -1,4 +1,3 @@
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,17 +89,6 @@ def test_evaluation_needs_no_labels_has_no_dropout_and_looks_at_one_image_at_a_t
     torch.testing.assert_close(whole, one_by_one)
     one, other = (model.train()(batch())["loss_cls"] for _ in range(2))
     assert one != other
-
-
-@pytest.mark.parametrize("images", [(4, 8, 8), (4, 3, 8, 8), (4, 1, 28, 28)])
-@pytest.mark.parametrize("labels", [(3,), (4, 1), ()])
-def test_images_and_labels_of_a_wrong_shape_are_refused(
-    images: tuple[int, ...], labels: tuple[int, ...]
-) -> None:
-    with pytest.raises(ValueError, match=r"\(N, 1, 8, 8\), but got \(4, "):
-        DigitsCNN(channels=4)({**batch(), "image": torch.zeros(images)})
-    with pytest.raises(ValueError, match=r"'label' must have shape \(4,\)"):
-        DigitsCNN(channels=4)({**batch(), "label": torch.zeros(labels).long()})
 
 
 def test_it_recognises_digits_that_it_has_not_seen() -> None:

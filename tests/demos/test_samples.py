@@ -196,21 +196,14 @@ def sample_on_a_rank(folder: Path) -> str:
     return sampler.sample()
 
 
-def test_every_rank_samples_the_same_and_the_main_one_writes(tmp_path: Path) -> None:
+def test_every_rank_samples_the_same(tmp_path: Path) -> None:
     texts = run_ranks(sample_on_a_rank, 2, tmp_path)
     assert texts[0] == texts[1]
     assert files(tmp_path / "0") == ["0000001.txt", "0000003.txt"]
     assert not (tmp_path / "1").exists()
 
 
-def test_no_images_are_no_grid() -> None:
-    with pytest.raises(ValueError, match=r"got \(0, 1, 8, 8\)"):
-        make_grid(torch.zeros(0, 1, 8, 8))
-
-
-def test_a_grid_goes_row_by_row_with_lines_around_and_is_scaled_by_whole_pixels() -> (
-    None
-):
+def test_a_grid_goes_row_by_row() -> None:
     images = torch.arange(1, 4).view(3, 1, 1, 1).expand(3, 1, 1, 2)
     assert make_grid(images, columns=2).tolist() == [
         [

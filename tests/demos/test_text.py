@@ -67,9 +67,7 @@ def test_the_logits_are_those_of_the_formulas() -> None:
     torch.testing.assert_close(model(data), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_training_gives_the_mean_cross_entropy_of_the_next_tokens_where_there_is_one() -> (
-    None
-):
+def test_training_gives_the_mean_cross_entropy_of_the_next_tokens() -> None:
     model, data = make(), batch()
     data["targets"] = torch.cat([data["targets"][:2], torch.full((1, 12), -1)])
     loss = model(data)
@@ -82,9 +80,7 @@ def test_training_gives_the_mean_cross_entropy_of_the_next_tokens_where_there_is
     assert not torch.equal(model(data)["loss_lm"], model(data)["loss_lm"])
 
 
-def test_weights_start_like_those_of_gpt_2_also_of_a_model_from_the_meta_device() -> (
-    None
-):
+def test_weights_start_like_those_of_gpt_2() -> None:
     expected = make(size=(8, 128, 4))
     with torch.device("meta"):
         model = make(size=(8, 128, 4))
@@ -103,9 +99,7 @@ def test_weights_start_like_those_of_gpt_2_also_of_a_model_from_the_meta_device(
             ), name
 
 
-def test_it_learns_a_text_by_heart_and_writes_it_looking_at_the_last_block_only() -> (
-    None
-):
+def test_it_learns_a_text_by_heart() -> None:
     text = torch.tensor([1, 2, 3, 1, 4, 5, 1, 6, 7, 8, 9, 10, 1])
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -121,7 +115,7 @@ def test_it_learns_a_text_by_heart_and_writes_it_looking_at_the_last_block_only(
     assert torch.equal(model.generate(text, 0), text)
 
 
-def test_generated_texts_follow_from_the_generator_alone_and_keep_no_graph() -> None:
+def test_generated_texts_follow_from_the_generator_alone() -> None:
     model, prompt = make(dropout=0.5).eval(), torch.tensor([3, 4])
     graphs = set()
     model.register_forward_hook(lambda *_: graphs.add(torch.is_grad_enabled()))
@@ -149,29 +143,15 @@ def test_the_temperature_divides_the_logits() -> None:
     torch.testing.assert_close(share, expected, atol=0.06, rtol=0)
 
 
-def test_generating_needs_evaluation_mode_and_a_sensible_request() -> None:
-    model, prompt = make(), torch.tensor([3])
+def test_generating_needs_evaluation_mode() -> None:
     with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
-        model.generate(prompt, 1)
-    model.eval()
-    for bad in (prompt[None], prompt[:0]):
-        with pytest.raises(ValueError, match=r"prompt must have shape \(T,\)"):
-            model.generate(bad, 1)
-    with pytest.raises(ValueError, match="count must not be negative, but got -1"):
-        model.generate(prompt, -1)
-    for temperature in (-0.5, math.nan):
-        with pytest.raises(ValueError, match=f"temperature .* got {temperature}"):
-            model.generate(prompt, 1, temperature)
+        make().generate(torch.tensor([3]), 1)
 
 
 @pytest.mark.parametrize("shape", [(12,), (3, 13), (3, 0), (3, 4, 1)])
-def test_tokens_and_targets_of_a_wrong_shape_are_refused(
-    shape: tuple[int, ...],
-) -> None:
+def test_tokens_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"T from 1 to block_size=12, but got \("):
         make().eval()({"tokens": torch.zeros(shape).long()})
-    with pytest.raises(ValueError, match=r"shape of 'tokens', \(3, 12\), but got \("):
-        make()({**batch(), "targets": torch.zeros(shape).long()})
 
 
 def test_sizes_go_by_name_or_by_numbers() -> None:
@@ -265,17 +245,9 @@ def test_a_sample_is_a_piece_of_the_text_and_the_same_one_character_further_on()
     ("make", "message"),
     [
         (lambda: TextGPT(11, 12, "larg"), "got 'larg'; did you mean 'large'"),
-        (lambda: TextGPT(11, 12, (1, 2)), r"\(depth, width, heads\).* got \(1, 2\)"),
-        (lambda: TextGPT(11, 12, (0, 4, 2)), r"got \(0, 4, 2\)"),
         (
             lambda: TextGPT(11, 12, (1, 6, 2)),
             r"a multiple of twice the heads, but got \(1, 6, 2\)",
-        ),
-        (lambda: TextGPT(11, 12, 4), "got 4"),
-        (lambda: TextDataset("", VOCABULARY, 4), "text must not be empty"),
-        (
-            lambda: TextDataset("hello", VOCABULARY, 0),
-            "block_size must be at least 1, but got 0",
         ),
         (
             lambda: TextDataset("hello", VOCABULARY, 4, 0),
@@ -286,10 +258,7 @@ def test_a_sample_is_a_piece_of_the_text_and_the_same_one_character_further_on()
             r"stride must be in \[1, 4\], but got 5",
         ),
         (lambda: PythonDocs("held_out", 64), "got 'held_out'; did you mean 'heldout'"),
-        (lambda: CharVocabulary(""), "not empty"),
         (lambda: BitsPerCharacterEvaluator().evaluate(), "no character"),
-        (lambda: evaluate((samples(2)[0], samples(2)[1][0])), r"\(N, T, C\)"),
-        (lambda: evaluate((samples(2)[0], samples(2)[1][:, :4])), r"\(N, T, C\)"),
     ],
 )
 def test_arguments_out_of_range_are_named(make: Any, message: str) -> None:
@@ -297,8 +266,6 @@ def test_arguments_out_of_range_are_named(make: Any, message: str) -> None:
         make()
     with pytest.raises(IndexError, match="8"):
         TextDataset("hello world", VOCABULARY, 4)[8]
-    with pytest.raises(KeyError, match=r"'targets' is not in the batch.*'target'"):
-        BitsPerCharacterEvaluator().process({"target": 0}, torch.zeros(1))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 10, 11, 12, 50])
