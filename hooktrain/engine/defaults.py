@@ -244,6 +244,7 @@ def default_hooks(
     eval_period: int | str = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,
+    best_ema: hooks.EMA | None = None,
     writers: Sequence[events.EventWriter] = (),
     log_period: int | str = 20,
     watchdog_s: float = 0,
@@ -267,6 +268,7 @@ def default_hooks(
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
         best_mode: ``"max"``, ``"min"`` or None; see
             :class:`~hooktrain.engine.hooks.BestCheckpointer`.
+        best_ema: the average whose weights ``model_best.pth`` holds; None saves the raw ones.
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: of the writers.
         watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
@@ -291,7 +293,7 @@ def default_hooks(
         found.append(evaluate)
         if best_metric is not None:
             best = hooks.BestCheckpointer(
-                eval_period, checkpointer, best_metric, best_mode
+                eval_period, checkpointer, best_metric, best_mode, ema=best_ema
             )
             found.append(best)
     found += [
@@ -302,7 +304,7 @@ def default_hooks(
         hooks.Preemption(checkpointer, time_limit_s=time_limit_s),
     ]
     if watchdog_s > 0:
-        found.append(hooks.Watchdog(watchdog_s, on_timeout="abort"))
+        found.append(hooks.Watchdog(watchdog_s))
     return found
 
 
@@ -522,6 +524,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
         )  # a cycle of strong references would keep the model alive
         known = ConfigDict(self.cfg, train={**train, "epoch_length": self.epoch_length})
         writers = self.build_writers()
+        is_of_average = str(train.best_metric).startswith("ema/")  # see _evaluate
         found = default_hooks(
             scheduler=self.build_lr_scheduler(known, self.optim_wrapper),
             checkpointer=self.checkpointer,
@@ -531,6 +534,7 @@ class DefaultTrainer(StepTrainer, SimpleTrainer):
             eval_period=train.eval_period,
             best_metric=train.best_metric,
             best_mode=train.get("best_mode"),
+            best_ema=self.ema if is_of_average else None,
             writers=writers,
             log_period=train.log_period,
             watchdog_s=train.get("watchdog_s", 0),

@@ -6,14 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.engine.hooks import (
-    EMA,
-    BestCheckpointer,
-    EvalHook,
-    LRScheduler,
-    PreciseBN,
-)
-from hooktrain.solver import LRMultiplier, ParamScheduler
+from hooktrain.engine.hooks import EMA
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper import wrappers_by_name
 
@@ -23,16 +16,14 @@ logger = logging.getLogger(__name__)
 def check_parts(trainer: Any) -> None:
     """Refuse what cannot be meant, and warn of what can.
 
-    It compares names and identities: nothing is computed, and no device is waited for. A
-    ``BestCheckpointer`` is put where it saves what was measured.
+    It compares names and identities: nothing is computed, and no device is waited for.
 
     Args:
         trainer: a :class:`~hooktrain.engine.trainers.ModelTrainer`. One with its own ``run_step``
             may mean what others cannot: it gets warnings.
 
     Raises:
-        ValueError: if optimizer, hooks and model have no parameter in common, or a schedule is
-            there twice.
+        ValueError: if optimizer, checkpointer and model have no parameter in common.
     """
     for module in trainer.model.modules():
         if hasattr(
@@ -75,59 +66,12 @@ def check_parts(trainer: Any) -> None:
         logger.warning(
             "%d parameters of the optimizer are not the model's, nor saved", more
         )
-    _check_schedules(trainer._hooks, optimizers)
-    _place_behind_evaluations(trainer._hooks)
 
 
 def _has_another_model(hook: Any, known: Collection[Any]) -> bool:
-    """Whether the model of a hook, or of its checkpointer, has parameters and none is known."""
+    """Whether the model of a hook's checkpointer has parameters and none is known."""
     saver = getattr(hook, "checkpointer", getattr(hook, "_checkpointer", None))
-    model: Any = (
-        hook._model
-        if isinstance(hook, EMA | PreciseBN)
-        else getattr(saver, "model", None)
-    )
+    model: Any = getattr(saver, "model", None)
     if not hasattr(model, "parameters") or next(model.parameters(), None) is None:
         return False
     return not any(p in known for p in model.parameters())
-
-
-def _check_schedules(hooks: list[Any], optimizers: list[Any]) -> None:
-    seen = set()
-    # One that was put into the list without register_hooks does not know its trainer yet.
-    for hook in [
-        h for h in hooks if isinstance(h, LRScheduler) and h.trainer is not None
-    ]:
-        hook._find_schedulers()
-        for name, schedule in [
-            (n, s) for n, each in hook._schedulers.items() for s in each
-        ]:
-            driven = getattr(schedule, "optimizer", hook._optimizer_of(name))
-            optimizer = getattr(driven, "optimizer", driven)
-            if optimizer not in optimizers:
-                logger.warning(
-                    "%r is for an optimizer that the trainer does not have", schedule
-                )
-            # Of two that multiply one rate the last one would win.
-            one = (
-                optimizer
-                if isinstance(schedule, ParamScheduler | LRMultiplier)
-                else schedule
-            )
-            if id(one) in seen:
-                raise ValueError(
-                    f"a rate has two schedules, or one twice: {schedule!r}. Give one"
-                )
-            seen.add(id(one))
-
-
-def _place_behind_evaluations(hooks: list[Any]) -> None:
-    last = max(
-        (i for i, hook in enumerate(hooks) if isinstance(hook, EvalHook)), default=0
-    )
-    for best in [hook for hook in hooks[:last] if isinstance(hook, BestCheckpointer)]:
-        hooks.remove(best)
-        hooks.insert(last, best)
-        logger.warning(
-            "BestCheckpointer goes behind EvalHook, to save what that measures"
-        )

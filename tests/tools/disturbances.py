@@ -57,7 +57,7 @@ class Disturb(HookBase):
 
 class Disturbed(DefaultTrainer):
     def build_hooks(self) -> list[HookBase]:
-        watchdog = Watchdog(3.0, on_timeout="abort") if sys.argv[1] == "hang" else None
+        watchdog = Watchdog(3.0) if sys.argv[1] == "hang" else None
         disturb = Disturb(sys.argv[1], int(sys.argv[2]))
         hooks: list[Any] = [watchdog, disturb, *super().build_hooks()]
         return [*filter(None, hooks), Preemption(self.checkpointer)]

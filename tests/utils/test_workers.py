@@ -130,7 +130,7 @@ def hang(folder: Path, how: str) -> None:
     trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.1))
     hooks = {
         "signal": Preemption(Checkpointer(model, folder)),
-        "watchdog": Watchdog(1.0, "abort"),
+        "watchdog": Watchdog(1.0),
         "kill": None,
     }
     trainer.register_hooks([hooks[how]])

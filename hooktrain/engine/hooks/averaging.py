@@ -39,7 +39,7 @@ class EMA(HookBase):
         model: the model. Wrappers such as DDP are looked through.
         decay: the part of the average that stays at an update, in [0, 1).
         warmup: let the decay grow from small values, so that the random start is forgotten soon.
-        average: takes the place of the one that ``decay`` and ``warmup`` make.
+        average: another average, for which ``decay`` and ``warmup`` do not count.
         begin_iter: the first update is at the end of this many iterations; before, the average is
             a copy of the weights. 0 and 1 are the same.
 
@@ -48,8 +48,8 @@ class EMA(HookBase):
             averaged model.
 
     Raises:
-        ValueError: if ``decay`` is out of its range, or ``decay`` or ``warmup`` is given beside
-            ``average``.
+        ValueError: if ``decay`` is out of its range; when training starts, if ``model`` is another
+            one than the trainer's.
     """
 
     def __init__(
@@ -65,14 +65,13 @@ class EMA(HookBase):
             if not 0 <= decay < 1:
                 raise ValueError(f"decay must be in [0, 1): {decay!r}")
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
-        elif (decay, warmup) != (0.999, True):
-            raise ValueError("give decay and warmup to the average itself")
         self._model = model
         self.average = average
         self.begin_iter = begin_iter
 
     def before_train(self) -> None:
         """Start from the weights that are there; warn if there will be nothing but a copy."""
+        _refuse_another(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
         end = self.trainer.max_iter
@@ -115,7 +114,8 @@ class PreciseBN(HookBase):
         num_iter: the number of batches to measure on.
 
     Raises:
-        ValueError: when training starts, if the trainer's own loader would lose its position.
+        ValueError: when training starts, if ``model`` is another one than the trainer's, or the
+            trainer's own loader would lose its position.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class PreciseBN(HookBase):
         self._num_iter = num_iter
 
     def before_train(self) -> None:
-        """Refuse to take batches from the training."""
+        """Refuse another model, and batches that the training would miss."""
+        _refuse_another(self, self._model)
         loader = self._batches.loader
         if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):
             raise ValueError(
@@ -151,9 +152,8 @@ class PreciseBN(HookBase):
             )
             return
         logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
-        with EventStorage(
-            self.trainer.iter
-        ):  # what the model records now is not part of the run
+        # What the model records now is not part of the run.
+        with EventStorage(self.trainer.iter):
             update_bn_stats(self._model, self._batches, self._num_iter)
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,3 +163,14 @@ class PreciseBN(HookBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self._batches.load_state_dict(state_dict, begun=False)
+
+
+def _refuse_another(hook: HookBase, model: nn.Module) -> None:
+    """Refuse a model that shares no parameter with the trainer's."""
+    trained = getattr(hook.trainer, "model", model)
+    own = set(model.parameters())
+    if own and own.isdisjoint(trained.parameters()):
+        raise ValueError(
+            f"{type(hook).__name__} has the parameters of another model than the trainer: build "
+            "it from the model that is trained"
+        )

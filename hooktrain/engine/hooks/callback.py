@@ -1,4 +1,4 @@
-"""Any function is a hook."""
+"""Functions as hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ class CallbackHook(HookBase):
     """Calls functions at the events; each gets the trainer.
 
     Args:
-        before_train: called once before the first iteration; and so on for the other events.
-        after_train: see :class:`HookBase`.
-        before_step: see :class:`HookBase`.
-        after_backward: see :class:`HookBase`.
-        after_step: see :class:`HookBase`.
+        before_train: called once before the first iteration.
+        after_train: called once at the end; see :class:`HookBase` for this and the others.
+        before_step: called before each iteration.
+        after_backward: called between the backward pass and the update.
+        after_step: called after each iteration.
     """
 
     def __init__(

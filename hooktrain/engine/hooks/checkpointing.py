@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 import os
 import signal
 import threading
@@ -18,31 +19,24 @@ from hooktrain.checkpoint import (
     PeriodicCheckpointer as PlainPeriodicCheckpointer,
 )
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.engine.hooks.averaging import EMA
-from hooktrain.engine.hooks.evaluation import (
-    better_by_name,
-    check_comes,
-    evaluated_at,
-    sign_of,
-)
-from hooktrain.engine.rank_differences import warn_of_differences
+from hooktrain.engine.hooks.evaluation import choose_mode
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
-from hooktrain.utils.names import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     """:class:`hooktrain.checkpoint.PeriodicCheckpointer` as a hook, with the same arguments.
 
-    Register it last, so that the checkpoint holds what the other hooks did in the iteration. The
-    state of one that comes later is saved as it was an iteration before; a warning says so. Of
+    Register it last, so that the checkpoint holds what the other hooks did in the iteration. Of
     files only the main process writes. What is saved in the background is complete when ``train()``
     returns.
 
-    Gradients are not saved. So inside an accumulation a save is put off until the accumulation
-    ends, for a period at most.
+    Gradients are not saved. So where a model's own step accumulates over several iterations, a save
+    is put off to the end of the accumulation, for a period at most.
     """
 
     @property
@@ -51,46 +45,40 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         return self.checkpointer.sharded
 
     def before_train(self) -> None:
-        """Learn where the run begins and ends; refuse states that could not be saved."""
+        """Learn where the run ends; refuse states that could not be saved."""
         self.max_iter = self.trainer.max_iter
-        self._is_put_off = self._compared = False
+        self._is_put_off = False
         self.checkpointer.begin_run()
+        saved = self.checkpointer.checkpointables.values()
+        if not any(isinstance(each, TrainerBase) for each in saved):
+            logger.warning(
+                "Checkpoints have no trainer to resume: give Checkpointer(..., trainer=trainer)"
+            )
         hooks = self.trainer._hooks
-        late = [
-            type(h).__name__ for h in hooks[hooks.index(self) + 1 :] if h.state_dict()
-        ]
+        later = hooks[hooks.index(self) + 1 :]
+        late = [type(hook).__name__ for hook in later if hook.state_dict()]
         if late:
-            text = "%s come after %s, which saves their state as it was an iteration before"
-            self.checkpointer.logger.warning(text, late, type(self).__name__)
-        if not any(
-            isinstance(c, TrainerBase)
-            for c in self.checkpointer.checkpointables.values()
-        ):
-            text = "Checkpoints have no trainer to resume: give Checkpointer(..., trainer=trainer)"
-            self.checkpointer.logger.warning(text)
-        if self.trainer.start_iter == 0:
-            self.checkpointer.begin_anew()
+            logger.warning(
+                "%s come after %s, which saves their state as it was an iteration before",
+                late,
+                type(self).__name__,
+            )
 
     def after_step(self) -> None:
-        """Save where a period ends, and at the last iteration."""
-        if (
-            type(self).step is not PlainPeriodicCheckpointer.step
-        ):  # it decides by itself
-            self.step(self.trainer.iter)
-            return
+        """Call :meth:`step`."""
+        self.step(self.trainer.iter)
+
+    def step(self, iteration: int, **extra: Any) -> None:
+        """Save if ``iteration`` ends a period or the run."""
         is_due = self.is_due(self.period)
-        is_wanted = is_due or self._is_put_off
-        # Put off for a whole period, or with no iteration left to wait for.
-        is_late = (
-            is_due and self._is_put_off
-        ) or self.trainer.iter + 1 == self.max_iter
-        self._is_put_off = is_wanted and not is_late and not self.trainer.can_save
-        if is_wanted and not self._is_put_off:
+        if not (is_due or self._is_put_off):
+            return
+        is_late = is_due and self._is_put_off
+        is_last = iteration + 1 == self.max_iter
+        self._is_put_off = not (self.trainer.can_save or is_late or is_last)
+        if not self._is_put_off:
             self.trainer.prepare_save(self.on_every_rank)
-            if self.on_every_rank and not self._compared:
-                warn_of_differences(self.trainer)
-            self._compared = True
-            self.save_at(self.trainer.iter)
+            self.save_at(iteration, **extra)
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait for what is written."""
@@ -105,28 +93,24 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         self.checkpointer.wait()
 
 
-logger = logging.getLogger(__name__)
-
-
 class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
 
-    With a sharded checkpointer that is a folder ``model_best``.
+    With a sharded checkpointer that is a folder ``model_best``. Register it after ``EvalHook``, so
+    that what was measured is what is saved.
 
     The best value is part of the trainer's state and of the file, so a resumed run never overwrites
     a better model, not even one saved after the checkpoint that it resumes from. No run resumes
-    from the file. Before the first step a trainer puts the hook behind ``EvalHook``, so that what
-    was measured is what is saved.
+    from the file.
 
     Args:
         eval_period: that of the ``EvalHook``; 0 looks at the end of training only.
-            Where it is due, there must be a new value.
         checkpointer: what saves.
-        val_metric: the name of the metric, such as ``"classification/accuracy"``. One that begins
-            with ``ema/`` is of the average of the hook ``EMA``: the file has that as the model.
-        mode: ``"max"`` if more is better, ``"min"`` if less is. None asks the name: ``"min"`` for
-            that of a loss or an error, and ``"max"``, as in detectron2, for all others.
+        val_metric: the name of the metric, such as ``"classification/accuracy"``.
+        mode: ``"max"`` if more is better, ``"min"`` if less is. None takes ``"min"`` for a name
+            with "loss" or "error" in it, else ``"max"``.
         file_prefix: the name of the file, without ``.pth``.
+        ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
 
     Attributes:
         best_metric: the best value so far, or None.
@@ -144,112 +128,107 @@ class BestCheckpointer(HookBase):
         val_metric: str,
         mode: str | None = None,
         file_prefix: str = "model_best",
+        *,
+        ema: EMA | None = None,
     ) -> None:
         checkpointer.check_name(file_prefix)
         self._period = eval_period
         self._checkpointer = checkpointer
         self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._val_metric = val_metric
-        self._sign = sign_of(val_metric, mode or better_by_name(val_metric) or "max")
+        is_max = choose_mode(val_metric, mode) == "max"
+        self._compare = operator.gt if is_max else operator.lt
         self._file_prefix = file_prefix
+        self._ema = ema
         self.best_metric: float | None = None
         self.best_iter: int | None = None
 
     def before_train(self) -> None:
         """Learn of a better model that was saved after the checkpoint that the run resumes from."""
-        if not self.trainer.start_iter:
-            self._checkpointer.begin_anew()
-        if not self.trainer.start_iter or not self._checkpointer.save_to_disk:
+        saver = self._checkpointer
+        name = self._file_prefix if saver.sharded else f"{self._file_prefix}.pth"
+        path = os.path.join(saver.save_dir, name)
+        is_resumed = self.trainer.start_iter > 0
+        if not (is_resumed and saver.save_to_disk and os.path.exists(path)):
             return
-        folder = self._checkpointer.save_dir
-        for name in checkpoint_names(folder):
-            if name.removesuffix(".pth") != self._file_prefix:
-                continue
-            try:
-                best = read_checkpoint(os.path.join(folder, name), "meta").get("best")
-            except CorruptCheckpointError as error:
-                logger.error("The next best model replaces a broken file: %s", error)
-                continue
-            if (
-                best
-                and best["metric"] == self._val_metric
-                and self._is_better(best["best_metric"])
-            ):
-                self.load_state_dict(best)
-
-    def _is_better(self, value: float) -> bool:
-        best = self.best_metric
-        return math.isfinite(value) and (
-            best is None or (value - best) * self._sign > 0
-        )
+        try:
+            best = read_checkpoint(path, "meta").get("best", {})
+        except CorruptCheckpointError as error:
+            logger.error("The next best model replaces a broken file: %s", error)
+            return
+        if best.get("metric") == self._val_metric:
+            self._update_best(best["best_metric"], best["best_iter"])
 
     def after_step(self) -> None:
-        """Compare after an evaluation."""
+        """Look at the metric after an evaluation."""
         if self.is_due(self._period, at_end=False):
-            self._compare(self.trainer.iter)
+            self._best_checking()
 
     def after_train(self) -> None:
-        """Compare after the final evaluation."""
-        if self.trainer.succeeded and self.trainer.max_iter > 0:
-            self._compare(self.trainer.max_iter - 1, at_end=True)
-            check_comes(self, self._val_metric)
+        """Look at the metric after the final evaluation."""
+        if self.trainer.succeeded:
+            self._best_checking()
             self._checkpointer.wait()
 
-    def _compare(self, iteration: int, at_end: bool = False) -> None:
+    def _best_checking(self) -> None:
+        """Save the model if the latest value is the best one."""
         self._checkpointer.wait()  # to know whether the best so far was saved
         self.trainer.prepare_save(self.on_every_rank)
         name = self._val_metric
-        latest = self.trainer.storage.latest().get(name)
+        latest = self.trainer.storage.latest().get(name, (math.nan, -1))
+        before = self.state_dict()
         if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.
-            latest, state = comm.broadcast((latest, self.state_dict()))
-            self.load_state_dict(state)
-        value, measured_at = latest or (math.nan, -1)
+            latest, before = comm.broadcast((latest, before))
+            self.load_state_dict(before)
+        value, measured_at = latest
+        iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
         if measured_at < iteration:
-            if not at_end:
-                self._refuse(iteration, measured_at)
+            is_old = measured_at >= 0
+            if not (
+                is_old and self.trainer.succeeded
+            ):  # else there was none at the end
+                self._refuse(iteration)
             return
-        is_better, before = self._is_better(value), self.state_dict()
-        best = (
-            "the first"
-            if self.best_metric is None
-            else f"the best was {self.best_metric:.4g}"
-        )
-        verdict = "saving it" if is_better else "not saving it"
+        is_better = self._update_best(value, measured_at)
         logger.info(
-            "%s is %.4g at iteration %d, %s: %s",
+            "%s is %.4g at iteration %d: %s (the best was %s)",
             name,
             value,
             measured_at,
-            best,
-            verdict,
+            "saving the best model" if is_better else "not saving",
+            before["best_metric"],
         )
-        if not is_better:
-            return
-        self.best_metric, self.best_iter = value, measured_at
-        averages = [
-            h for h in self.trainer._hooks if isinstance(h, EMA) and name[:4] == "ema/"
-        ]
-        with averages[0].swap() if averages else nullcontext():
-            self._checkpointer.save(
-                self._file_prefix,
-                tag=False,
-                on_full=partial(self._go_on, before),
-                iteration=iteration,
-                best={"metric": name, **self.state_dict()},
-            )
+        if is_better:
+            with self._ema.swap() if self._ema else nullcontext():
+                self._checkpointer.save(
+                    self._file_prefix,
+                    tag=False,
+                    on_full=partial(self._go_on, before),
+                    iteration=iteration,
+                    best={"metric": name, **self.state_dict()},
+                )
 
-    def _refuse(self, iteration: int, measured_at: int) -> None:
-        name = self._val_metric
-        text = f"BestCheckpointer is due at iteration {iteration}, but {name!r} was measured "
-        text += f"at {measured_at}: give it the eval_period of EvalHook"
-        if measured_at < 0:
-            text = f"there is no metric {name!r} to choose the best checkpoint by"
-            text += did_you_mean(name, self.trainer.storage.histories())
-        if max(evaluated_at(self.trainer), default=0) >= 0:
-            self.trainer.raise_later(ValueError(text))
-        else:  # an evaluation without results is no mistake
-            logger.warning(text)
+    def _update_best(self, value: float, iteration: int) -> bool:
+        """Keep a value if it is the best one; whether it is."""
+        if not math.isfinite(value):
+            return False
+        if self.best_metric is not None and not self._compare(value, self.best_metric):
+            return False
+        self.best_metric = value
+        self.best_iter = iteration
+        return True
+
+    def _refuse(self, iteration: int) -> None:
+        latest = self.trainer.storage.latest()
+        there = {name: measured_at for name, (_, measured_at) in latest.items()}
+        self.trainer.raise_later(
+            ValueError(
+                f"BestCheckpointer needs the metric {self._val_metric!r} of iteration {iteration}: "
+                "register it behind EvalHook, with its eval_period. The metrics, and the "
+                f"iterations of their latest values: {there}"
+            )
+        )
 
     def _go_on(self, before: Mapping[str, Any], error: OSError) -> None:
         self.load_state_dict(before)
@@ -277,12 +256,12 @@ class _Preempted(str):
 class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
 
-    A signal only sets a flag. A single process looks at it at the end of the iteration, and goes on
-    to the end of an accumulation. Several ranks, not all of which need to have got the
-    signal, stop at the same iteration, at the next exchange of the trainer (every ``sync_period``
-    iterations). There the checkpoint ``{file_prefix}_0000099.pth`` is written, and ``SystemExit``
-    is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no
-    final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had
+    A signal only sets a flag. A single process looks at it at the end of the iteration. Several
+    ranks, not all of which need to have got the signal, stop at the same iteration, at the next
+    exchange of the trainer (every ``sync_period`` iterations). An open accumulation is completed.
+    Then the checkpoint ``{file_prefix}_0000099.pth`` is written, and ``SystemExit`` is raised with
+    the code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final
+    evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had
     happened.
 
     A second signal ends the process at once, by the handlers that were there before. Within a
@@ -321,12 +300,12 @@ class Preemption(HookBase):
         checkpointer.check_name(file_prefix)
         self.checkpointer = checkpointer
         self.needs_every_rank = checkpointer.sharded  # every rank writes its part
-        numbers = [*signals, *([signal.SIGALRM] if time_limit_s else [])]
-        self._signals = tuple(signal.Signals(number) for number in numbers)
+        self._signals = list(signals)
+        if time_limit_s:
+            self._signals.append(signal.SIGALRM)
         self._time_limit_s = time_limit_s
-        self._ends_at: float | None = None
         self._file_prefix = file_prefix
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._received: tuple[int, float] | None = None
 
     def before_train(self) -> None:
@@ -338,23 +317,18 @@ class Preemption(HookBase):
             )
             return
         previous = {number: signal.getsignal(number) for number in self._signals}
-        if any(
-            isinstance(getattr(p, "__self__", None), Preemption)
-            for p in previous.values()
-        ):
+        owners = [getattr(handler, "__self__", None) for handler in previous.values()]
+        if any(isinstance(owner, Preemption) for owner in owners):
             logger.warning(
                 "Signals are handled by another Preemption hook, not by this one"
             )
             return
-        self._previous, self._process = previous, os.getpid()
+        self._previous = previous
+        self._process = os.getpid()
         for number in self._signals:
             signal.signal(number, self._receive)
         if self._time_limit_s:
-            now = time.monotonic()
-            self._ends_at = (
-                self._ends_at or now + self._time_limit_s
-            )  # also after a rewind
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._ends_at - now))
+            signal.setitimer(signal.ITIMER_REAL, self._time_limit_s)
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""
@@ -367,35 +341,35 @@ class Preemption(HookBase):
 
     def after_step(self) -> None:
         """Ask for a stop after a signal; save and exit where the ranks agree on one."""
+        trainer = self.trainer
         if self._received is not None:
             name = signal.Signals(self._received[0]).name
-            self.trainer.request_stop(_Preempted(f"preempted by {name}"))
-        reason, iteration = self.trainer.stop_reason, self.trainer.iter
-        if not isinstance(reason, _Preempted) or not self.trainer.can_save:
+            trainer.request_stop(_Preempted(f"preempted by {name}"))
+        reason = trainer.stop_reason
+        if not isinstance(reason, _Preempted) or not trainer.can_save:
             return
         number = signal.Signals[reason.split()[-1]]
         why = "its time is up" if number == signal.SIGALRM else f"got {number.name}"
-        logger.warning("Ending the run after iteration %d: %s", iteration, why)
-        self.trainer.prepare_save(self.on_every_rank)
-        self.checkpointer.save(
-            f"{self._file_prefix}_{iteration:07d}", iteration=iteration
-        )
+        logger.warning("Ending the run after iteration %d: %s", trainer.iter, why)
+        trainer.prepare_save(self.on_every_rank)
+        name = f"{self._file_prefix}_{trainer.iter:07d}"
+        self.checkpointer.save(name, iteration=trainer.iter)
         if self.on_every_rank:
             # A rank that is gone is a failure to launchers, which end the one that still writes.
             on_all_ranks(self.checkpointer.wait)
         else:
             self.checkpointer.wait()
-        self.trainer.raise_later(
-            SystemExit(128 + number)
-        )  # in order: train() can go on
+        # After the other hooks: then train() can go on, as in a notebook.
+        trainer.raise_later(SystemExit(128 + number))
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
-        first, at = self._received or (number, time.monotonic())
+        now = time.monotonic()
+        first, at = self._received or (number, now)
         if first == signal.SIGALRM:  # this one is the first that somebody has sent
-            first, at = number, time.monotonic()
+            first, at = number, now
         is_child = os.getpid() != self._process  # of a fork
-        if is_child or number != first or time.monotonic() - at > _ONE_SIGNAL_SECONDS:
+        if is_child or number != first or now - at > _ONE_SIGNAL_SECONDS:
             self.after_train()
             signal.raise_signal(number)
         self._received = (first, at)

@@ -2,17 +2,18 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hooktrain.engine.hooks.evaluation import better_by_name, check_comes
+from hooktrain.engine.hooks.evaluation import refuse_missing
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
+from hooktrain.solver.optim_wrapper import wrappers_by_name
 from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,8 @@ class LRScheduler(HookBase):
     - a :class:`~hooktrain.solver.ParamScheduler`, which multiplies the optimizer's learning rate
       over the whole run;
     - one of MMEngine's family, such as :class:`~hooktrain.solver.LinearLR`. It steps at the end of
-      each epoch if it has ``by_epoch``, and :class:`~hooktrain.solver.ReduceOnPlateauLR` after each
-      new value of its ``monitor``;
+      each epoch if it has ``by_epoch``, and :class:`~hooktrain.solver.ReduceOnPlateauLR` also
+      after each new value of its ``monitor``;
     - a scheduler of torch.
 
     An iteration counts also where a scaler skipped its update. Where a momentum is scheduled, it is
@@ -43,9 +44,10 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if there is no schedule, one counts epochs and the trainer
-            has no ``epoch_length``, one is there twice, all are of another optimizer, or ``metric``
-            is not used; when a state is loaded, if it is of other schedulers.
+        ValueError: when training starts, if there is no schedule, one is of another optimizer or
+            is there twice, one counts epochs and the trainer has no ``epoch_length``, or a state
+            was loaded that is of other schedulers; in a run, if a metric is not there after the
+            first evaluation.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -53,7 +55,7 @@ class LRScheduler(HookBase):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+        optimizer: Optimizer | Mapping[str, Any] | None = None,
         scheduler: Any = None,
         metric: str | None = None,
         *,
@@ -63,141 +65,151 @@ class LRScheduler(HookBase):
         self.scheduler = scheduler
         self._metric = metric
         self._by_epoch = by_epoch
-        self._schedulers: dict[
-            str, list[Any]
-        ] = {}  # the only optimizer has the name ""
-        self._seen_iters: dict[int, int] = {}
-        self._loaded: Mapping[str, Any] = {}
+        # By the names of optimizers; the only optimizer has the name "".
+        self._schedulers: dict[str, list[Any]] = {}
+        self._seen_iters: dict[str, int] = {}  # of the metrics that are watched
+        self._loaded: Mapping[str, Any] = {}  # what training will start with
 
     def before_train(self) -> None:
         """Find what was not given, and decide who steps when, so that a step need not."""
-        trainer = self.trainer
-        self._storage = trainer.storage
-        self._find_schedulers()
-        self._recorded: list[tuple[str, dict[str, Any], str]] = []
-        self._steps: list[tuple[int, Callable[[], None]]] = []  # with their periods
-        self._watched: list[tuple[str, Any]] = []  # the metric, and who steps with it
-        for name, each in self._schedulers.items():
+        self._storage = self.trainer.storage
+        self._recorded: list[Any] = []  # names, and in which group under which key
+        self._steps: list[Any] = []  # periods, and what steps then
+        self._watched: list[Any] = []  # metrics, and what steps with their values
+        self._schedulers = self._find_schedulers()
+        for name, schedulers in self._schedulers.items():
             optimizer = self._optimizer_of(name)
-            for i, s in enumerate(each):
-                if isinstance(s, ParamScheduler):
-                    # Made again in each run: it covers the whole length, which may have changed.
-                    length = max(1, trainer.max_iter)
-                    each[i] = LRMultiplier(optimizer, s, length, trainer.iter - 1)
-                self._decide_when_to_step(each[i])
-            driven = [getattr(s, "optimizer", optimizer) for s in each]
-            if each and all(
-                getattr(d, "optimizer", d) is not optimizer for d in driven
-            ):
-                raise ValueError(
-                    f"none of {each} schedules the optimizer of the trainer"
-                )
-            group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
-            prefix = f"{name}." if name else ""
-            self._recorded.append((f"{prefix}lr", group, "lr"))
-            if any(getattr(s, "param_name", None) == "momentum" for s in each):
-                self._recorded.append((f"{prefix}momentum", group, "momentum"))
-        if self._metric is not None and not self._watched:
-            raise ValueError(
-                f"metric={self._metric!r} is for ReduceLROnPlateau, and there is none"
-            )
+            for i, scheduler in enumerate(schedulers):
+                if isinstance(scheduler, ParamScheduler):
+                    schedulers[i] = self._multiplier(optimizer, scheduler)
+                self._decide_when_to_step(schedulers[i])
+                self._check_optimizer(schedulers[i], optimizer)
+            self._decide_what_to_record(name, optimizer, schedulers)
+        self._refuse_twice()
         self._load()
 
-    def _find_schedulers(self) -> None:
+    def _find_schedulers(self) -> dict[str, list[Any]]:
         if self.scheduler is None:
             self.scheduler = getattr(self.trainer, "scheduler", None)
         if self.scheduler is None:
             raise ValueError(
                 "LRScheduler has no schedule: give scheduler=, after the optimizer"
             )
-        named = (
-            self.scheduler
-            if isinstance(self.scheduler, Mapping)
-            else {"": self.scheduler}
-        )
-        self._schedulers = {
+        named = self.scheduler
+        if not isinstance(named, Mapping):
+            named = {"": named}
+        return {
             name: list(given) if isinstance(given, Sequence) else [given]
             for name, given in named.items()
         }
 
-    def _load(self) -> None:
-        if state := self._loaded:
-            # detectron2's is the state of the only scheduler.
-            load_scheduler_states(
-                self._schedulers, state.get("schedulers", {"": [state]})
-            )
-            self._seen_iters = dict(state.get("seen_iters", {}))
-            self._loaded = {}
-
     def _optimizer_of(self, name: str) -> Any:
         wrapper = getattr(self.trainer, "optim_wrapper", None)
         found: Any = self._optimizer or wrapper or self.trainer.optimizer
-        # Several optimizers refuse to be without a name, and only one refuses to have a name.
-        found = found[name] if name or isinstance(found, Mapping) else found
-        return getattr(found, "optimizer", found)
+        if name or isinstance(found, Mapping):
+            found = found[name]
+        return _unwrapped(found)
 
-    def _decide_when_to_step(self, s: Any) -> None:
-        metric = (
-            self._metric
-            if isinstance(s, ReduceLROnPlateau)
-            else getattr(s, "monitor", None)
-        )
-        if isinstance(s, GroupParamScheduler):
-            # Without a range, a plateau has no use for epochs.
-            by_epoch = s.by_epoch and (metric is None or (s.begin, s.end) != (0, INF))
-        else:
-            by_epoch = self._by_epoch and not isinstance(
-                s, LRMultiplier | ReduceLROnPlateau
+    def _multiplier(self, optimizer: Any, schedule: ParamScheduler) -> LRMultiplier:
+        # Made again in each run: it covers the whole length, which may have changed.
+        length = max(1, self.trainer.max_iter)
+        return LRMultiplier(optimizer, schedule, length, self.trainer.iter - 1)
+
+    def _decide_when_to_step(self, scheduler: Any) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau) and self._metric is not None:
+            self._watched.append((self._metric, scheduler.step))
+            return
+        if hasattr(scheduler, "monitor"):  # a plateau of MMEngine's family
+            metric = scheduler.monitor
+            self._watched.append(
+                (metric, lambda value: scheduler.step({metric: value}))
             )
-            end, names = (
-                max(1, self.trainer.max_iter),
-                ("_max_iter", "total_steps", "T_max"),
-            )
-            lengths = {getattr(s, name, end) for name in names} - {end}
-            if lengths and not by_epoch:
-                text = "%s is made for %s iterations, and the run has %d"
-                logger.warning(text, type(s).__name__, *lengths, end)
+            if (scheduler.begin, scheduler.end) == (0, INF):  # it needs no epochs
+                return
+        by_epoch = self._by_epoch and not isinstance(scheduler, LRMultiplier)
+        if isinstance(scheduler, GroupParamScheduler):
+            by_epoch = scheduler.by_epoch
         period = self.trainer.epoch_length if by_epoch else 1
         if not period:
-            text = "and the loader has no length: set trainer.epoch_length, or by_epoch=False"
-            raise ValueError(f"{s!r} counts epochs, {text}")
-        if metric is not None:
-            mode = getattr(
-                s, "mode", "max" if getattr(s, "rule", "") == "greater" else "min"
+            raise ValueError(
+                f"{scheduler!r} counts epochs, and the loader has no length: "
+                "set trainer.epoch_length, or by_epoch=False"
             )
-            if better_by_name(metric) not in (mode, None):
-                text = "A schedule watches %r with the mode %r: by its name the other one is better"
-                logger.warning(text, metric, mode)
-            self._watched.append((metric, s))
-        if by_epoch or metric is None:
-            self._steps.append((period, s.step))
+        self._steps.append((period, scheduler.step))
+
+    def _decide_what_to_record(
+        self, name: str, optimizer: Optimizer, schedulers: list[Any]
+    ) -> None:
+        group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
+        prefix = f"{name}." if name else ""
+        self._recorded.append((f"{prefix}lr", group, "lr"))
+        if any(getattr(s, "param_name", None) == "momentum" for s in schedulers):
+            self._recorded.append((f"{prefix}momentum", group, "momentum"))
+
+    def _check_optimizer(self, scheduler: Any, optimizer: Optimizer) -> None:
+        driven = _unwrapped(getattr(scheduler, "optimizer", optimizer))
+        if driven is not optimizer:
+            raise ValueError(f"{scheduler!r} is made for another optimizer")
+        wrapper = getattr(self.trainer, "optim_wrapper", None)
+        if wrapper is None:  # a trainer of another kind
+            return
+        trained = [each.optimizer for each in wrappers_by_name(wrapper).values()]
+        if optimizer not in trained:  # a step of one's own may use it
+            logger.warning(
+                "%r is for an optimizer that the trainer does not have", scheduler
+            )
+
+    def _refuse_twice(self) -> None:
+        """Two multipliers of one rate: the last one would win. One schedule twice: too fast."""
+        hooks = [hook for hook in self.trainer._hooks if isinstance(hook, LRScheduler)]
+        lists = [each for hook in hooks for each in hook._schedulers.values()]
+        seen = set()
+        for scheduler in chain(*lists):
+            one = scheduler
+            if isinstance(scheduler, LRMultiplier):
+                one = scheduler.optimizer
+            if id(one) in seen:
+                raise ValueError(
+                    f"a rate has two schedules, or one twice: {scheduler!r}. Give one"
+                )
+            seen.add(id(one))
+
+    def _load(self) -> None:
+        state = self._loaded
+        if state:
+            # detectron2's is the state of the only scheduler.
+            states = state.get("schedulers", {"": [state]})
+            load_scheduler_states(self._schedulers, states)
+            self._seen_iters = dict(state.get("seen_iters", {}))
+            self._loaded = {}
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
         storage = self._storage
         for name, group, key in self._recorded:
             storage.put_scalar(name, group[key], smoothing_hint=False)
+        done = storage.iter + 1
         for period, step in self._steps:
-            if period == 1 or self.is_due(period, at_end=None):
+            if done % period == 0:
                 step()
-        for i, (metric, scheduler) in enumerate(self._watched):
-            if self.is_due(self.trainer.sync_period):
-                check_comes(self, metric)
-            measured_at = storage.latest_iter(metric)
-            if measured_at is not None and measured_at > self._seen_iters.get(i, -1):
-                self._seen_iters[i] = measured_at
-                value = storage.history(metric).latest()
-                scheduler.step(
-                    {metric: value} if hasattr(scheduler, "monitor") else value
-                )
+        if self._watched:
+            self._step_by_metrics()
 
-    def after_train(self) -> None:
-        """Say so if a metric to watch was never there."""
-        for metric, _ in self._watched:
-            check_comes(self, metric)
+    def _step_by_metrics(self) -> None:
+        new = {}
+        for metric in {metric for metric, _ in self._watched}:
+            measured_at = self._storage.latest_iter(metric)
+            if measured_at is None:
+                refuse_missing(metric, self.trainer)
+            elif measured_at > self._seen_iters.get(metric, -1):
+                self._seen_iters[metric] = measured_at
+                new[metric] = self._storage.history(metric).latest()
+        for metric, step in self._watched:
+            if metric in new:
+                step(new[metric])
 
     @staticmethod
-    def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:
+    def get_best_param_group_id(optimizer: Optimizer) -> int:
         """The group whose rate is recorded: the one with the most parameters.
 
         If each group has one parameter, the first group that has the most common rate.
@@ -212,15 +224,15 @@ class LRScheduler(HookBase):
         """The schedulers' states, by the names of their optimizers."""
         if self._loaded or not self._schedulers:
             return dict(self._loaded)
-        seen = dict(self._seen_iters)
-        return {"schedulers": scheduler_states(self._schedulers), "seen_iters": seen}
+        return {
+            "schedulers": scheduler_states(self._schedulers),
+            "seen_iters": dict(self._seen_iters),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; into a multiplier, when training starts."""
+        """Keep what ``state_dict`` returned; the schedulers get it when training starts."""
         self._loaded = dict(state_dict)
-        if self.scheduler is not None or hasattr(self.trainer, "scheduler"):
-            self._find_schedulers()
-            if not any(
-                isinstance(s, ParamScheduler) for s in chain(*self._schedulers.values())
-            ):
-                self._load()
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)

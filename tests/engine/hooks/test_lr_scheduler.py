@@ -15,14 +15,13 @@ from torch.optim.lr_scheduler import (
 
 from hooktrain.compat.momentum import LinearMomentum
 from hooktrain.engine import SimpleTrainer, StepTrainer
-from hooktrain.engine.hooks import CallbackHook, LRScheduler, ParamSchedulerHook
+from hooktrain.engine.hooks import CallbackHook, LRScheduler
 from hooktrain.solver import (
     ConstantParamScheduler,
     CosineAnnealingLR,
     CosineParamScheduler,
     LinearLR,
     LinearParamScheduler,
-    LRMultiplier,
     MultiStepLR,
     OptimWrapper,
     OptimWrapperDict,
@@ -30,7 +29,6 @@ from hooktrain.solver import (
     ReduceOnPlateauLR,
     StepLR,
     StepParamScheduler,
-    build_param_scheduler,
 )
 from toys import LinearLoss, linear_trainer
 
@@ -125,33 +123,17 @@ def test_a_list_is_stepped_in_order() -> None:
     assert recorded(trainer) == WARM_UP
 
 
-def test_one_of_ours_needs_no_list() -> None:
-    trainer = linear_trainer(lr=1.0)
-    hook = LRScheduler(scheduler=warm_up(trainer.optimizer)[0])
-    trainer.register_hooks([hook])
-    trainer.train(0, 5)
-    assert recorded(trainer) == [*WARM_UP[:4], 1.0]
-    assert isinstance(hook.scheduler, LinearLR)
-    assert ParamSchedulerHook is LRScheduler
-
-
 def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
     trainer = linear_trainer(lr=8.0)
     optimizer = trainer.optimizer
     schedulers = [
         TorchStepLR(optimizer, 1, gamma=0.5),
         StepLR(optimizer, 2, gamma=0.5),
-        LRMultiplier(
-            torch.optim.SGD(trainer.model.parameters(), lr=1.0),
-            LinearParamScheduler(1, 0),
-            6,
-        ),
     ]
     trainer.epoch_length = 2
     trainer.register_hooks([LRScheduler(scheduler=schedulers, by_epoch=True)])
     trainer.train(0, 6)
     assert recorded(trainer) == [8.0, 8.0, 4.0, 4.0, 1.0, 1.0]
-    assert schedulers[2].last_epoch == 6
 
 
 def test_a_scheduled_momentum_is_recorded() -> None:
@@ -180,7 +162,6 @@ def test_plateaus_step_after_each_new_value_of_their_metric() -> None:
     trainer.register_hooks([LRScheduler(scheduler=schedulers, metric="val")])
     trainer.train(0, 8)
     assert recorded(trainer) == [1.0] * 4 + [0.25] * 2 + [0.25 * 0.5 * 0.25] * 2
-    assert schedulers[0].state_dict()["_global_step"] == 0
 
 
 def test_a_plateau_with_a_range_counts_epochs() -> None:
@@ -234,19 +215,6 @@ def test_several_optimizers_have_schedulers_by_name() -> None:
     trainer.train(0, 8)
     assert recorded(trainer, "a.lr") == WARM_UP
     assert recorded(trainer, "b.lr") == [2.0 * (1 - k / 8) for k in range(8)]
-
-
-def test_one_configuration_serves_several_optimizers() -> None:
-    trainer = two_optimizers()
-    config = [
-        {"type": "LinearLR", "start_factor": 0.25, "by_epoch": False, "end": 4},
-        {"type": "LinearMomentum", "start_factor": 0.5, "by_epoch": False, "end": 3},
-    ]
-    schedulers = build_param_scheduler(config, trainer.optim_wrapper, {"max_iters": 6})
-    trainer.register_hooks([LRScheduler(scheduler=schedulers)])
-    trainer.train(0, 4)
-    assert recorded(trainer, "b.lr") == [0.5, 1.0, 1.5, 2.0]
-    assert recorded(trainer, "a.momentum") == pytest.approx([0.45, 0.675, 0.9, 0.9])
 
 
 def test_several_optimizers_without_names_are_refused() -> None:
@@ -321,8 +289,9 @@ def test_the_state_of_other_schedulers_is_refused(
     second.epoch_length = 3
     second.register_hooks([LRScheduler({name: second.optimizer}, given)])
     expected = f"so many schedulers: {{'': 4}}, and this run: {there_are}"
+    second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=re.escape(expected)):
-        second.load_state_dict(first.state_dict())
+        second.train(max_iter=3)
 
 
 @pytest.mark.parametrize("parts", [None, {"iteration", "hooks"}, {"iteration"}])
@@ -374,9 +343,7 @@ def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
     trainer = linear_trainer()
     trainer.register_hooks([LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2))])
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
-    with pytest.raises(
-        ValueError, match=r"StepLR.* schedules the optimizer of the trainer"
-    ):
+    with pytest.raises(ValueError, match=r"StepLR.* is made for another optimizer"):
         trainer.train(0, 2)
 
 
@@ -420,19 +387,10 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
     whole.train(0, 12)
     expected = [value for value, _ in whole.storage.history("lr").values()]
 
-    class Stop(Exception):  # noqa: N818
-        pass
-
     first = make_of_groups(schedule, split_first)
-    run_step = first.run_step
-
-    def stop_there() -> None:
-        if first.iter == stop:
-            raise Stop
-        run_step()
-
-    first.run_step = stop_there  # type: ignore[method-assign]
-    with pytest.raises(Stop):
+    stop_there = CallbackHook(before_step=lambda t: 1 // (t.iter != stop))
+    first.register_hooks([stop_there])
+    with pytest.raises(ZeroDivisionError):
         first.train(0, 12)
     second = make_of_groups(schedule, not split_first)
     second.load_state_dict(first.state_dict())
@@ -475,10 +433,3 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
     with pytest.raises(error, match=message):
         trainer.train(0, 1)
     assert "total_loss" not in trainer.storage.histories()
-
-
-def test_a_hook_that_was_put_into_the_list_by_hand_has_a_schedule_too() -> None:
-    trainer = linear_trainer(lr=1.0)
-    trainer._hooks.append(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)))
-    trainer.train(0, 2)
-    assert recorded(trainer) == [1.0, 0.5]

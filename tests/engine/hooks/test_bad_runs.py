@@ -1,6 +1,9 @@
-"""Updates that would ruin the model are passed over."""
-
+import logging
 import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,16 @@ from torch import Tensor, nn
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
+from hooktrain.engine.hooks import CallbackHook, Watchdog
+from hooktrain.engine.hooks.bad_runs import EXIT_HUNG
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import wrap_in_ddp
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor
+from processes import wait_until
+from toys import Idle
 
 
 class Square(nn.Module):
@@ -93,7 +101,7 @@ def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(
     assert trainer.storage.history("skipped_updates").values() == [(1.0, 2), (2.0, 5)]
 
 
-def test_too_many_in_a_row_raise_or_stop() -> None:
+def test_too_many_in_a_row_raise() -> None:
     train({1, 2, 4, 5}, 2)
     with pytest.raises(
         FloatingPointError, match=r"in 1 iterations in a row, up to iteration 3"
@@ -103,8 +111,6 @@ def test_too_many_in_a_row_raise_or_stop() -> None:
         FloatingPointError, match=r"in 3 iterations in a row, up to iteration 3"
     ):
         train({1, 2, 3}, 2)
-    stopped = train({1, 2, 3}, 2, "stop")
-    assert stopped.iter == stopped.max_iter == 4
 
 
 def test_a_window_of_accumulation_is_skipped_as_a_whole() -> None:
@@ -276,15 +282,95 @@ def test_gradients_of_an_open_window_are_not_looked_at(tmp_path: Path) -> None:
     assert run_ranks(one_window_is_open, 2, str(tmp_path)) == [1, 1]
 
 
-def test_another_action_at_the_limit_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="on_limit must be 'raise' or 'stop', but got 'halt'"
-    ):
-        hooks.SkipNonFinite(1, "halt")
-
-
 def test_empty_gradients_are_finite() -> None:
     model = Square()
     model.none = nn.Parameter(torch.zeros(0, 3))
     model.register_forward_hook(lambda module, _, loss: loss + module.none.sum())
     assert run(model, data(set())).optim_wrapper.skipped_updates == 0
+
+
+# The watchdog
+
+CALM_SECONDS = 30.0
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes by which the watchdog would have ended the process."""
+    codes: list[int] = []
+    monkeypatch.setattr("hooktrain.engine.hooks.bad_runs.os._exit", codes.append)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    return codes
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
+def test_a_limit_that_cannot_be_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"above 0 seconds, but got {seconds}"):
+        Watchdog(seconds)
+
+
+def test_a_hang_ends_the_process_with_the_stack_of_every_thread(
+    exits: list[int],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def a_place_to_hang(trainer: Any) -> None:
+        if trainer.iter == 3:
+            wait_until(lambda: exits)
+
+    Idle(Watchdog(0.05), CallbackHook(after_backward=a_place_to_hang)).train(0, 5)
+    assert exits == [EXIT_HUNG] == [124]
+    assert "rank 0 has made no progress for 0.05 s" in caplog.text
+    printed = capfd.readouterr().err
+    assert "in a_place_to_hang" in printed
+    assert "bad_runs.py" in printed  # the watchdog's own thread
+
+
+@pytest.mark.parametrize("fail_at", [-1, 1])
+def test_the_thread_ends_with_the_run(fail_at: int, exits: list[int]) -> None:
+    with pytest.raises(ValueError, match="broken") if fail_at > 0 else nullcontext():
+        Idle(Watchdog(CALM_SECONDS), fail_at=fail_at).train(0, 3)
+    assert exits == []
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+class Looks:
+    """In place of the event that the thread waits for: lets it look so many times."""
+
+    def __init__(self, meanwhile: list[Callable[[], object]]) -> None:
+        self.meanwhile = iter(meanwhile)
+
+    def wait(self, _: float) -> bool:
+        step = next(self.meanwhile, None)
+        if step is not None:
+            step()
+        return step is None
+
+
+def watch(*meanwhile: Callable[[], object]) -> None:
+    watchdog = Watchdog(8.0)  # four looks
+    watchdog._end = Looks([*meanwhile])  # type: ignore[assignment]
+    watchdog._watch()
+
+
+def test_each_batch_of_an_evaluation_is_progress(exits: list[int]) -> None:
+    def nothing() -> None:
+        pass
+
+    def evaluate() -> None:
+        inference_on_dataset(abs, [1], None)
+
+    watch(*[nothing] * 3, evaluate, *[nothing] * 3)
+    assert exits == []
+    watch(*[nothing] * 4)
+    assert exits == [EXIT_HUNG]
+
+
+def test_a_process_that_was_suspended_does_not_seem_to_hang(
+    exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def years_pass() -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: 1e9)
+
+    watch(years_pass)
+    assert exits == []

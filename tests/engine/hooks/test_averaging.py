@@ -1,0 +1,214 @@
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hooktrain.data import build_train_loader
+from hooktrain.engine import SimpleTrainer, StepTrainer
+from hooktrain.engine.hooks import EMA, CallbackHook, PreciseBN
+from hooktrain.model import (
+    BaseAveragedModel,
+    BaseModel,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+)
+from hooktrain.utils.events import get_event_storage
+from toys import LinearLoss, linear_trainer
+
+
+def test_the_average_follows_the_weights_and_the_model_keeps_the_raw_ones() -> None:
+    plain, trainer = linear_trainer(), linear_trainer()
+    ema = EMA(trainer.model, decay=0.5, warmup=False)
+    start = trainer.model.fc.weight.detach().clone()
+    trainer.register_hooks([ema])
+    trainer.train(0, 1)
+    plain.train(0, 1)
+    raw = trainer.model.fc.weight
+    assert torch.equal(raw, plain.model.fc.weight)
+    torch.testing.assert_close(ema.average.module.fc.weight, 0.5 * start + 0.5 * raw)
+
+
+def test_it_starts_from_the_weights_that_the_training_starts_from() -> None:
+    trainer = linear_trainer(lr=0.0)
+    ema = EMA(trainer.model)
+    trainer.register_hooks([ema])
+    torch.nn.init.ones_(trainer.model.fc.weight)  # as loading does
+    trainer.train(0, 2)
+    assert torch.equal(ema.average.module.fc.weight, torch.ones(3, 4))
+
+
+def test_until_it_begins_the_average_is_a_copy() -> None:
+    trainer = linear_trainer()
+    average = StochasticWeightAverage(trainer.model, interval=2)
+    hook = EMA(trainer.model, average=average, begin_iter=3)
+    weights, seen = [], []
+
+    def watch(trainer: SimpleTrainer) -> None:
+        weights.append(trainer.model.fc.weight.detach().clone())
+        seen.append(average.module.fc.weight.clone())
+
+    trainer.register_hooks([hook, CallbackHook(after_step=watch)])
+    trainer.train(0, 6)
+    assert hook.average is average
+    assert average.steps == 4
+    assert [torch.equal(a, b) for a, b in zip(weights, seen, strict=True)] == [
+        True
+    ] * 3 + [False] * 3
+    assert torch.equal(seen[3], weights[2])
+    torch.testing.assert_close(seen[5], (weights[2] + weights[4]) / 2)
+
+
+AVERAGES: dict[str, Callable[[nn.Module], BaseAveragedModel | None]] = {
+    "usual": lambda model: None,
+    "annealing": lambda model: MomentumAnnealingEMA(model, 0.4, 2, interval=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin_iter"), [("usual", 1), *(("annealing", i) for i in (1, 3, 4, 5, 6))]
+)
+def test_any_average_resumes_exactly_before_and_after_it_begins(
+    kind: str, begin_iter: int
+) -> None:
+    def make() -> tuple[EMA, SimpleTrainer]:
+        trainer = linear_trainer()
+        hook = EMA(
+            trainer.model, average=AVERAGES[kind](trainer.model), begin_iter=begin_iter
+        )
+        trainer.register_hooks([hook])
+        return hook, trainer
+
+    whole, whole_trainer = make()
+    whole_trainer.train(0, 4)
+    resumed, resumed_trainer = make()
+    resumed_trainer.model.load_state_dict(whole_trainer.model.state_dict())
+    resumed_trainer.load_state_dict(copy.deepcopy(whole_trainer.state_dict()))
+    whole_trainer.train(max_iter=10)
+    resumed_trainer.train(max_iter=10)
+    assert resumed.average.steps == whole.average.steps == 11 - begin_iter
+    assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
+    raw = resumed_trainer.model.fc.weight.detach().clone()
+    with resumed.swap():
+        assert torch.equal(
+            resumed_trainer.model.fc.weight, resumed.average.module.fc.weight
+        )
+    assert torch.equal(resumed_trainer.model.fc.weight, raw)
+
+
+def test_a_run_that_ends_before_the_average_begins_is_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for max_iter in (3, 2):
+        assert caplog.records == []
+        trainer = linear_trainer()
+        trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
+        trainer.train(0, max_iter)
+    assert "begins after 3 of 2 iterations" in caplog.text
+
+
+def test_the_decay_of_another_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\): 1\.0"):
+        EMA(nn.Linear(1, 1), decay=1.0)
+
+
+@pytest.mark.parametrize(
+    "make", [EMA, lambda model: PreciseBN(1, model, [torch.ones(2, 2)], 1)]
+)
+def test_the_model_of_another_trainer_is_refused(make: Any) -> None:
+    trainer = linear_trainer(make(LinearLoss()))
+    with pytest.raises(ValueError, match="another model than the trainer"):
+        trainer.train(0, 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        get_event_storage().put_scalar("seen", 1.0)
+        return self.bn(x).square().sum()
+
+
+def make(data: list[Tensor], **kwargs: Any) -> SimpleTrainer:
+    model = Net()
+    trainer = SimpleTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.register_hooks([PreciseBN(model=model, data_loader=data, **kwargs)])
+    return trainer
+
+
+def test_precise_statistics_are_those_of_the_whole_data_set() -> None:
+    data = [torch.randn(8, 2) for _ in range(4)]
+    trainer = make(data, period=0, num_iter=4)
+    trainer.train(0, 3)
+    everything = torch.cat(data)
+    torch.testing.assert_close(trainer.model.bn.running_mean, everything.mean(0))
+    torch.testing.assert_close(
+        trainer.model.bn.running_var, everything.var(0, unbiased=False)
+    )
+    assert trainer.model.bn.momentum == 0.1
+
+
+def test_what_the_model_records_while_measuring_is_not_part_of_the_run() -> None:
+    trainer = make([torch.randn(8, 2)], period=0, num_iter=7)
+    trainer.train(0, 2)
+    assert len(trainer.storage.history("seen").values()) == 2
+
+
+def test_whether_there_is_batch_norm_to_measure_is_decided_when_the_time_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
+    trainer.model.bn.eval()
+    with caplog.at_level(logging.INFO):
+        trainer.train(0, 1)
+    assert "no batch norm in training mode" in caplog.text
+    assert trainer.model.bn.num_batches_tracked == 0
+
+
+def test_an_empty_loader_is_refused() -> None:
+    trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
+    hook = PreciseBN(0, trainer.model, [], 2)
+    trainer.register_hooks([hook])
+    with pytest.raises(ValueError, match="data loader is empty"):
+        hook.update_stats()
+
+
+@pytest.mark.parametrize("num_iter", [3, 5])
+def test_a_loader_that_is_exhausted_starts_again(num_iter: int) -> None:
+    trainer = make([torch.randn(8, 2) for _ in range(3)], period=1, num_iter=num_iter)
+    trainer.train(0, 3)
+    assert trainer.iter == 3
+
+
+class Norm(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+        return {"loss": self.bn(x).square().sum()} if mode == "loss" else None
+
+
+def test_a_base_model_is_measured_as_it_is_trained() -> None:
+    model, data = Norm(), [(torch.randn(8, 2),) for _ in range(3)]
+    trainer = StepTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.register_hooks([PreciseBN(0, model, data, 3)])
+    trainer.train(0, 1)
+    torch.testing.assert_close(
+        model.bn.running_mean, torch.cat([x for (x,) in data]).mean(0)
+    )
+
+
+def test_the_trainers_own_position_in_the_data_is_not_moved() -> None:
+    loader = build_train_loader([torch.ones(2)] * 4, total_batch_size=2, seed=0)
+    model = Net()
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer.register_hooks([PreciseBN(1, model, loader, 2)])
+    with pytest.raises(ValueError, match="move the trainer's data_loader"):
+        trainer.train(0, 1)
+    assert loader.batches == 0
