@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    OneCycleLR,
     ReduceLROnPlateau,
     StepLR,
 )
@@ -36,7 +34,6 @@ from hooktrain.engine.hooks import (
     EMA,
     BestCheckpointer,
     CallbackHook,
-    EarlyStopping,
     EvalHook,
     LRScheduler,
     PeriodicCheckpointer,
@@ -54,7 +51,6 @@ from hooktrain.solver import (
     CosineParamScheduler,
     LRMultiplier,
     OptimWrapper,
-    ReduceOnPlateauLR,
     WarmupParamScheduler,
 )
 from hooktrain.utils.events import JSONWriter, get_event_storage
@@ -277,34 +273,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "BestCheckpointe",
     ),
     (
-        lambda: train(LRScheduler(scheduler=step_lr)),
-        ValueError,
-        "none of .* schedules the optimiz",
-    ),
-    (
-        lambda: train(LRScheduler(sgd(Net()), step_lr)),
-        ValueError,
-        "none of .* schedules the optim",
-    ),
-    (
-        lambda: train(schedule(lambda o: [LRMultiplier(o, COSINE, 4), other_rate])),
-        WARNING,
-        "LRMultiplier.* is for an optimizer that the trainer does not have",
-    ),
-    (
-        lambda: train(LRScheduler(sgd(Net()), COSINE)),
-        WARNING,
-        "CosineParamScheduler.* is for an o",
-    ),
-    (
         lambda: train(schedule(lambda o: [StepLR(o, 2)] * 2)),
         ValueError,
         "two schedules, or one twi",
-    ),
-    (
-        lambda: train(*[schedule(lambda _: COSINE)] * 2),
-        ValueError,
-        "two schedules.*CosineParamSch",
     ),
     (lambda: train(*[HookBase()] * 2), ValueError, "registered already"),
     (
@@ -624,11 +595,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         WARNING,
         "Without eval_function eval_period=2 and best_metric=None do nothing",
     ),
-    (
-        lambda: train(evaluate(None), best("acc")),
-        WARNING,
-        "no metric 'acc' to choose the best checkpoint by",
-    ),
     # Metrics to put
     (put(0.5, "speed"), TypeError, "metric 0.5 must be a number .* but got 'speed'"),
     (
@@ -654,65 +620,14 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     # Metrics to watch
     (
-        lambda: train(evaluate({"acc": 1}), best("accuracy")),
-        ValueError,
-        "there is no metric 'accu",
-    ),
-    (lambda: train(best("acc")), ValueError, "there is no metric 'acc'.*'total_loss'"),
-    (
         lambda: train(evaluate({"acc": 1}, 2), best("acc", 3)),
         ValueError,
-        "was measured at 1: give",
-    ),
-    (
-        lambda: train(best("acc", 2), evaluate({"acc": 1}, 2)),
-        WARNING,
-        "goes behind EvalHook",
+        "was measured at 1: register",
     ),
     (
         lambda: train(best("acc", mode="maximum")),
         ValueError,
         "'max' or 'min' for .*'acc', but got 'maximum'",
-    ),
-    (
-        lambda: train(evaluate({"acc": 1}), EarlyStopping("accuracy")),
-        ValueError,
-        "watches.*'accur",
-    ),
-    (
-        lambda: train(EarlyStopping("accuracy")),
-        WARNING,
-        "EarlyStopping watches.*nothing has put",
-    ),
-    (
-        lambda: EarlyStopping("sharpness"),
-        ValueError,
-        "'max' or 'min' for the metric 'sharpness', but got None",
-    ),
-    (
-        lambda: train(
-            evaluate({"acc": 1}), schedule(ReduceLROnPlateau, metric="val_loss")
-        ),
-        ValueError,
-        "LRScheduler watches.*'val_loss'",
-    ),
-    (
-        lambda: train(
-            evaluate({"mIoU": 1}),
-            schedule(lambda o: ReduceOnPlateauLR(o, monitor="mIoU")),
-        ),
-        WARNING,
-        "'mIoU' with the mode 'min'",
-    ),
-    (
-        lambda: train(evaluate({"acc": 1}), schedule(ReduceLROnPlateau, metric="acc")),
-        WARNING,
-        "'acc' with the mode 'min'",
-    ),
-    (
-        lambda: train(schedule(lambda o: StepLR(o, 1), metric="loss")),
-        ValueError,
-        "for ReduceLROnP",
     ),
     (lambda: train(schedule(ReduceLROnPlateau)), TypeError, "argument: 'metrics'"),
     (
@@ -722,21 +637,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     # Schedules
     (lambda: train(LRScheduler(step_lr)), ValueError, "no schedule: give scheduler="),  # type: ignore[arg-type]
-    (
-        lambda: train(schedule(lambda o: LRMultiplier(o, COSINE, 90))),
-        WARNING,
-        "LRMultiplier is made for 90 iterations, and the run has 4",
-    ),
-    (
-        lambda: train(schedule(lambda o: CosineAnnealingLR(o, 90))),
-        WARNING,
-        "CosineAnnealingLR is made for 90 iterations, and the run has 4",
-    ),
-    (
-        lambda: train(schedule(lambda o: OneCycleLR(o, 0.1, total_steps=2))),
-        ValueError,
-        "Tried to step 3 times.*OneCycleLR is made for 2 iterations, and the run has 4",
-    ),
     (
         lambda: WarmupParamScheduler(COSINE, 0.1, 100),
         ValueError,

@@ -1,7 +1,6 @@
 """What one rank alone sees, knows or asks for ends or changes the run alike on all ranks."""
 
 import errno
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from trainer_toys import Net, batches, sgd
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
-from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -206,42 +205,3 @@ def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(
     main, other = run_ranks(spoil_the_shard_of_rank_1, 2, tmp_path)
     assert main == other
     assert main[1] == ["last_checkpoint", "model_0000000"]
-
-
-class OfItsRank(HookBase):
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "rank": comm.get_rank(),
-            "average": torch.full((3,), float(comm.get_rank())),
-        }
-
-
-class OwnPosition(list[Tensor]):
-    """A loader that has a state on each rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": [1, comm.get_rank()]}
-
-
-def differ_by_rank(folder: Path) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hooktrain.engine.rank_differences").addHandler(handler)
-    model = LinearLoss()
-    model.register_buffer("own", torch.full((2,), float(comm.get_rank())))
-    model.register_buffer("shared", torch.ones(2))
-    model.register_buffer("running_mean", torch.full((2,), float(comm.get_rank())))
-    trainer = SimpleTrainer(model, OwnPosition(batches(4)), sgd(model))
-    checkpointer = Checkpointer(model, folder, trainer=trainer)
-    saving = PeriodicCheckpointer(checkpointer, 1)
-    trainer.register_hooks([CallbackHook(), OfItsRank(), saving])
-    trainer.train(0, 3)
-    return [text for text in told if "differ" in text]
-
-
-def test_what_differs_by_rank_and_is_saved_of_the_main_process_is_told_once(
-    tmp_path: Path,
-) -> None:
-    told = "Ranks differ in ['OfItsRank', 'data', 'own']. Of these a checkpoint holds what the main"
-    assert run_ranks(differ_by_rank, 2, tmp_path) == [[f"{told} process has"]] * 2

@@ -165,11 +165,15 @@ class PreciseBN(HookBase):
         self._batches.load_state_dict(state_dict, begun=False)
 
 
+def is_trained(model: Any, trainer: Any) -> bool:
+    """Whether a model shares parameters with a trainer's, or one of the two has none."""
+    parameters = set(model.parameters())
+    trained = set(getattr(trainer, "model", model).parameters())
+    return not (parameters and trained) or not parameters.isdisjoint(trained)
+
+
 def _refuse_another(hook: HookBase, model: nn.Module) -> None:
-    """Refuse a model that shares no parameter with the trainer's."""
-    trained = getattr(hook.trainer, "model", model)
-    own = set(model.parameters())
-    if own and own.isdisjoint(trained.parameters()):
+    if not is_trained(model, hook.trainer):
         raise ValueError(
             f"{type(hook).__name__} has the parameters of another model than the trainer: build "
             "it from the model that is trained"

@@ -170,12 +170,11 @@ class Watchdog(HookBase):
         self._abort()
 
     def _abort(self) -> None:
-        faulthandler.dump_traceback(2)  # to stderr, whatever sys.stderr is
-        logger.critical(
-            "Watchdog: rank %d has made no progress for %g s: the process ends. Its stacks are on "
-            "stderr",
-            comm.get_rank(),
-            self.timeout_s,
-        )
+        rank = comm.get_rank()
+        text = f"Watchdog: rank {rank} has made no progress for {self.timeout_s:g} s and ends"
+        # To stderr first: the thread that hangs may hold a lock of the log.
+        os.write(2, f"{text}. Its threads:\n".encode())
+        faulthandler.dump_traceback(2)
+        logger.critical(text)
         logging.shutdown()  # os._exit() leaves out what Python does at its end
         os._exit(EXIT_HUNG)

@@ -19,8 +19,8 @@ from hooktrain.checkpoint import (
     PeriodicCheckpointer as PlainPeriodicCheckpointer,
 )
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.engine.hooks.averaging import EMA
-from hooktrain.engine.hooks.evaluation import choose_mode
+from hooktrain.engine.hooks.averaging import EMA, is_trained
+from hooktrain.engine.hooks.evaluation import choose_mode, refuse_missing
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
@@ -54,6 +54,8 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
             logger.warning(
                 "Checkpoints have no trainer to resume: give Checkpointer(..., trainer=trainer)"
             )
+        if not is_trained(self.checkpointer.model, self.trainer):
+            logger.warning("Checkpoints have another model than the trainer's")
         hooks = self.trainer._hooks
         later = hooks[hooks.index(self) + 1 :]
         late = [type(hook).__name__ for hook in later if hook.state_dict()]
@@ -183,12 +185,12 @@ class BestCheckpointer(HookBase):
             self.load_state_dict(before)
         value, measured_at = latest
         iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
+        if measured_at < 0:
+            logger.warning("No metric %r to choose the best checkpoint by", name)
+            refuse_missing(name, self.trainer)
+            return
         if measured_at < iteration:
-            is_old = measured_at >= 0
-            if not (
-                is_old and self.trainer.succeeded
-            ):  # else there was none at the end
-                self._refuse(iteration)
+            self._refuse_old(iteration, measured_at)
             return
         is_better = self._update_best(value, measured_at)
         logger.info(
@@ -219,14 +221,13 @@ class BestCheckpointer(HookBase):
         self.best_iter = iteration
         return True
 
-    def _refuse(self, iteration: int) -> None:
-        latest = self.trainer.storage.latest()
-        there = {name: measured_at for name, (_, measured_at) in latest.items()}
+    def _refuse_old(self, iteration: int, measured_at: int) -> None:
+        if self.trainer.succeeded:  # there was no evaluation at the end
+            return
         self.trainer.raise_later(
             ValueError(
-                f"BestCheckpointer needs the metric {self._val_metric!r} of iteration {iteration}: "
-                "register it behind EvalHook, with its eval_period. The metrics, and the "
-                f"iterations of their latest values: {there}"
+                f"BestCheckpointer is due at iteration {iteration}, but {self._val_metric!r} was "
+                f"measured at {measured_at}: register it behind EvalHook, with its eval_period"
             )
         )
 

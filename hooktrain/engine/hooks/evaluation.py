@@ -34,13 +34,13 @@ class EvalHook(HookBase):
             The results are not recorded.
 
     Attributes:
-        evaluated: whether there was an evaluation.
+        has_results: whether an evaluation has returned metrics.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
     """
 
-    evaluated = False
+    has_results = False
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class EvalHook(HookBase):
         for name, number in numbers.items():
             # A name that training uses too keeps its hint.
             storage.put_scalar(name, number, hints.get(name, False))
-        self.evaluated = True
+        self.has_results |= bool(numbers)
 
 
 def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
@@ -143,14 +143,14 @@ def choose_mode(metric: str, mode: str | None) -> str:
 
 
 def refuse_missing(metric: str, trainer: TrainerBase) -> None:
-    """End the run by an error if each ``EvalHook`` has evaluated and a metric has not come.
+    """End the run by an error if each ``EvalHook`` has had results and a metric has not come.
 
     Args:
         metric: its name; nothing has put it yet.
         trainer: the trainer.
     """
     evaluations = [hook for hook in trainer._hooks if isinstance(hook, EvalHook)]
-    if evaluations and all(hook.evaluated for hook in evaluations):
+    if evaluations and all(hook.has_results for hook in evaluations):
         hint = did_you_mean(metric, trainer.storage.histories())
         trainer.raise_later(ValueError(f"there is no metric {metric!r}{hint}"))
 

@@ -45,8 +45,8 @@ class LRScheduler(HookBase):
 
     Raises:
         ValueError: when training starts, if there is no schedule, one is of another optimizer or
-            is there twice, one counts epochs and the trainer has no ``epoch_length``, or a state
-            was loaded that is of other schedulers; in a run, if a metric is not there after the
+            is there twice, or one counts epochs and the trainer has no ``epoch_length``; if a
+            state of other schedulers is loaded; in a run, if a metric is not there after the
             first evaluation.
 
     Attributes:
@@ -68,7 +68,7 @@ class LRScheduler(HookBase):
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
         self._seen_iters: dict[str, int] = {}  # of the metrics that are watched
-        self._loaded: Mapping[str, Any] = {}  # what training will start with
+        self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
     def before_train(self) -> None:
         """Find what was not given, and decide who steps when, so that a step need not."""
@@ -230,8 +230,12 @@ class LRScheduler(HookBase):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep what ``state_dict`` returned; the schedulers get it when training starts."""
+        """Load what ``state_dict`` returned; into a multiplier, when training starts."""
         self._loaded = dict(state_dict)
+        self._schedulers = self._find_schedulers()
+        found = chain(*self._schedulers.values())
+        if not any(isinstance(scheduler, ParamScheduler) for scheduler in found):
+            self._load()
 
 
 def _unwrapped(optimizer: Any) -> Any:

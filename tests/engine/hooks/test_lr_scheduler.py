@@ -289,9 +289,8 @@ def test_the_state_of_other_schedulers_is_refused(
     second.epoch_length = 3
     second.register_hooks([LRScheduler({name: second.optimizer}, given)])
     expected = f"so many schedulers: {{'': 4}}, and this run: {there_are}"
-    second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=re.escape(expected)):
-        second.train(max_iter=3)
+        second.load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize("parts", [None, {"iteration", "hooks"}, {"iteration"}])
@@ -345,6 +344,25 @@ def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
     with pytest.raises(ValueError, match=r"StepLR.* is made for another optimizer"):
         trainer.train(0, 2)
+
+
+def test_a_rate_with_two_schedules_is_refused() -> None:
+    schedule = LinearParamScheduler(1.0, 0.0)
+    for hooks in (
+        [LRScheduler(scheduler=schedule), LRScheduler(scheduler=schedule)],
+        [LRScheduler(scheduler=[schedule, ConstantParamScheduler(1.0)])],
+    ):
+        with pytest.raises(ValueError, match="a rate has two schedules"):
+            linear_trainer(*hooks).train(0, 2)
+
+
+def test_an_optimizer_that_the_trainer_does_not_have_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = torch.optim.SGD(LinearLoss().parameters(), lr=4.0)
+    hook = LRScheduler(other, LinearParamScheduler(1.0, 0.0))
+    linear_trainer(hook).train(0, 2)
+    assert "optimizer that the trainer does not have" in caplog.text
 
 
 def test_a_run_without_iterations_has_schedules_too() -> None:
