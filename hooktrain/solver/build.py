@@ -16,13 +16,14 @@ from hooktrain.solver.optim_wrapper import (
     AmpOptimWrapper,
     OptimWrapper,
     OptimWrapperDict,
+    Options,
 )
 from hooktrain.solver.param_groups import (
     ParamGroup,
     get_default_optimizer_params as get_default_optimizer_params,
     reduce_param_groups as reduce_param_groups,
 )
-from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
+from hooktrain.solver.param_scheduler import INF, GroupParamScheduler, Schedulable
 from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
@@ -31,6 +32,7 @@ from hooktrain.utils.registry import (
     PARAM_SCHEDULERS,
 )
 
+Wrappers = OptimWrapper | OptimWrapperDict
 Built = GroupParamScheduler | LRScheduler | ParamScheduler
 # Of one optimizer, or by the names of several.
 Schedulers = list[Any] | dict[str, list[Any]]
@@ -67,8 +69,8 @@ class DefaultOptimWrapperConstructor:
 
     def __init__(
         self,
-        optim_wrapper_cfg: Mapping[str, Any],
-        paramwise_cfg: Mapping[str, Any] | None = None,
+        optim_wrapper_cfg: Options,
+        paramwise_cfg: Options | None = None,
     ) -> None:
         if paramwise_cfg:
             raise ValueError(
@@ -106,9 +108,7 @@ class DefaultOptimWrapperConstructor:
         return [{"params": [*names], "param_names": [*names.values()]}]
 
 
-def build_optim_wrapper(
-    model: nn.Module | None, cfg: Any
-) -> OptimWrapper | OptimWrapperDict:
+def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
     """Build the optimizer wrapper of a model.
 
     ``cfg`` is one of
@@ -142,9 +142,7 @@ def build_optim_wrapper(
     return _build_wrapper(model, "", instantiate(cfg))
 
 
-def _build_wrapper(
-    model: nn.Module | None, part: str, cfg: Any
-) -> OptimWrapper | OptimWrapperDict:
+def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
     """The wrapper of the optimizer of a submodule, whose name is ``""`` for the model."""
     if isinstance(cfg, OptimWrapper | OptimWrapperDict):
         return cfg
@@ -154,7 +152,7 @@ def _build_wrapper(
         raise TypeError(
             f"expected an OptimWrapper, a torch optimizer or a dict, but got {cfg!r}"
         )
-    built: OptimWrapper | OptimWrapperDict
+    built: Wrappers
     if isinstance(cfg.get("optimizer"), Optimizer):
         built = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
         return built
@@ -181,8 +179,8 @@ def _build_wrapper(
 
 def build_param_scheduler(
     scheduler: Any,
-    optim_wrapper: Optimizer | OptimWrapper | OptimWrapperDict,
-    default_args: Mapping[str, Any] | None = None,
+    optim_wrapper: Schedulable | OptimWrapperDict,
+    default_args: Options | None = None,
 ) -> Schedulers:
     """Build schedulers of one or several optimizers, as the ``LRScheduler`` hook takes them.
 
@@ -257,9 +255,7 @@ def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
                 scheduler.load_state_dict(state)
 
 
-def _build_scheduler(
-    config: Any, optimizer: Optimizer | OptimWrapper, defaults: Mapping[str, Any]
-) -> Any:
+def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> Any:
     if isinstance(config, Built):
         return config
     if not isinstance(config, Mapping) or "type" not in config:

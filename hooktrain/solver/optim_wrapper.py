@@ -11,15 +11,20 @@ from torch.optim import Optimizer
 
 from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.solver.optim_state import (
+    State,
     check_optimizer_state,
     load_optimizer_state,
     optimizer_state_dict,
     parameter_names,
 )
+from hooktrain.solver.param_groups import ParamGroup
 from hooktrain.utils.names import did_you_mean, refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
+
+Options = Mapping[str, Any]
+Context = AbstractContextManager[Any]
 
 # One object serves everywhere: nullcontext holds no state.
 NOTHING = nullcontext()
@@ -64,7 +69,7 @@ class OptimWrapper:
         self,
         optimizer: Optimizer,
         accumulative_counts: int = 1,
-        clip_grad: Mapping[str, Any] | None = None,
+        clip_grad: Options | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer: {optimizer!r}")
@@ -84,7 +89,7 @@ class OptimWrapper:
         self._model: nn.Module | None = None
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """The parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
@@ -114,21 +119,13 @@ class OptimWrapper:
         The last accumulation of the run may then be shorter: it still updates by a mean.
 
         Args:
-            model: warned about if accumulation changes what it computes (batch norm).
+            model: not used; MMEngine has it.
             init_counts: the backward passes made so far.
             max_counts: the passes made when the run ends.
         """
         self.inner_count = init_counts
         self.start_accumulation()
         self._max_counts = max_counts
-        norm = nn.modules.batchnorm._BatchNorm
-        if self.accumulative_counts > 1 and any(
-            isinstance(module, norm) for module in model.modules()
-        ):
-            logger.warning(
-                "Batch norm takes its statistics from one batch, not from all %d",
-                self.accumulative_counts,
-            )
 
     def start_accumulation(self) -> None:
         """Begin a new accumulation with the next pass, whatever was accumulated.
@@ -162,7 +159,7 @@ class OptimWrapper:
 
     # A step
 
-    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def optim_context(self, model: nn.Module) -> Context:
         """For the forward pass: its precision, and whether ranks exchange gradients.
 
         They do where the backward pass completes an accumulation. Call :meth:`backward`
@@ -175,7 +172,7 @@ class OptimWrapper:
         if hasattr(model, "set_requires_gradient_sync"):  # of fully_shard
             parallel.set_requires_gradient_sync(is_last)
         elif not is_last and hasattr(model, "no_sync"):  # of DistributedDataParallel
-            context: AbstractContextManager[Any] = parallel.no_sync()
+            context: Context = parallel.no_sync()
             return context
         return NOTHING
 
@@ -279,7 +276,7 @@ class OptimWrapper:
         state["skipped_updates"] = self.skipped_updates
         return state
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse a state that :meth:`load_state_dict` would refuse; change nothing.
 
         Raises:
@@ -287,7 +284,7 @@ class OptimWrapper:
         """
         check_optimizer_state(self.optimizer, state_dict, self._parameter_names())
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, or the state of a torch optimizer.
 
         Parameters are matched by name; see
@@ -345,10 +342,10 @@ class AmpOptimWrapper(OptimWrapper):
         optimizer: Optimizer,
         dtype: torch.dtype | str | None = None,
         *,
-        loss_scale: str | float | Mapping[str, Any] | torch.amp.GradScaler = "dynamic",
+        loss_scale: str | float | Options | torch.amp.GradScaler = "dynamic",
         device_type: str | None = None,
         accumulative_counts: int = 1,
-        clip_grad: Mapping[str, Any] | None = None,
+        clip_grad: Options | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.device_type = device_type or _device_type(optimizer)
@@ -364,7 +361,7 @@ class AmpOptimWrapper(OptimWrapper):
             self._fixed_scale = float(loss_scale)
         self._unscaled = False
 
-    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def optim_context(self, model: nn.Module) -> Context:
         """That of :class:`OptimWrapper`, and autocast to the lower precision."""
         exchange = super().optim_context(model)
         precision = torch.autocast(self.device_type, self.dtype)
@@ -401,7 +398,7 @@ class AmpOptimWrapper(OptimWrapper):
         """That of :class:`OptimWrapper`, and the scaler's."""
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned; without a scaler's, ours stays as it is."""
         super().load_state_dict(state_dict)
         # The second is MMEngine's name.
@@ -411,9 +408,7 @@ class AmpOptimWrapper(OptimWrapper):
 
 
 @contextmanager
-def _both(
-    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
+def _both(outer: Context, inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
 
@@ -462,8 +457,6 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         TypeError: if a value is no wrapper.
     """
 
-    resumed: Mapping[str, Any] | None = None
-
     def __init__(self, **wrappers: OptimWrapper) -> None:
         for name, wrapper in wrappers.items():
             if not isinstance(wrapper, OptimWrapper):
@@ -476,7 +469,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         raise KeyError(f"there is no optimizer named {name!r}{hint}")
 
     @property
-    def param_groups(self) -> dict[str, list[dict[str, Any]]]:
+    def param_groups(self) -> dict[str, list[ParamGroup]]:
         """The parameter groups of each."""
         return {name: wrapper.param_groups for name, wrapper in self.items()}
 
@@ -508,7 +501,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         """The state of each, by name."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse a state that :meth:`load_state_dict` would refuse; change nothing.
 
         Raises:
@@ -521,7 +514,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for name, wrapper in self.items():
             wrapper.check_state_dict(state_dict[name])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned; see :meth:`check_state_dict`."""
         self.check_state_dict(state_dict)
         for name, wrapper in self.items():

@@ -14,8 +14,8 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils.names import did_you_mean
 
 ParamGroup = dict[str, Any]
-# Makes the settings of a parameter from its full names, its module, and itself.
-SettingsOf = Callable[[list[str], nn.Module, nn.Parameter], ParamGroup]
+# A parameter's full names, the module that has it under the first, and itself.
+Walked = tuple[list[str], nn.Module, nn.Parameter]
 
 NORMS = (
     nn.modules.batchnorm._NormBase,  # of batch and instance norms
@@ -30,18 +30,17 @@ WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modul
 DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def walk_parameters(
-    model: nn.Module,
-) -> list[tuple[list[str], nn.Module, nn.Parameter]]:
+def walk_parameters(model: nn.Module) -> list[Walked]:
     """Each parameter of a model once: its full names, its first module, and itself.
 
     Args:
         model: may be wrapped. The names are those inside DDP, ``torch.compile`` and the
             like.
     """
-    found: dict[nn.Parameter, tuple[list[str], nn.Module, nn.Parameter]] = {}
+    found: dict[nn.Parameter, Walked] = {}
     for name, module, parameter in _walk(unwrap_model(model), ""):
-        found.setdefault(parameter, ([], module, parameter))[0].append(name)
+        names, _, _ = found.setdefault(parameter, ([], module, parameter))
+        names.append(name)
     return list(found.values())
 
 
@@ -57,8 +56,15 @@ def _walk(
             yield from _walk(child, prefix if is_added else f"{prefix}{name}.")
 
 
-def group_trainable(model: nn.Module, settings: SettingsOf) -> list[ParamGroup]:
-    """The trainable parameters in few groups, with what ``settings`` makes of each."""
+def group_trainable(
+    model: nn.Module, settings: Callable[..., ParamGroup]
+) -> list[ParamGroup]:
+    """The trainable parameters in few groups.
+
+    Args:
+        model: may be wrapped.
+        settings: makes the settings of a parameter from what :func:`walk_parameters` has.
+    """
     groups = []
     for names, module, parameter in walk_parameters(model):
         if parameter.requires_grad:

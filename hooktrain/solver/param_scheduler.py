@@ -33,12 +33,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.param_groups import ParamGroup
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="GroupParamScheduler")
+
+Schedulable = Optimizer | OptimWrapper
 
 INF = 10**9  # The end of a range without one.
 
@@ -95,7 +98,7 @@ class GroupParamScheduler:
     # More attributes that change from step to step, and are part of the state.
     PROGRESS: ClassVar[tuple[str, ...]] = ()
 
-    optimizer: Optimizer | OptimWrapper = field(repr=False)
+    optimizer: Schedulable = field(repr=False)
     param_name: str
     _: KW_ONLY
     begin: int = 0
@@ -142,11 +145,11 @@ class GroupParamScheduler:
             )
         return values
 
-    def _read(self, group: dict[str, Any]) -> Any:
+    def _read(self, group: ParamGroup) -> Any:
         """The value of a group, a number or a tensor."""
         return group[self.param_name]
 
-    def _write(self, group: dict[str, Any], value: Any) -> None:
+    def _write(self, group: ParamGroup, value: Any) -> None:
         if self.verbose:
             logger.info(
                 "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
@@ -157,7 +160,7 @@ class GroupParamScheduler:
         else:
             group[self.param_name] = value
 
-    def _base_value(self, group: dict[str, Any]) -> float:
+    def _base_value(self, group: ParamGroup) -> float:
         key = f"initial_{self.param_name}"
         if self.last_step < 0:
             # Synchronises with the device once, if the value is a tensor there.
@@ -167,7 +170,7 @@ class GroupParamScheduler:
     @classmethod
     def build_iter_from_epoch(
         cls: type[S],
-        optimizer: Optimizer | OptimWrapper,
+        optimizer: Schedulable,
         *,
         epoch_length: int | None = None,
         **kwargs: Any,
@@ -229,6 +232,10 @@ class GroupParamScheduler:
             f"{type(self).__name__} must define _share(k) or _get_value()"
         )
 
+    def _where(self, k: int) -> float:
+        """How far step ``k`` is in the range: 0 at its first step, 1 at its last."""
+        return k / max(self.end - self.begin - 1, 1)
+
     def _floor(self, i: int) -> float:
         """The value of group ``i`` where the share is 0."""
         return 0.0
@@ -246,7 +253,7 @@ class GroupParamScheduler:
         floor = self._floor(i)
         return floor + (value - floor) / share
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[ParamGroup]:
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_values):
             raise ValueError(
@@ -338,7 +345,7 @@ class LinearParamScheduler(GroupParamScheduler):
     end_factor: float = 1.0
 
     def _share(self, k: int) -> float:
-        where = k / max(self.end - self.begin - 1, 1)
+        where = self._where(k)
         return self.start_factor * (1 - where) + self.end_factor * where
 
 
@@ -404,7 +411,7 @@ class PolyParamScheduler(_Falling):
     power: float = 1.0
 
     def _share(self, k: int) -> float:
-        return float((1 - k / max(self.end - self.begin - 1, 1)) ** self.power)
+        return float((1 - self._where(k)) ** self.power)
 
 
 def half_cosine(k: float, length: float) -> float:
@@ -586,10 +593,13 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         is_inside = self.begin <= self.global_step < self.end
         if not is_inside or not self._is_due(metrics[self.monitor]):
             return
-        for group, value in zip(self._groups(), self._get_value(), strict=True):
-            # Synchronises with the device, if the value is a tensor there.
-            if self._read(group) - value > self.eps:
-                self._write(group, value)
+        least = self._for_each_group(self.min_value)
+        # Synchronises with the device, if the values are tensors there.
+        values = self.get_last_value()
+        for i, group in enumerate(self._groups()):
+            reduced = max(values[i] * self.factor, least[i])
+            if values[i] - reduced > self.eps:
+                self._write(group, reduced)
 
     def _is_better(self, value: float, best: float) -> bool:
         """Whether a value of the metric is an improvement; MMEngine's name."""
@@ -614,14 +624,6 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         self.num_bad_epochs = 0
         return True
 
-    def _get_value(self) -> list[Any]:
-        values = self.get_last_value()
-        least = self._for_each_group(self.min_value)
-        return [
-            max(value * self.factor, low)
-            for value, low in zip(values, least, strict=True)
-        ]
-
 
 @dataclass(eq=False)
 class LRSchedulerMixin:
@@ -629,9 +631,7 @@ class LRSchedulerMixin:
 
     param_name: str = field(default="lr", init=False, repr=False)
 
-    def __init__(
-        self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any
-    ) -> None:
+    def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
         # Only for classes that are no dataclasses, as users of MMEngine write them.
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
 

@@ -1,9 +1,9 @@
-"""Schedules: pure functions of the progress of a run, and what multiplies a learning rate by one.
+"""Schedules: pure functions of the progress of a run, and what applies one to a rate.
 
 The functions have the names, arguments and values of ``fvcore.common.param_scheduler``;
-:class:`WarmupParamScheduler` and :class:`LRMultiplier` those of detectron2. Below, ``w`` is the
-progress: 0 at the start of the run and 1 at its end. The functions are immutable, compare by value
-and can be pickled.
+:class:`WarmupParamScheduler` and :class:`LRMultiplier` those of detectron2. Below, ``w``
+is the progress: 0 at the start of the run and 1 at its end. The functions compare by
+value and can be pickled.
 """
 
 import logging
@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,42 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 logger = logging.getLogger(__name__)
 
-# A boundary between two values is reached a hair early, so that the rounding of `step / max_iter`
-# never delays it. A run of 1e9 steps moves on by more than this, so it is never a step early.
+# A boundary between two values is reached a hair early, so that the rounding of
+# `step / max_iter` never delays it. A run of 1e9 steps moves on by more than this, so it
+# is never a step early.
 ROUNDING = 1e-9
 
 
 class ParamScheduler:
-    """A function from the progress of a run, in [0, 1], to a value.
-
-    Subclasses define ``_value_at(where)``, and the range is checked for them; or they define
-    ``__call__`` itself.
-
-    Attributes:
-        WHERE_EPSILON: how far outside of [0, 1] a progress may lie; it then counts as 0 or 1.
-    """
-
-    WHERE_EPSILON: ClassVar[float] = 1e-6
+    """A function from the progress of a run, in [0, 1], to a value."""
 
     def __call__(self, where: float) -> float:
-        """The value at progress ``where``; 1.0 gives the final value.
-
-        Raises:
-            ValueError: ``where`` lies outside of [0, 1] by more than ``WHERE_EPSILON``, or is NaN.
-        """
-        if not 0.0 <= where <= 1.0:
-            if not -self.WHERE_EPSILON <= where <= 1.0 + self.WHERE_EPSILON:
-                raise ValueError(
-                    f"where must be in [0, 1], the progress of the run: {where!r}"
-                )
-            where = min(max(where, 0.0), 1.0)
-        return self._value_at(where)
-
-    def _value_at(self, where: float) -> float:
-        """The value at progress ``where``, which lies in [0, 1]."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define _value_at or __call__"
-        )
+        """The value at progress ``where``; 1.0 gives the final value."""
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
 
 @dataclass
@@ -68,7 +44,8 @@ class ConstantParamScheduler(ParamScheduler):
 
     value: float
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         return self.value
 
 
@@ -86,7 +63,8 @@ class CosineParamScheduler(ParamScheduler):
     start_value: float
     end_value: float
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         height = 0.5 * (self.start_value - self.end_value)
         return self.end_value + height * (1 + math.cos(math.pi * where))
 
@@ -103,7 +81,8 @@ class ExponentialParamScheduler(ParamScheduler):
     start_value: float
     decay: float
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         return float(self.start_value * self.decay**where)
 
 
@@ -119,7 +98,8 @@ class LinearParamScheduler(ParamScheduler):
     start_value: float
     end_value: float
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         return self.end_value * where + self.start_value * (1 - where)
 
 
@@ -135,7 +115,8 @@ class PolynomialDecayParamScheduler(ParamScheduler):
     base_value: float
     power: float
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         return float(self.base_value * (1 - where) ** self.power)
 
 
@@ -189,7 +170,8 @@ class MultiStepParamScheduler(ParamScheduler):
         self.milestones = milestones
         self.num_updates = end
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         assert self.num_updates is not None
         assert self.milestones is not None
         reached = (where + ROUNDING) * self.num_updates
@@ -212,7 +194,8 @@ class StepParamScheduler(ParamScheduler):
     num_updates: float
     values: Sequence[float]
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         index = int((where + ROUNDING) * len(self.values))
         return self.values[min(index, len(self.values) - 1)]
 
@@ -241,7 +224,8 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
         if min(vars(self).values()) <= 0:
             raise ValueError(f"all arguments must be positive: {self!r}")
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         decays = int((where + ROUNDING) * (self.num_decays + 1))
         return float(self.base_value * self.gamma ** min(decays, self.num_decays))
 
@@ -291,7 +275,8 @@ class CompositeParamScheduler(ParamScheduler):
             )
         self.lengths = [*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1]))]
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         ends = [end if end < 1 - ROUNDING else 1.0 for end in accumulate(self.lengths)]
         k = bisect_left(ends, min(where + ROUNDING, 1.0))
         if self.interval_scaling[k] == "rescaled":
@@ -337,7 +322,8 @@ class WarmupParamScheduler(ParamScheduler):
         if self.warmup_method not in ("linear", "constant"):
             raise ValueError(f"warmup_method must be 'linear' or 'constant': {self!r}")
 
-    def _value_at(self, where: float) -> float:
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
         length = self.warmup_length
         if length < 1 and where + ROUNDING > length:
             if self.rescale_interval:

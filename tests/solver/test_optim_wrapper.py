@@ -210,16 +210,6 @@ def test_an_accumulation_begins_anew_when_asked_to() -> None:
     assert updated == [False, True, False, True]
 
 
-def test_batch_norm_under_accumulation_is_worth_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = nn.Sequential(LinearLoss(), nn.BatchNorm1d(3))
-    wrap(model).initialize_count_status(model, 0, 3)
-    assert caplog.text == ""
-    wrap(model, accumulative_counts=2).initialize_count_status(model, 0, 3)
-    assert "Batch norm takes its statistics from one batch" in caplog.text
-
-
 @pytest.mark.parametrize(("count", "passes"), [(2, 2), (3, 4)])
 def test_a_resumed_run_begins_a_new_accumulation(
     count: int, passes: int, caplog: pytest.LogCaptureFixture
