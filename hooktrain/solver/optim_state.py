@@ -42,7 +42,8 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def optimizer_state_dict(
-    optimizer: Optimizer, names: Names | None = None
+    optimizer: Optimizer,
+    names: Names | None = None,
 ) -> dict[str, Any]:
     """The state that torch gives, with names where torch has positions of parameters.
 
@@ -71,14 +72,18 @@ def optimizer_state_dict(
 
 
 def check_optimizer_state(
-    optimizer: Optimizer, state_dict: State, names: Names | None = None
+    optimizer: Optimizer,
+    state_dict: State,
+    names: Names | None = None,
 ) -> None:
     """Refuse what :func:`load_optimizer_state` would refuse, and change nothing."""
     _matched(optimizer, state_dict, names or {})
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, state_dict: State, names: Names | None = None
+    optimizer: Optimizer,
+    state_dict: State,
+    names: Names | None = None,
 ) -> None:
     """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
 
@@ -168,7 +173,9 @@ def _by_position(groups: Sequence[ParamGroup]) -> Entries:
 
 
 def _matched(
-    optimizer: Optimizer, state_dict: State, known: Names
+    optimizer: Optimizer,
+    state_dict: State,
+    known: Names,
 ) -> tuple[Entries, Entries]:
     """The parameters here and the saved ones, by names that both sides share."""
     kind = _kind(optimizer)
@@ -264,7 +271,10 @@ def _like(parameter: Tensor, value: Any) -> Any:
 
 
 def _settings(
-    number: int, group: ParamGroup, saved: ParamGroup, rows: list[Row]
+    number: int,
+    group: ParamGroup,
+    saved: ParamGroup,
+    rows: list[Row],
 ) -> ParamGroup:
     """The settings to use; ``rows`` tell which saved ones overrule the configured."""
     ours = settings_of(group)

@@ -112,7 +112,10 @@ class OptimWrapper:
     # Accumulation
 
     def initialize_count_status(
-        self, model: nn.Module, init_counts: int, max_counts: int
+        self,
+        model: nn.Module,
+        init_counts: int,
+        max_counts: int,
     ) -> None:
         """Begin a new accumulation, and say where the run ends.
 
@@ -177,7 +180,10 @@ class OptimWrapper:
         return NOTHING
 
     def update_params(
-        self, loss: Tensor, step_kwargs: Any = None, zero_kwargs: Any = None
+        self,
+        loss: Tensor,
+        step_kwargs: Any = None,
+        zero_kwargs: Any = None,
     ) -> bool:
         """Take in the loss of one batch; update where an accumulation is complete.
 
@@ -375,7 +381,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the scale, once in a step."""
-        if self.grad_scaler.is_enabled() and not self._unscaled:
+        if not self._unscaled:
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
 
@@ -385,8 +391,8 @@ class AmpOptimWrapper(OptimWrapper):
             return super()._apply(**kwargs)
         # Host-device synchronisation: reads the overflow flag.
         scaler.step(self.optimizer, **kwargs)
-        # Host-device synchronisation. Fused optimizers skip the update inside their
-        # kernel, so only the scaler knows of it.
+        # And again. Fused optimizers skip the update inside their kernel, so only the
+        # scaler knows of it.
         found_inf = scaler._found_inf_per_device(self.optimizer).values()
         overflowed = any(flag.item() for flag in found_inf)
         scaler.update(self._fixed_scale)
@@ -408,7 +414,7 @@ class AmpOptimWrapper(OptimWrapper):
 
 
 @contextmanager
-def _both(outer: Context, inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _both(outer: Context, inner: Context) -> Iterator[None]:
     with outer, inner:
         yield
 
@@ -423,7 +429,9 @@ def _device_type(optimizer: Optimizer) -> str:
 
 
 def _build_scaler(
-    loss_scale: Any, device_type: str, enabled: bool
+    loss_scale: Any,
+    device_type: str,
+    enabled: bool,
 ) -> torch.amp.GradScaler:
     """The scaler; one that is not enabled passes everything through."""
     if isinstance(loss_scale, torch.amp.GradScaler):
@@ -483,7 +491,10 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             wrapper.name_parameters(model)
 
     def initialize_count_status(
-        self, model: nn.Module, init_counts: int, max_counts: int
+        self,
+        model: nn.Module,
+        init_counts: int,
+        max_counts: int,
     ) -> None:
         """Begin a new accumulation in each.
 

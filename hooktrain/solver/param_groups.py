@@ -45,7 +45,8 @@ def walk_parameters(model: nn.Module) -> list[Walked]:
 
 
 def _walk(
-    module: nn.Module, prefix: str
+    module: nn.Module,
+    prefix: str,
 ) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -57,7 +58,8 @@ def _walk(
 
 
 def group_trainable(
-    model: nn.Module, settings: Callable[..., ParamGroup]
+    model: nn.Module,
+    settings: Callable[..., ParamGroup],
 ) -> list[ParamGroup]:
     """The trainable parameters in few groups.
 

@@ -27,7 +27,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -128,12 +128,13 @@ class GroupParamScheduler:
                 f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}"
             )
         for name in self.SHARES:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1]: {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in [0, 1]: {value!r}")
         for name, known in self.CHOICES.items():
-            if getattr(self, name) not in known:
-                choices = " or ".join(map(repr, known))
-                raise ValueError(f"{name} must be {choices}: {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}: {value!r}")
 
     def _for_each_group(self, value: float | Sequence[float]) -> list[float]:
         """A number for each group."""
@@ -185,11 +186,11 @@ class GroupParamScheduler:
         Raises:
             ValueError: if ``by_epoch`` is False, or ``epoch_length`` is not at least 1.
         """
-        if epoch_length is None or epoch_length < 1:
-            raise ValueError(f"epoch_length must be at least 1: {epoch_length!r}")
-        if not kwargs.pop("by_epoch", True):
+        by_epoch = kwargs.pop("by_epoch", True)
+        if not epoch_length or not by_epoch:
             raise ValueError(
-                f"by_epoch=False: these arguments of {cls.__name__} are iterations"
+                f"epochs of {cls.__name__} become iterations with epoch_length of at least "
+                f"1 and by_epoch=True, but got {epoch_length=}, {by_epoch=}"
             )
         for name in STEPS:
             value = kwargs.get(name)
@@ -496,7 +497,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
     eta_max: float | Sequence[float]
     total_steps: int | None = None
     pct_start: float = 0.3
-    anneal_strategy: Literal["cos", "linear"] = "cos"
+    anneal_strategy: str = "cos"
     div_factor: float = 25.0
     final_div_factor: float = 1e4
     three_phase: bool = False
@@ -558,11 +559,11 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
-    rule: Literal["less", "greater"] = "less"
+    rule: str = "less"
     factor: float = 0.1
     patience: int = 10
     threshold: float = 1e-4
-    threshold_rule: Literal["rel", "abs"] = "rel"
+    threshold_rule: str = "rel"
     cooldown: int = 0
     min_value: float | Sequence[float] = 0.0
     eps: float = 1e-8

@@ -296,17 +296,17 @@ def test_the_last_step_has_exactly_the_final_value(
         (
             lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"),
             ValueError,
-            "'cos' or .*: 'cosine'",
+            r"\('cos', 'linear'\): 'cosine'",
         ),
         (
             lambda o: ReduceOnPlateauLR(o, rule="min"),
             ValueError,
-            "'less' or 'greater': 'min'",
+            r"\('less', 'greater'\): 'min'",
         ),
         (
             lambda o: ReduceOnPlateauLR(o, threshold_rule="x"),
             ValueError,
-            "'rel' or 'abs': 'x'",
+            r"\('rel', 'abs'\): 'x'",
         ),
         (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"in \[0, 1\): 1.0"),
         (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
@@ -316,7 +316,7 @@ def test_the_last_step_has_exactly_the_final_value(
                 o, step_size=2, by_epoch=False, epoch_length=3
             ),
             ValueError,
-            "by_epoch=False: these arguments of StepLR are iterations",
+            "of StepLR .* by_epoch=False",
         ),
     ],
 )
