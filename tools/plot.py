@@ -14,13 +14,16 @@ import shutil
 import sys
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hooktrain.utils.events import load_json_metrics
+from hooktrain.events import load_json_metrics
+from hooktrain.utils.names import is_loss
 
 Points = list[tuple[int, float]]
 Panels = dict[str, dict[str, Points]]  # by title, then by the name of the line
@@ -31,7 +34,7 @@ MARKS = "*+o#x@%&"
 
 def panel_of(metric: str) -> str:
     """The title of the panel that a metric belongs to."""
-    if "loss" in metric.lower():
+    if is_loss(metric):
         return "losses"
     if metric.rpartition(".")[2] in ("lr", "momentum"):
         return "rates"
@@ -40,50 +43,57 @@ def panel_of(metric: str) -> str:
     return "results" if "/" in metric else "others"
 
 
-def read(runs: list[Path], wanted: list[str], window: int) -> Panels:
+def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
     """The lines of all panels.
 
     Args:
         runs: folders, or files that JSONWriter has written.
         wanted: the metrics to show; none shows all but the remaining time, and a loss that is the
             total loss.
-        window: each point becomes the mean of this many, the last of which it is.
+        count: each point becomes the mean of this many, the last of which it is.
     """
     panels: Panels = defaultdict(dict)
     for run in runs:
-        lines: dict[str, Points] = defaultdict(list)
-        for row in load_json_metrics(run / "metrics.json" if run.is_dir() else run):
-            for name in wanted or row.keys() - {"iteration", "eta_seconds"}:
-                if name in row:
-                    lines[name].append((row["iteration"], row[name]))
+        lines = read_run(run, wanted)
+        total = lines.get("total_loss")
         for name, points in sorted(lines.items()):
-            if wanted or name == "total_loss" or points != lines.get("total_loss"):
-                label = f"{run.name}: {name}" if len(runs) > 1 else name
-                panels[panel_of(name)][label] = smoothed(sorted(points), window)
+            is_total = points == total and name != "total_loss"
+            if is_total and not wanted:
+                continue
+            label = f"{run.name}: {name}" if len(runs) > 1 else name
+            panels[panel_of(name)][label] = smoothed(sorted(points), count)
     return {title: panels[title] for title in TITLES if title in panels}
 
 
-def smoothed(points: Points, window: int) -> Points:
-    """The mean of the last ``window`` points at each point; fewer at the beginning."""
-    values = [value for _, value in points]
-    means = [
-        fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)
-    ]
-    return [
-        (iteration, mean) for (iteration, _), mean in zip(points, means, strict=True)
-    ]
+def read_run(run: Path, wanted: list[str]) -> dict[str, Points]:
+    """The points of each metric of one run."""
+    lines: dict[str, Points] = defaultdict(list)
+    file = run / "metrics.json" if run.is_dir() else run
+    for row in load_json_metrics(file):
+        iteration = row.pop("iteration")
+        row.pop("eta_seconds", None)
+        for name, value in row.items():
+            if not wanted or name in wanted:
+                lines[name].append((iteration, value))
+    return lines
+
+
+def smoothed(points: Points, count: int) -> Points:
+    """The mean of the last ``count`` points at each point; fewer at the beginning."""
+    means: Points = []
+    for end, (iteration, _) in enumerate(points, 1):
+        last = points[max(0, end - count) : end]
+        means.append((iteration, fmean(value for _, value in last)))
+    return means
 
 
 def spans_decades(lines: dict[str, Points]) -> bool:
     """Whether a logarithmic scale shows more: nothing is negative, and much is small."""
-    values = [
-        value
-        for points in lines.values()
-        for _, value in points
-        if math.isfinite(value)
-    ]
-    positive = [value for value in values if value > 0] or [1.0]
-    return min(values, default=-1) >= 0 and max(positive) > 10 * min(positive)
+    values = [value for points in lines.values() for _, value in points]
+    finite = [value for value in values if math.isfinite(value)]
+    positive = [value for value in finite if value > 0] or [1.0]
+    is_wide = max(positive) > 10 * min(positive)
+    return is_wide and min(finite) >= 0
 
 
 def picture(
@@ -99,11 +109,8 @@ def picture(
     axes: Any = figure.subplots(len(panels), squeeze=False, sharex=True)
     for ax, (title, lines) in zip(axes[:, 0], panels.items(), strict=True):
         for name, points in lines.items():
-            ax.plot(
-                *zip(*points, strict=True),
-                ".-" if len(points) < 30 else "-",
-                label=name,
-            )
+            style = ".-" if len(points) < 30 else "-"
+            ax.plot(*zip(*points, strict=True), style, label=name)
         ax.set(title=title, yscale="log" if log and spans_decades(lines) else "linear")
         ax.grid(alpha=0.3)
         ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
@@ -114,58 +121,63 @@ def picture(
     drawing = StringIO()
     figure.savefig(drawing, format="svg")
     again = f'<meta http-equiv="refresh" content="{refresh}">\n' if refresh else ""
-    path.write_text(
-        f"<!doctype html>\n<title>{path.stem}</title>\n{again}{drawing.getvalue()}"
-    )
+    head = f"<!doctype html>\n<title>{path.stem}</title>\n{again}"
+    path.write_text(head + drawing.getvalue())
 
 
 def text(panels: Panels, log: bool, columns: int, rows: int) -> str:
     """All panels for a terminal of that size, with the same iterations in each column."""
-    everything = [lines for panel in panels.values() for lines in panel.values()]
+    everything = [points for panel in panels.values() for points in panel.values()]
     iterations = [iteration for points in everything for iteration, _ in points]
-    ends = min(iterations), max(iterations)
     height = max(5, (rows - len(everything)) // len(panels) - 3)
-    size = columns - 12, height
-    return "\n\n".join(
-        characters(t, lines, log, ends, size) for t, lines in panels.items()
-    )
+    grid = Grid(min(iterations), max(iterations), columns - 12, height)
+    drawn = [grid.draw(title, lines, log) for title, lines in panels.items()]
+    return "\n\n".join(drawn)
 
 
-def characters(
-    title: str,
-    lines: dict[str, Points],
-    log: bool,
-    ends: tuple[int, int],
-    size: tuple[int, int],
-) -> str:
-    """A panel of so many columns and rows: a mark is the mean of a line's points in its column."""
-    (first, last), (width, height), log = ends, size, log and spans_decades(lines)
-    means: dict[str, dict[int, float]] = {}
-    for name, points in lines.items():
-        column: dict[int, list[float]] = defaultdict(list)
+@dataclass
+class Grid:
+    """The characters of a panel, from the first to the last iteration."""
+
+    first: int
+    last: int
+    width: int
+    height: int
+
+    def draw(self, title: str, lines: dict[str, Points], log: bool) -> str:
+        """A panel: a mark is the mean of a line's points in its column."""
+        log = log and spans_decades(lines)
+        means = [self.means(points, log) for points in lines.values()]
+        shown = [y for column in means for y in column.values()] or [0.0]
+        low = min(shown)
+        high = max(shown)
+        rows = [[" "] * self.width for _ in range(self.height)]
+        for mark, column in zip(cycle(MARKS), means, strict=False):
+            for x, y in column.items():
+                part = (high - y) / ((high - low) or 1)
+                rows[round(part * (self.height - 1))][x] = mark
+        labels = [""] * self.height
+        labels[-1] = f"{10**low if log else low:.4g}"
+        labels[0] = f"{10**high if log else high:.4g}"
+        drawn = [f"{'':12}{title}"]
+        for label, row in zip(labels, rows, strict=True):
+            drawn.append(f"{label:>10} |{''.join(row)}".rstrip())
+        range_ = f" iterations {self.first} to {self.last} "
+        drawn.append(f"{'':10} +{range_:-^{self.width}}")
+        for mark, name in zip(cycle(MARKS), lines, strict=False):
+            drawn.append(f"{'':12}{mark} {name}")
+        return "\n".join(drawn)
+
+    def means(self, points: Points, log: bool) -> dict[int, float]:
+        """The mean of the points in each column, or of their logarithms."""
+        columns: dict[int, list[float]] = defaultdict(list)
         for iteration, value in points:
-            if math.isfinite(value) and (value > 0 or not log):
-                place = (iteration - first) * (width - 1) // max(last - first, 1)
-                column[place].append(math.log10(value) if log else value)
-        means[name] = {x: fmean(ys) for x, ys in column.items()}
-    shown = [y for column in means.values() for y in column.values()] or [0.0]
-    low, high = min(shown), max(shown)
-    grid = [[" "] * width for _ in range(height)]
-    for mark, column in zip(MARKS * len(means), means.values(), strict=False):
-        for x, y in column.items():
-            grid[round((high - y) / ((high - low) or 1) * (height - 1))][x] = mark
-    labels = {
-        y: f"{10**v if log else v:.4g}" for y, v in ((height - 1, low), (0, high))
-    }
-    drawn = [
-        f"{labels.get(y, ''):>10} |{''.join(row)}".rstrip()
-        for y, row in enumerate(grid)
-    ]
-    legend = [
-        f"{'':10}  {MARKS[i % len(MARKS)]} {name}" for i, name in enumerate(means)
-    ]
-    axis = f"{'':10} +{f' iterations {first} to {last} ':-^{width}}"
-    return "\n".join([f"{'':12}{title}", *drawn, axis, *legend])
+            is_shown = math.isfinite(value) and (value > 0 or not log)
+            if is_shown:
+                length = max(self.last - self.first, 1)
+                x = (iteration - self.first) * (self.width - 1) // length
+                columns[x].append(math.log10(value) if log else value)
+        return {x: fmean(values) for x, values in columns.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:

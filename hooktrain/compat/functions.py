@@ -11,7 +11,7 @@ from hooktrain.config import ConfigDict
 from hooktrain.engine import defaults
 from hooktrain.utils import comm
 
-# Where names that are not here stand there.
+# Where detectron2 has the names that are not here.
 _MODULES = (
     "config",
     "data",

@@ -207,7 +207,7 @@ def _put(cfg: ConfigDict, path: Path, value: Any) -> None:
 
 
 def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
-    """What takes the place of a string with references, which is at a path."""
+    """The value of a string with references, which is at a path."""
     follow = partial(_follow, cfg, path)
     whole = _REFERENCE.fullmatch(text)
     if whole:
@@ -218,16 +218,16 @@ def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
 def _follow(cfg: ConfigDict, path: Path, match: re.Match[str]) -> Any:
     """The value that a reference names."""
     dots, names = match.groups()
-    place = path[: -len(dots)] if dots else ()
-    value = _at(cfg, place)
+    here = path[: -len(dots)] if dots else ()
+    value = _at(cfg, here)
     for name in names.split("."):
         key = find_key(value, name)
         if key is None:
             hint = did_you_mean(name, known_keys(value))
             what = f"{dotted(path)}: the reference {match[0]!r} names nothing"
             raise ValueError(f"{what}: no {name!r}{hint}")
-        place = (*place, key)
+        here = (*here, key)
         value = value[key]
         if _is_reference(value):
-            value = _resolved(cfg, place, value)
+            value = _resolved(cfg, here, value)
     return value

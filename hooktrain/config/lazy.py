@@ -142,7 +142,7 @@ class LazyConfig:
         names, tuples as lists. The file appears only when it is complete.
 
         A value that cannot be saved, such as a lambda, a tensor or a function of the config file
-        itself, is a warning that names its key. In its place stands what `instantiate` refuses.
+        itself, is a warning that names its key. `instantiate` refuses to make it.
 
         Args:
             cfg: A whole config.

@@ -12,7 +12,7 @@ import torch
 from hooktrain.config.config_dict import ConfigDict, known_keys
 from hooktrain.utils.names import importable_name
 
-# How the text begins that stands for what cannot be imported by a name.
+# How the text begins that is saved for what cannot be imported by a name.
 NOT_SAVED = "NOT SAVED: "
 
 _SCALARS = (str, int, bool, float, type(None))

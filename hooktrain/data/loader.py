@@ -25,7 +25,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
 from hooktrain.utils.workers import start_workers
 
-# A place in the stream of all ranks, and the sample that is there.
+# A position in the stream of all ranks, and the index of the sample there.
 Key = tuple[int, int]
 
 # Keep what is drawn in a sample apart from what orders the samples.
@@ -38,7 +38,7 @@ class TrainLoader:
 
     Iterating continues at the current position, which counts the batches handed out, not those
     that workers have prepared. All that is random inside a sample (torch's, numpy's and Python's
-    global generators) is seeded by the seed and the sample's place in the stream. So batches do
+    global generators) is seeded by the seed and the sample's position in the stream. So batches do
     not depend on the number of ranks and workers, nor on interruptions; nothing is read to skip.
 
     Made by :func:`build_train_loader`.
@@ -48,7 +48,7 @@ class TrainLoader:
         sampler: gives the indices.
         total_batch_size: samples in a batch of all ranks together.
         seed: of the stream.
-        adopt_seed: the seed was drawn, so that of a loaded state takes its place.
+        adopt_seed: the seed was drawn, so a loaded state brings its own.
         options: of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
         endless: True, for those who would wait for the end.
@@ -89,7 +89,7 @@ class TrainLoader:
     def _keys(self) -> Iterator[list[Key]]:
         """The keys of this rank's part of each global batch, from the current one on.
 
-        Global batch ``i`` holds the places ``i * total_batch_size`` and following of the stream;
+        Global batch ``i`` holds the positions ``i * total_batch_size`` and following of the stream;
         the ranks take turns in it.
         """
         rank, world = comm.get_rank(), comm.get_world_size()
@@ -173,9 +173,9 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     """One epoch after the other, each announced by ``set_epoch`` if the sampler has that.
 
     torch's samplers draw their order, or a seed for it, from the global generator when the first
-    index is asked for; others draw each index. They find the generators seeded by the place in the
-    epoch, and the trainer finds them undisturbed. Many indices are taken at a time, since keeping
-    the generators' states takes as long as a hundred of them.
+    index is asked for; others draw each index. They find the generators seeded by the position in
+    the epoch, and the trainer finds them undisturbed. Many indices are taken at a time, since
+    keeping the generators' states takes as long as a hundred of them.
     """
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
@@ -194,7 +194,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
 
 
 class SeededDataset(Dataset[Any]):
-    """Reads samples by key, with the global generators seeded by the key's place."""
+    """Reads samples by key, with the global generators seeded by the key's position."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset = dataset
@@ -218,7 +218,7 @@ def build_train_loader(
     """Training batches that go on where a run stopped: an endless stream, in which none is short.
 
     Of an ``IterableDataset``, whose order is its own, it is a ``StatefulDataLoader`` if the package
-    ``torchdata`` is installed, which continues at its place too, else a torch ``DataLoader``.
+    ``torchdata`` is installed, which continues at its position too, else a torch ``DataLoader``.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each

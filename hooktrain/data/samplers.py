@@ -73,7 +73,7 @@ class StreamSampler(Sampler[int]):
         return islice(self.stream(), self._rank, None, self._world_size)
 
     def generator(self, epoch: int) -> torch.Generator:
-        """A generator for one epoch; neighbouring seeds and epochs have nothing in common."""
+        """A generator for one epoch; those of two seeds or epochs have nothing in common."""
         return torch.Generator().manual_seed(mix(self.seed, epoch))
 
 

@@ -45,8 +45,8 @@ class ClassificationEvaluator(DatasetEvaluator):
         """Forget everything: a new evaluation begins."""
         # By label * C + prediction.
         self._counts = torch.zeros(len(self._class_names) ** 2, dtype=torch.int64)
-        # How often the label has each place in the order of the logits.
-        self._places = torch.zeros(self._most, dtype=torch.int64)
+        # How often the label is first, second, ... in the order of the logits.
+        self._ranked = torch.zeros(self._most, dtype=torch.int64)
         self._loss_sum = torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         if self._most:
             highest = outputs.topk(self._most, 1).indices
             hits = (highest == labels[:, None]).sum(0)
-            self._places = self._places.to(device) + hits
+            self._ranked = self._ranked.to(device) + hits
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Sum up the batches of all ranks, and log a table of up to 100 classes. Collective.
@@ -97,7 +97,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample.
         """
         classes = len(self._class_names)
-        own = [self._counts, self._places, self._loss_sum[None]]
+        own = [self._counts, self._ranked, self._loss_sum[None]]
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
         sums = comm.all_reduce(torch.cat([part.cpu().double() for part in own]))
         parts: Any = torch.split(sums, [classes**2, self._most, 1])

@@ -27,16 +27,16 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_metrics_are_put_into_panels_and_smoothed_and_the_only_loss_is_shown_once(
+def test_metrics_are_put_into_panels(
     run: Path,
 ) -> None:
-    panels = plot.read([run], [], window=2)
+    panels = plot.read([run], [], count=2)
     assert list(panels) == ["losses", "results", "others", "rates", "times in seconds"]
     losses = [(0, 8.0), (1, 6.0), (2, (4 + 8 / 3) / 2), (3, (8 / 3 + 2) / 2)]
     assert panels["losses"] == {"total_loss": losses}
     assert panels["results"] == {"classification/accuracy": [(3, 50.0)]}
     assert list(panels["others"]) == ["grad_norm"]
-    assert plot.read([run], ["loss"], window=2) == {"losses": {"loss": losses}}
+    assert plot.read([run], ["loss"], count=2) == {"losses": {"loss": losses}}
 
 
 def test_several_runs_share_a_panel_under_their_names(
@@ -46,7 +46,7 @@ def test_several_runs_share_a_panel_under_their_names(
     (tmp_path / "other" / "metrics.json").write_text(
         '{"iteration": 9, "total_loss": 1.0}\n'
     )
-    panels = plot.read([run, tmp_path / "other"], ["total_loss"], window=1)
+    panels = plot.read([run, tmp_path / "other"], ["total_loss"], count=1)
     assert list(panels) == ["losses"]
     assert list(panels["losses"]) == ["run: total_loss", "other: total_loss"]
 
@@ -66,14 +66,14 @@ def test_a_picture_has_the_format_of_its_name(
     assert (run / name).read_bytes().startswith(begin)
 
 
-def test_it_stands_beside_the_metrics_by_default(
+def test_it_is_saved_beside_the_metrics_by_default(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plot.main([str(run / "metrics.json")]) == 0
     assert capsys.readouterr().out == f"{run / 'metrics.png'}\n"
 
 
-def test_in_a_terminal_it_is_drawn_by_characters_as_large_as_that_is() -> None:
+def test_in_a_terminal_it_is_drawn_by_characters() -> None:
     panels = {
         "losses": {"a": [(0, 1.0), (10, 100.0)], "b": [(5, 10.0), (5, float("nan"))]},
         "results": {"c": [(10, 98.0), (10, 98.0), (5, 99.0)]},
@@ -109,7 +109,7 @@ def test_in_a_terminal_it_is_drawn_by_characters_as_large_as_that_is() -> None:
         ([-1.0, 50.0, 0.1], False),
     ],
 )
-def test_a_logarithmic_scale_is_for_what_is_positive_and_differs_tenfold(
+def test_a_logarithmic_scale_is_for_what_differs_tenfold(
     values: list[float], shows_more: bool
 ) -> None:
     assert plot.spans_decades({"a": list(enumerate(values))}) == shows_more
