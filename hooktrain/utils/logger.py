@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 from termcolor import colored
 
@@ -35,7 +36,7 @@ class _TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # the process was started without one
             self.stream = sys.stdout
-            _bar.erase()
+            _draw("")
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -140,38 +141,6 @@ def close_logger(name: str = "hooktrain") -> None:
     logger.propagate = True
 
 
-class _Bar:
-    """What stands in the last line of the terminal."""
-
-    text = ""
-    drawn_at = 0.0
-
-    def draw(self, text: str) -> None:
-        """Replace it, ten times a second at most."""
-        now = time.monotonic()
-        if self.text and now - self.drawn_at < 0.1:
-            return
-        self.erase()
-        self.text = text[: shutil.get_terminal_size().columns - 1]
-        self.drawn_at = now
-        _print(self.text)
-
-    def erase(self) -> None:
-        """Make the line empty; notebooks know no better way."""
-        if self.text:
-            _print(f"\r{' ' * len(self.text)}\r")
-            self.text = ""
-
-
-def _print(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-_bar = _Bar()
-
-
 def show_progress(
     what: str, done: int, total: int, seconds_left: float | None = None
 ) -> bool:
@@ -191,16 +160,30 @@ def show_progress(
     if not _is_watched():
         return False
     if 0 < total <= done:
-        _bar.erase()
-        return True
-    text = f"{what} {done}"
-    if total > 0:
-        hashes = "#" * (30 * done // total)
-        text = f"{what} {done / total:4.0%} [{hashes:-<30}] {done}/{total}"
-    if seconds_left is not None:
-        text += f"  eta: {pretty_seconds(seconds_left)}"
-    _bar.draw(text)
+        _draw("")
+    elif not _bar.text or time.monotonic() - _bar.drawn_at >= 0.1:
+        text = f"{what} {done}"
+        if total > 0:
+            hashes = "#" * (30 * done // total)
+            text = f"{what} {done / total:4.0%} [{hashes:-<30}] {done}/{total}"
+        if seconds_left is not None:
+            text += f"  eta: {pretty_seconds(seconds_left)}"
+        _draw(text[: shutil.get_terminal_size().columns - 1])
     return True
+
+
+# What stands in the last line of the terminal.
+_bar = SimpleNamespace(text="", drawn_at=0.0)
+
+
+def _draw(text: str) -> None:
+    """Replace the bar. Notebooks know no better way than blanks to erase it."""
+    blanks = f"\r{' ' * len(_bar.text)}\r" if _bar.text else ""
+    _bar.text = text
+    _bar.drawn_at = time.monotonic()
+    with suppress(OSError):  # the terminal may be gone
+        sys.stdout.write(blanks + text)
+        sys.stdout.flush()
 
 
 def _is_watched() -> bool:

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import pickle
 import pkgutil
 import re
 import sys
@@ -25,13 +26,13 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
         known: The names that exist.
 
     Returns:
-        ``"; did you mean 'x'?"`` if one is near, else a list of (at most twelve) names that exist.
+        ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist.
     """
     names = [str(k) for k in known]
     near = difflib.get_close_matches(str(name), names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    shown = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
+    shown = ", ".join(map(repr, names[:12]))
     return f"; there is {shown or 'nothing'}"
 
 
@@ -52,9 +53,10 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
     Raises:
         TypeError: If it defines one of them.
     """
-    if found := next((name for name in instead if name in vars(kind)), None):
-        message = f"{kind.__qualname__}.{found} would never be called: {instead[found]}"
-        raise TypeError(message)
+    for name, hint in instead.items():
+        if name in vars(kind):
+            text = f"{kind.__qualname__}.{name} would never be called: {hint}"
+            raise TypeError(text)
 
 
 def refuse_signatures(
@@ -133,37 +135,32 @@ def importable_name(obj: Any) -> tuple[str, str]:
     """
     if isinstance(obj, torch.dtype):
         return "torch", str(obj).removeprefix("torch.")
-    owner = type(obj) if isinstance(obj, Enum) else obj
-    name = getattr(owner, "__qualname__", "")
+    name = getattr(obj, "__qualname__", "")
     if isinstance(obj, Enum):
-        name = f"{name}.{obj.name}"
-    short = name.rpartition(".")[2]
-    for module in _modules_with(short, str(getattr(owner, "__module__", ""))):
-        for each in (name, short):  # torch.tanh calls itself _VariableFunctions.tanh
-            found: Any = sys.modules.get(module)
-            for part in each.split("."):
-                found = getattr(found, part, None)
-            # Each access gives a new class method: the same one is equal, not identical.
-            if type(found) is type(obj) and found == obj:
-                return module, each
+        name = f"{type(obj).__qualname__}.{obj.name}"
+    for module, each in _candidates(obj, name) if name else ():
+        found: Any = sys.modules.get(module)
+        for part in each.split("."):
+            found = getattr(found, part, None)
+        # Each access gives a new class method: the same one is equal, not identical.
+        if type(found) is type(obj) and found == obj:
+            return module, each
     raise ValueError(
         f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
         "class or function that is defined at the top of a module"
     )
 
 
-def _modules_with(name: str, module: str) -> Iterator[str]:
-    """The public packages around a module, then all that have a name, the best first."""
-    parts = module.split(".")
+def _candidates(obj: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Where an object may be found as ``(module, name)``, the shortest first."""
+    short = name.rpartition(".")[2]
+    # Functions of torch's extensions do not know their module.
+    home = getattr(obj, "__module__", None) or pickle.whichmodule(obj, short)  # type: ignore[attr-defined]
+    parts = home.split(".")
     for length in range(1, len(parts) + 1):
-        if not parts[length - 1].startswith("_"):
-            yield ".".join(parts[:length])
-    # Extensions do not know the public module of their functions: look who has them.
-    loaded = [
-        (m, getattr(found, "__dict__", ())) for m, found in [*sys.modules.items()]
-    ]
-    having = [m for m, contents in loaded if name in contents]
-    yield from sorted(having, key=lambda m: ("._" in f".{m}", m.count("."), m))
+        module = ".".join(parts[:length])
+        yield module, name
+        yield module, short  # torch.tanh calls itself _VariableFunctions.tanh
 
 
 def call(
@@ -193,17 +190,17 @@ def call(
         name = getattr(target, "__qualname__", str(target))
         note = f"while instantiating {name} {where}"
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(err))
-        if unknown is not None and callable(target):
+        if unknown is not None:
             note += did_you_mean(unknown[1], _parameters(target))
         getattr(err, "add_note", logger.error)(note)  # Python 3.10 has no notes
         raise
 
 
-def _parameters(target: Callable[..., Any]) -> set[str]:
+def _parameters(target: Any) -> set[str]:
     """The parameters of a function, or of the constructors of a class and its bases."""
-    bases: Sequence[Any] = target.__mro__ if isinstance(target, type) else ()
+    constructors = [base.__init__ for base in getattr(target, "__mro__", ())]
     found: set[str] = set()
-    for each in [base.__init__ for base in bases] or [target]:
+    for each in constructors or [target]:
         with suppress(TypeError, ValueError):  # some written in C have no signature
             found.update(inspect.signature(each).parameters)
     return found
