@@ -52,8 +52,10 @@ class JSONWriter(EventWriter):
         storage = get_event_storage()
         found = self._unwritten.find(storage)
         if found:
-            lines = [_encode({**found[i], "iteration": i}) for i in found]
-            self._append("".join(lines).encode())
+            text = ""
+            for iteration, metrics in found.items():
+                text += _encode({**metrics, "iteration": iteration})
+            self._append(text.encode())
             self._unwritten.mark_written(storage, found)
 
     def _append(self, text: bytes) -> None:
@@ -87,13 +89,16 @@ class JSONWriter(EventWriter):
             kept = [line for line in lines if line["iteration"] < iteration]
             with atomic_write(self._path) as file:
                 file.writelines(_encode(line).encode() for line in kept)
-        last = max((line["iteration"] for line in kept), default=-1)
-        before = get_event_storage().written.get(self._path.name, 0) - 1
+        in_file: set[tuple[str, int]] = set()
+        last = -1
+        for line in kept:
+            in_file.update((name, line["iteration"]) for name in line)
+            last = max(last, line["iteration"])
+        self._unwritten.rewind(lambda *entry: entry in in_file)
+        before = get_event_storage().written.get(self._path.name, -1)
         if last < before:
             text = "METRICS ARE LOST: %s ends at iteration %d, but was written up to %d"
             logger.error(text, self._path, last, before)
-        in_file = {(name, line["iteration"]) for line in kept for name in line}
-        self._unwritten.rewind(lambda *entry: entry in in_file)
 
     def close(self) -> None:
         """Bring the file to the disk."""
@@ -113,13 +118,17 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     lines = list(_read_lines(Path(path)))
     for line in lines:
-        line.update({k: float(v) for k, v in line.items() if isinstance(v, str)})
+        for name, value in line.items():
+            if isinstance(value, str):
+                line[name] = float(value)
     return lines
 
 
 def _encode(line: dict[str, Any]) -> str:
-    bad = {k: str(v) for k, v in line.items() if v in (math.inf, -math.inf) or v != v}
-    return json.dumps({**line, **bad}, sort_keys=True) + "\n"
+    for name, value in line.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            line[name] = str(value)
+    return json.dumps(line, sort_keys=True) + "\n"
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -127,8 +136,8 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
-                iteration = int(line["iteration"])
+                int(line["iteration"])
             except (ValueError, TypeError, KeyError):
                 logger.warning("%s: line %d is incomplete and left out", path, number)
             else:
-                yield {**line, "iteration": iteration}
+                yield line

@@ -10,7 +10,9 @@ from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
-_LOSS, _OTHER, _TIME, _RATE, _DETAIL, _HIDDEN = range(6)  # in the order of a line
+# In the order of a line. Details and what is hidden are for the files.
+_LOSS, _OTHER, _TIME, _RATE, _DETAIL, _HIDDEN = range(6)
+_RESULTS = (_LOSS, _OTHER, _DETAIL)  # what an evaluation may put
 
 
 class CommonMetricPrinter(EventWriter):
@@ -57,14 +59,14 @@ class CommonMetricPrinter(EventWriter):
             found.setdefault(storage.iter, {})  # a line also without metrics
         for iteration, metrics in found.items():
             step, results = self._fields(storage, metrics)
+            where = f"iter: {iteration}"
             if is_running and iteration == storage.iter:
                 eta = self._eta(storage, end)
-                step = [*eta, f"iter: {iteration}", *step, *_memory()]
-                self.logger.info("  ".join(step))
+                self._log(*eta, where, *step, *_memory())
             elif step:
-                self.logger.info("  ".join([f"iter: {iteration}", *step]))
+                self._log(where, *step)
             if results:
-                self.logger.info("  ".join([f"iter: {iteration}", *results]))
+                self._log(where, *results)
         self._unwritten.mark_written(storage, found)
 
     def rewind(self, iteration: int) -> None:
@@ -72,18 +74,23 @@ class CommonMetricPrinter(EventWriter):
         self._first_write = None
         self._unwritten.resume(get_event_storage())
 
+    def _log(self, *fields: str) -> None:
+        self.logger.info("  ".join(fields))
+
     def _fields(
         self, storage: EventStorage, metrics: dict[str, float]
     ) -> tuple[list[str], list[str]]:
         """What to show of a step, and of an evaluation."""
-        step, results = [], []
+        step: list[str] = []
+        results: list[str] = []
         hints = storage.smoothing_hints()
         for name in sorted(metrics, key=_kind):
-            kind, value = _kind(name), metrics[name]
+            kind = _kind(name)
+            value = metrics[name]
             if kind == _TIME:
                 value = storage.history(name).avg(self._window_size)
             text = f"{name}: {value:.4g}"
-            if kind in (_LOSS, _OTHER, _DETAIL) and not hints[name]:
+            if kind in _RESULTS and not hints[name]:
                 results.append(text)
             elif kind < _DETAIL:
                 step.append(text)
@@ -96,11 +103,12 @@ class CommonMetricPrinter(EventWriter):
         first, since = self._first_write
         left = end - storage.iter - 1
         if storage.iter > first:
-            seconds = (now - since) / (storage.iter - first) * left
+            seconds = (now - since) / (storage.iter - first)
         elif "time" in storage.histories():
-            seconds = storage.history("time").median(self._window_size) * left
+            seconds = storage.history("time").median(self._window_size)
         else:
             return []
+        seconds *= left
         storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
         return [f"eta: {pretty_seconds(seconds)}"]
 
@@ -121,4 +129,7 @@ def _kind(name: str) -> int:
 def _memory() -> list[str]:
     """The most memory that the accelerator has lent to tensors, if it tells."""
     peak = getattr(device_module(), "max_memory_allocated", None)
-    return [f"max_mem: {peak() / 2**20:.0f}M"] if peak else []
+    if peak is None:
+        return []
+    megabytes = peak() / 2**20
+    return [f"max_mem: {megabytes:.0f}M"]

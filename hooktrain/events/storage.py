@@ -21,6 +21,7 @@ from hooktrain.utils.names import did_you_mean
 Array = Tensor | NDArray[Any]
 Scalar = float | np.generic | Array  # with one element
 Entry = tuple[float, int]  # a value and its iteration
+Image = tuple[str, Tensor, int]  # a name, an image on the CPU, its iteration
 
 _MAX_PENDING = 4096  # values of a metric that wait to be fetched
 _MAX_QUEUED = 64  # images or histograms that wait for a writer
@@ -58,7 +59,9 @@ class HistoryBuffer:
             value: the value.
             iteration: when it was measured. None means the number of values before it.
         """
-        self.extend([(value, self.count if iteration is None else iteration)])
+        if iteration is None:
+            iteration = self.count
+        self.extend([(value, iteration)])
 
     def extend(self, entries: Sequence[Entry]) -> None:
         """Add pairs (value, iteration), in order."""
@@ -79,7 +82,8 @@ class HistoryBuffer:
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values; NaN if one of them is."""
-        return _median([value for value, _ in self.tail(window_size)])
+        values = [value for value, _ in self.tail(window_size)]
+        return _median(values)
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values."""
@@ -96,7 +100,8 @@ class HistoryBuffer:
 
     def tail(self, window_size: int) -> list[Entry]:
         """The last ``window_size`` pairs (value, iteration), the oldest first."""
-        return list(islice(reversed(self._data), window_size))[::-1]
+        newest_first = islice(reversed(self._data), window_size)
+        return list(newest_first)[::-1]
 
     def since(self, iteration: int) -> list[Entry]:
         """The pairs (value, iteration) after the last one older than ``iteration``."""
@@ -107,8 +112,8 @@ class HistoryBuffer:
 
     def recent(self, window_size: int) -> list[float]:
         """The values of the last ``window_size`` iterations, up to the last value."""
-        first = self._data[-1][1] - window_size + 1
-        return [value for value, _ in self.since(first)]
+        _, last = self._data[-1]
+        return [value for value, _ in self.since(last - window_size + 1)]
 
     def recent_median(self, window_size: int) -> float:
         """The median of :meth:`recent`; NaN if one of the values is."""
@@ -124,9 +129,11 @@ class HistoryBuffer:
             ``values`` (float64) and ``iterations`` (int64), tensors of one dimension,
             and plain numbers.
         """
-        entries = self.tail(_MAX_SAVED)
-        values = [value for value, _ in entries]
-        iterations = [iteration for _, iteration in entries]
+        values = []
+        iterations = []
+        for value, iteration in self.tail(_MAX_SAVED):
+            values.append(value)
+            iterations.append(iteration)
         return {
             "values": torch.tensor(values, dtype=torch.float64),
             "iterations": torch.tensor(iterations, dtype=torch.int64),
@@ -205,7 +212,7 @@ class EventStorage:
         self.written: dict[str, int] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._vis_data: deque[tuple[str, Tensor, int]] = deque(maxlen=_MAX_QUEUED)
+        self._vis_data: deque[Image] = deque(maxlen=_MAX_QUEUED)
         self._histograms: deque[dict[str, Any]] = deque(maxlen=_MAX_QUEUED)
 
     def put_scalar(
@@ -242,12 +249,18 @@ class EventStorage:
                 f"metric {name!r} was put with {hint} before, not {smoothing_hint!r}"
             )
         # Numbers wait as well: adding them all at once takes less time.
-        history.pending.append((value, self.iter if cur_iter is None else cur_iter))
+        if cur_iter is None:
+            cur_iter = self.iter
+        history.pending.append((value, cur_iter))
         if len(history.pending) >= _MAX_PENDING:
             self._fetch_pending()
 
     def put_scalars(
-        self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any
+        self,
+        *,
+        smoothing_hint: bool = True,
+        cur_iter: int | None = None,
+        **kwargs: Any,
     ) -> None:
         """Record several metrics, ``name=value``; see :meth:`put_scalar`."""
         for name, value in kwargs.items():
@@ -266,7 +279,8 @@ class EventStorage:
         """
         name = self._current_prefix + img_name
         image = torch.as_tensor(img_tensor).detach()
-        if image.dim() != 3 or image.shape[0] not in (1, 3):
+        channels = image.shape[0] if image.dim() == 3 else 0
+        if channels not in (1, 3):
             raise ValueError(
                 f"image {name!r} must have the shape (channels, height, width) with 1 "
                 f"or 3 channels, but has {tuple(image.shape)}"
@@ -275,7 +289,10 @@ class EventStorage:
         _queue(self._vis_data, (name, image, self.iter))
 
     def put_histogram(
-        self, hist_name: str, hist_tensor: Array, bins: int = 1000
+        self,
+        hist_name: str,
+        hist_tensor: Array,
+        bins: int = 1000,
     ) -> None:
         """Queue a histogram for the writers. Waits for the tensor's device.
 
@@ -323,7 +340,8 @@ class EventStorage:
 
     def latest(self) -> dict[str, Entry]:
         """The last value of each metric and its iteration, by name."""
-        return {name: history.tail(1)[0] for name, history in self.histories().items()}
+        histories = self.histories()
+        return {name: history.tail(1)[0] for name, history in histories.items()}
 
     # detectron2's names of what is in it, which many projects read.
     _history = property(histories)
@@ -358,7 +376,7 @@ class EventStorage:
         """The hint that each metric was put with, by name."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
 
-    def images(self) -> list[tuple[str, Tensor, int]]:
+    def images(self) -> list[Image]:
         """The queued images as (name, tensor on the CPU, iteration), the oldest first."""
         return list(self._vis_data)
 
@@ -407,7 +425,8 @@ class EventStorage:
 
         It has tensors and plain types only. Images and histograms are not in it.
         """
-        metrics = {name: h.state_dict() for name, h in self.histories().items()}
+        histories = self.histories()
+        metrics = {name: h.state_dict() for name, h in histories.items()}
         return {
             "iteration": self.iter,
             "metrics": metrics,
@@ -427,8 +446,11 @@ class EventStorage:
     def _fetch_pending(self) -> None:
         """Add what is waiting to the histories, the tensors in one transfer."""
         waiting = [h for h in self._histories.values() if h.pending]
-        values = [value for history in waiting for value, _ in history.pending]
-        tensors = [value for value in values if type(value) is not float]
+        tensors = []
+        for history in waiting:
+            tensors += [
+                value for value, _ in history.pending if type(value) is not float
+            ]
         fetched = iter(_to_floats(tensors))
         for history in waiting:
             entries = [

@@ -31,7 +31,10 @@ class TensorboardXWriter(EventWriter):
     """
 
     def __init__(
-        self, log_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any
+        self,
+        log_dir: str | os.PathLike[str],
+        window_size: int = 20,
+        **kwargs: Any,
     ) -> None:
         # Importing it takes a second, and only the main process needs it.
         if importlib.util.find_spec("tensorboard") is None:

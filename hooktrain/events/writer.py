@@ -1,7 +1,6 @@
 """What brings metrics out, and what every such writer has to remember."""
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 from hooktrain.events.storage import (
@@ -66,21 +65,24 @@ class UnwrittenScalars:
             for value, iteration in self._new_entries(history):
                 if not self._is_written(name, iteration):
                     found.setdefault(iteration, {})[name] = value
-        return dict(sorted(found.items(), key=itemgetter(0)))
+        return {iteration: found[iteration] for iteration in sorted(found)}
 
     def _new_entries(self, history: HistoryBuffer) -> list[Entry]:
-        new = history.tail(history.count - self._counts.get(history, 0))
+        written = self._counts.get(history, 0)
+        new = history.tail(history.count - written)
         if new and history.smoothing_hint:
-            return [(history.recent_median(self._window_size), new[-1][1])]
-        before = {iteration - 1 for _, iteration in new}
-        return [entry for entry in new if entry[1] not in before]
+            median = history.recent_median(self._window_size)
+            return [(median, new[-1][1])]
+        followed = {iteration - 1 for _, iteration in new}
+        return [entry for entry in new if entry[1] not in followed]
 
     def mark_written(self, storage: EventStorage, found: Metrics) -> None:
         """Remember that what was found is written."""
-        self._counts = {h: h.count for h in storage.histories().values()}
+        for history in storage.histories().values():
+            self._counts[history] = history.count
         self._is_written = _never
-        before = storage.written.get(self._name, 0)
-        storage.written[self._name] = max([before, *(i + 1 for i in found)])
+        before = storage.written.get(self._name, -1)
+        storage.written[self._name] = max([before, *found])
 
     def rewind(self, is_written: IsWritten) -> None:
         """Begin anew, where a metric's value at an iteration may be written already."""
@@ -89,8 +91,8 @@ class UnwrittenScalars:
 
     def resume(self, storage: EventStorage) -> None:
         """Begin anew after the last write that the storage knows of."""
-        end = storage.written.get(self._name, 0)
-        self.rewind(lambda name, iteration: iteration < end)
+        last = storage.written.get(self._name, -1)
+        self.rewind(lambda name, iteration: iteration <= last)
 
 
 def _never(name: str, iteration: int) -> bool:

@@ -81,7 +81,9 @@ def get_local_rank() -> int:
         RuntimeError: there is neither, and this is not the only process.
     """
     group = _local_group()
-    return _from_torchrun("LOCAL_RANK", 0) if group is None else dist.get_rank(group)
+    if group is None:
+        return _from_torchrun("LOCAL_RANK", 0)
+    return dist.get_rank(group)
 
 
 def get_local_size() -> int:
@@ -93,11 +95,9 @@ def get_local_size() -> int:
         RuntimeError: there is neither, and this is not the only process.
     """
     group = _local_group()
-    return (
-        _from_torchrun("LOCAL_WORLD_SIZE", 1)
-        if group is None
-        else dist.get_world_size(group)
-    )
+    if group is None:
+        return _from_torchrun("LOCAL_WORLD_SIZE", 1)
+    return dist.get_world_size(group)
 
 
 def synchronize() -> None:
@@ -129,7 +129,11 @@ def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
+def gather(
+    data: T,
+    dst: int = 0,
+    group: ProcessGroup | None = None,
+) -> list[T]:
     """Bring every rank's picklable object to one rank. Collective within the group.
 
     Args:
@@ -184,7 +188,8 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank, known to all of them. Collective."""
-    return bool(all_reduce(torch.tensor([float(flag)])) > 0)
+    votes = torch.tensor(int(flag))
+    return all_reduce(votes).item() > 0
 
 
 def shared_random_seed() -> int:

@@ -46,7 +46,11 @@ def seed_on_host(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_step(seed: int, iteration: int, rank: int) -> None:
+def seed_step(
+    seed: int,
+    iteration: int,
+    rank: int,
+) -> None:
     """Seed the global generators for one iteration of one rank.
 
     What is random in a step is then a function of these three numbers.

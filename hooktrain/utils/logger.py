@@ -142,7 +142,10 @@ def close_logger(name: str = "hooktrain") -> None:
 
 
 def show_progress(
-    what: str, done: int, total: int, seconds_left: float | None = None
+    what: str,
+    done: int,
+    total: int,
+    seconds_left: float | None = None,
 ) -> bool:
     """Draw a progress bar below the lines on the terminal, if a person watches one.
 

@@ -60,7 +60,10 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
 
 
 def refuse_signatures(
-    kind: type, base: type, on_class: Sequence[str], hint: str = ""
+    kind: type,
+    base: type,
+    on_class: Sequence[str],
+    hint: str = "",
 ) -> None:
     """Say at once, when a class is defined, that a method does not take what it is called with.
 

@@ -178,7 +178,9 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def _copy(
-    tensor: Tensor, device: torch.device, copying: torch.cuda.Stream | None
+    tensor: Tensor,
+    device: torch.device,
+    copying: torch.cuda.Stream | None,
 ) -> Tensor:
     """Copy a tensor, on CUDA in a stream of its own, which does not wait for the computation."""
     if copying is None:
