@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+from torch import Tensor
 
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
@@ -29,37 +30,33 @@ from hooktrain.checkpoint.files import (
     save_file,
     verify_file,
 )
-from hooktrain.checkpoint.folders import (
-    read_folder,
-    save_folder,
-    split_state,
-    verify_folder,
-)
+from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
 from hooktrain.checkpoint.loading import read_checkpoint, take_prefix
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils.file_io import on_disk
+from hooktrain.utils.tensors import map_leaves
 
 
 def inspect(path: Path) -> None:
     """Print a table of the tensors, and the other values below."""
-    rest, tensors = split_state(read(path, "meta"))
-    rows = [
-        [
-            name,
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            f"{tensor.nbytes:,}",
-        ]
-        for name, tensor in tensors.items()
-    ]
+    tensors: dict[str, Tensor] = {}
+
+    def take(keys: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors[".".join(map(str, keys))] = leaf
+        return leaf
+
+    state = map_leaves(take, read(path, "meta"))
+    rows = []
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        rows.append([name, tuple(tensor.shape), dtype, f"{tensor.nbytes:,}"])
     alignment = ("left", "left", "left", "right")
     print(tabulate(rows, ["tensor", "shape", "dtype", "bytes"], colalign=alignment))
-    print(
-        f"{len(rows)} tensors, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes\n"
-    )
-    values = [
-        (name, value) for name, value in plain_values(rest) if name not in tensors
-    ]
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    print(f"{len(rows)} tensors, {total:,} bytes\n")
+    values = [item for item in plain_values(state) if item[0] not in tensors]
     print(tabulate(values, ["other", "value"], disable_numparse=True))
 
 

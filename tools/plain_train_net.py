@@ -47,8 +47,6 @@ def main(args: argparse.Namespace) -> None:
     )
     loaded = checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
     start_iter = loaded.get("iteration", -1) + 1 if args.resume else 0
-    if start_iter == 0:
-        checkpointer.begin_anew()
     scheduler = LRMultiplier(
         optimizer, instantiate(cfg.lr_multiplier), max_iter, last_iter=start_iter - 1
     )

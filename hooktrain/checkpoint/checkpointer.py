@@ -5,19 +5,14 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    is_folder,
-    storable,
-    write_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, storable, write_file
+from hooktrain.checkpoint.folders import new_stager, save_folder
 from hooktrain.checkpoint.loading import (
     choose_parts,
     load_model_state,
@@ -26,10 +21,8 @@ from hooktrain.checkpoint.loading import (
 )
 from hooktrain.checkpoint.resume import (
     POINTER,
-    begin_anew,
     checkpoint_names,
     files_to_delete,
-    make_room,
     names_to_resume,
     read_pointer,
     write_pointer,
@@ -40,7 +33,13 @@ from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.file_io import AnyPath, delete, is_disk_full, on_disk, sweep
+from hooktrain.utils.file_io import (
+    AnyPath,
+    delete,
+    is_disk_full,
+    lock_folder,
+    on_disk,
+)
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 
@@ -51,6 +50,7 @@ _GIVE_UP_SECONDS = 5.0
 
 State = dict[str, Any]
 Names = Iterable[str] | None
+OnSaved = Callable[[str], object] | None
 OnFull = Callable[[OSError], object] | None
 
 
@@ -67,13 +67,15 @@ class Checkpointer:
 
     With ``sharded``, a checkpoint is a folder ``<save_dir>/<name>`` that all ranks write together,
     each its shards, and :meth:`save` is collective. Files and folders are both loaded in either
-    case, by any number of ranks. Of a folder each rank reads its shards of what the model has
-    sharded.
+    case, by any number of ranks.
 
     With ``background``, :meth:`save` copies the state into memory that is kept for it, and a thread
-    does all the rest while training goes on. One save runs at a time: all other methods wait for it
-    first, and raise what failed. So call :meth:`wait` at the end, as
-    :class:`PeriodicCheckpointer` does after the last iteration.
+    does the rest while training goes on. One save runs at a time: the next call waits for it, and
+    raises what failed. So call :meth:`wait` at the end.
+
+    A checkpointable may have a method ``check_state_dict`` with the arguments of
+    ``load_state_dict``. It raises what is wrong with a state and changes nothing. It is called
+    before anything is loaded.
 
     Attributes:
         model: the model, without the wrapper of DDP or DataParallel if it had one.
@@ -88,23 +90,26 @@ class Checkpointer:
         model: the model; a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default, whether it is the main process.
+            Folders are written by all ranks.
         background: write in a thread.
         sharded: save folders, on a disk that all ranks see.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name.
 
     Raises:
-        ValueError: if ``save_to_disk`` is given for ``sharded``, where all ranks write; if
-            ``save_dir`` is an address such as ``s3://...``.
+        ValueError: if ``save_dir`` is an address such as ``s3://...``.
     """
 
     # What fvcore's calls and its subclasses override.
     _not_called: ClassVar[dict[str, str]] = dict.fromkeys(
         (
-            *("_load_file", "_torch_load", "_load_model"),
-            *("_convert_ndarray_to_tensor", "_log_incompatible_keys"),
+            "_load_file",
+            "_torch_load",
+            "_load_model",
+            "_convert_ndarray_to_tensor",
+            "_log_incompatible_keys",
         ),
         "derive from hooktrain.compat.detectron2.Checkpointer, which calls it",
-    ) | {"tag_last_checkpoint": "override save(), which says what to resume from"}
+    )
 
     def __init_subclass__(cls) -> None:
         refuse_overrides(cls, cls._not_called)
@@ -119,26 +124,21 @@ class Checkpointer:
         sharded: bool = False,
         **checkpointables: Any,
     ) -> None:
-        if sharded and save_to_disk is not None:
-            raise ValueError(
-                f"with sharded all ranks write: save_to_disk is {save_to_disk!r}"
-            )
+        if save_to_disk is None:
+            save_to_disk = comm.is_main_process()
         self.model = unwrap_model(model)
         self.save_dir = on_disk(save_dir)
         self.sharded = sharded
         self.background = background
+        self.save_to_disk = save_to_disk
         self.logger = logging.getLogger(__name__)
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
-        self.save_to_disk = (
-            comm.is_main_process() if save_to_disk is None else save_to_disk
-        )
+        self._has_begun = False
         self._worker = BackgroundWorker("checkpoint")
         self._stager: Any = None
         self._group: ProcessGroup | None = None
-        self._is_swept = False
-        self._resumed = ""
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
         """Save and load one more object, under the name ``key``.
@@ -146,20 +146,12 @@ class Checkpointer:
         Raises:
             KeyError: if the name is taken.
             TypeError: if the object has no ``state_dict`` or no ``load_state_dict``.
-            ValueError: if the name has a dot, which selects a component in :meth:`load`.
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
-        if "." in key:
-            raise ValueError(
-                f"the name of a checkpointable must have no dot, got {key!r}"
-            )
-        if not all(
-            hasattr(checkpointable, name) for name in ("state_dict", "load_state_dict")
-        ):
-            raise TypeError(
-                f"{key!r} has no state_dict or no load_state_dict: {checkpointable!r}"
-            )
+        for method in ("state_dict", "load_state_dict"):
+            if not hasattr(checkpointable, method):
+                raise TypeError(f"{key!r} has no {method}: {checkpointable!r}")
         self.checkpointables[key] = checkpointable
 
     @staticmethod
@@ -170,22 +162,31 @@ class Checkpointer:
                 f"name must be a visible file name without a folder, got {name!r}"
             )
 
-    def begin_run(self) -> None:
-        """What a run calls before its first step, on all ranks as :meth:`save`.
+    def begin_run(self, *, is_new: bool = False) -> None:
+        """Lock the folder. For a run to call before its first step, on all ranks as :meth:`save`.
 
-        It sweeps what a killed run has left.
+        Args:
+            is_new: whether it begins at iteration 0. If so, a warning names the checkpoints
+                that it may overwrite.
 
         Raises:
             TypeError: if the state of a checkpointable is one that :meth:`save` would refuse.
+            RuntimeError: if another run is using the folder.
             OSError: if the folder cannot be made.
         """
-        states = {key: item.state_dict() for key, item in self.checkpointables.items()}
-        storable(states, shards=True)
-        if self.save_to_disk and self.save_dir:
-            os.makedirs(
-                self.save_dir, exist_ok=True
-            )  # an error now, not at the first save
-            sweep(self.save_dir)
+        self._has_begun = True
+        storable(self._states(), shards=True)
+        if not self.save_to_disk or not self.save_dir:
+            return
+        os.makedirs(self.save_dir, exist_ok=True)
+        lock_folder(self.save_dir)
+        names = checkpoint_names(self.save_dir)
+        if is_new and names:
+            message = "A new run begins in %r, and may overwrite what is there: %s"
+            self.logger.warning(message, self.save_dir, names)
+
+    def _states(self) -> State:
+        return {key: item.state_dict() for key, item in self.checkpointables.items()}
 
     def save(
         self,
@@ -193,7 +194,7 @@ class Checkpointer:
         *,
         state: State | None = None,
         tag: bool = True,
-        on_saved: Callable[[str], object] | None = None,
+        on_saved: OnSaved = None,
         on_full: OnFull = None,
         **extra: Any,
     ) -> None:
@@ -221,34 +222,28 @@ class Checkpointer:
                 the background in the save before; this one is not begun then.
         """
         self.check_name(name)
-        if taken := sorted(extra.keys() & {"model", *self.checkpointables}):
-            raise ValueError(
-                f"extra entries must not replace the states of the same name: {taken}"
-            )
+        taken = extra.keys() & {"model", *self.checkpointables}
+        if taken:
+            raise ValueError(f"extra entries have the names of states: {sorted(taken)}")
         if not self.save_dir:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
         self._worker.wait()  # first, since what failed may change a state
         if state is None:
-            items = {"model": self.model, **self.checkpointables}
-            state = {key: item.state_dict() for key, item in items.items()}
+            state = {"model": self.model.state_dict(), **self._states()}
         state = storable(state | extra, shards=True)
         if not self.sharded:
             name += ".pth"
-        path = os.path.abspath(os.path.join(self.save_dir, name))
-        if self.sharded:
-            on_main_process(partial(self._prepare, path))
-        else:
             if dist.is_initialized():  # without a process group nothing is sharded
                 state = full_tensors(state)
             if not self.save_to_disk:
                 return
-            self._prepare(path)
+        path = os.path.abspath(os.path.join(self.save_dir, name))
         self.logger.info("Saving checkpoint to %s", path)
 
         def finish() -> None:
             if tag:
-                write_pointer(*os.path.split(path))
+                self.tag_last_checkpoint(name)
             if on_saved is not None:
                 on_saved(path)
 
@@ -258,28 +253,16 @@ class Checkpointer:
         else:
             write(state)
 
-    def _prepare(self, path: str) -> None:
-        """Make the folder, and room in it."""
-        os.makedirs(self.save_dir, exist_ok=True)
-        if not self._is_swept:
-            sweep(self.save_dir)
-            self._is_swept = True
-        make_room(path, is_folder if self.sharded else os.path.isfile)
-        make_room(os.path.join(self.save_dir, POINTER))
-
     def _write_in_background(
         self, write: Callable[[State], None], state: State
     ) -> None:
         """Copy a state into host memory that is kept for it; a thread writes that."""
         if self._stager is None:
-            from hooktrain.checkpoint.folders import new_stager
-
             self._stager = new_stager()
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")  # the thread's own
-        staged = self._stager.stage(
-            state
-        )  # host-device synchronisation: the copies arrive
+        # Host-device synchronisation: the copies arrive.
+        staged = self._stager.stage(state)
         # A rank that ends does not wait for others that may never come.
         self._worker.submit(partial(write, staged), daemon=self._group is not None)
 
@@ -289,19 +272,14 @@ class Checkpointer:
         """Write a file alone or a folder with all ranks; in the background, in a thread."""
         try:
             if self.sharded:
-                from hooktrain.checkpoint.folders import save_folder
-
                 save_folder(state, path, self._group)
                 on_main_process(finish, self._group)
             else:
+                os.makedirs(self.save_dir, exist_ok=True)
                 write_file(state, path)
                 finish()
         except OSError as error:
-            if error.errno and error.filename is None and path not in str(error):
-                error.filename = path
-            is_gone = isinstance(
-                error, FileNotFoundError
-            )  # the folder; the next save makes it
+            is_gone = isinstance(error, FileNotFoundError)  # the next save makes it
             if on_full is None or not (is_gone or is_disk_full(error)):
                 raise
             on_full(error)
@@ -318,7 +296,7 @@ class Checkpointer:
         """Wait as :meth:`wait` does, but after a failure not for ranks that may never come.
 
         A file is completed. So is a folder, if all ranks write their parts within some seconds;
-        otherwise a later save sweeps it.
+        otherwise the next run removes it.
         """
         if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
             self.logger.error("The checkpoint that is being saved is given up")
@@ -326,7 +304,8 @@ class Checkpointer:
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
-        Nothing is changed unless the file is intact and everything that was asked for is in it.
+        Nothing is changed unless the file is intact, everything that was asked for is in it, and
+        the checkpointables accept it on all ranks.
 
         Args:
             path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""
@@ -372,34 +351,29 @@ class Checkpointer:
         """
         on_all_ranks(self.wait)
         pointed = on_main_process(lambda: read_pointer(self.save_dir))
-        in_turn, problems = names_to_resume(self.save_dir, pointed), []
+        in_turn = names_to_resume(self.save_dir, pointed)
+        problems = []
         while name := on_main_process(lambda: next(in_turn, None)):
             path = os.path.join(self.save_dir, name)
             try:
                 state = read_on_all_ranks(path, self.model)
-            except (
-                OSError,
-                CorruptCheckpointError,
-            ) as error:  # the same one on every rank
+            except (OSError, CorruptCheckpointError) as error:  # alike on every rank
                 self.logger.warning("Passing over the checkpoint %s: %s", path, error)
                 problems.append(f"  {name}: {error}")
                 continue
             if name != pointed:
-                self.logger.warning(
-                    "Resuming from %s, which %s does not name", path, POINTER
-                )
+                message = "Resuming from %s, which %s does not name"
+                self.logger.warning(message, path, POINTER)
             return path, state
         if problems:
             raise CorruptCheckpointError(
-                f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, or resume "
-                "elsewhere, to start from scratch:\n" + "\n".join(problems)
+                f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, "
+                "or resume elsewhere, to start from scratch:\n" + "\n".join(problems)
             )
-        folder = self.save_dir
-        if ignored := on_main_process(
-            lambda: checkpoint_names(folder) + glob("earlier-*", root_dir=folder)
-        ):
-            message = "Not resuming from %s in %r: not this run's, or without a last iteration"
-            self.logger.warning(message, ignored, folder)
+        ignored = on_main_process(lambda: checkpoint_names(self.save_dir))
+        if ignored:
+            message = "Not resuming from %s in %r: not this run's, or no last iteration"
+            self.logger.warning(message, ignored, self.save_dir)
         return None
 
     def resume_or_load(
@@ -428,46 +402,32 @@ class Checkpointer:
             FileNotFoundError: if there is no ``path``.
             ValueError: if the checkpoint lacks a checkpointable.
         """
-        if resume and self.save_dir and (found := self.read_newest()) is not None:
-            self._resumed = os.path.basename(found[0])
-            names = self.checkpointables if checkpointables is None else checkpointables
-            return self._restore(*found, names)
-        return self.load(path, checkpointables=[])
+        found = self.read_newest() if resume and self.save_dir else None
+        if found is None:
+            return self.load(path, checkpointables=[])
+        names = self.checkpointables if checkpointables is None else checkpointables
+        return self._restore(*found, names)
 
     def _restore(self, path: str, state: State, names: Names) -> State:
         """Load the model and what is chosen beside it; return the other entries."""
-        names = None if names is None else list(names)
-        chosen = choose_parts(path, state, self.checkpointables, names)
+
+        def choose() -> dict[str, dict[str, Any]]:
+            chosen = choose_parts(path, state, self.checkpointables, names)
+            for key, options in chosen.items():
+                item = self.checkpointables[key]
+                if hasattr(item, "check_state_dict"):
+                    item.check_state_dict(state[key], **options)
+            return chosen
+
+        chosen, *_ = on_all_ranks(choose)
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state)
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
-        left = {
-            key: item for key, item in state.items() if key not in {"model", *chosen}
-        }
-        # What could have been loaded, or all but the model, was left out on purpose.
-        unused = [
-            key for key in left if key not in {"iteration", *self.checkpointables}
-        ]
-        if unused and self.checkpointables:
-            self.logger.info(
-                "Entries of %s that were not loaded: %s", path, ", ".join(unused)
-            )
-        return left
+        return {key: state[key] for key in state if key not in {"model", *chosen}}
 
     def _load_into_model(self, state: State) -> None:
         load_model_state(self.model, state["model"])
-
-    def begin_anew(self) -> None:
-        """Move the checkpoints of an earlier run into a subfolder ``earlier-<number>``.
-
-        So this run never counts, deletes, replaces or resumes from them. Moved are the best one,
-        the final one, those with a number, and that of ``last_checkpoint``. That from which parts
-        were resumed stays, so that the same command begins with it again until something is saved.
-        """
-        self.wait()
-        if self.save_to_disk and self.save_dir:
-            begin_anew(self.save_dir, self._resumed)
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from, intact or not."""
@@ -484,18 +444,17 @@ class Checkpointer:
     def get_all_checkpoint_files(self) -> list[str]:
         """The paths of all checkpoints in ``save_dir``, files and folders, sorted by name."""
         self.wait()
-        return [
-            os.path.join(self.save_dir, name)
-            for name in checkpoint_names(self.save_dir)
-        ]
+        names = checkpoint_names(self.save_dir)
+        return [os.path.join(self.save_dir, name) for name in names]
 
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint of ``save_dir`` the one to resume from.
 
+        It does not wait for a save in the background, since each save calls it at its end.
+
         Raises:
             FileNotFoundError: if it is not there.
         """
-        self.wait()
         if basename not in checkpoint_names(self.save_dir):
             raise FileNotFoundError(
                 f"no {basename!r} in {self.save_dir!r} to resume from"
@@ -560,23 +519,25 @@ class PeriodicCheckpointer:
         Raises:
             OSError: if the disk is full at the last save, or fails otherwise at any.
         """
-        is_last = self.max_iter is not None and iteration >= self.max_iter - 1
-        if is_last or (iteration + 1) % in_iterations(self.period, None) == 0:
+        if not self.checkpointer._has_begun:
+            self.checkpointer.begin_run(is_new=iteration == 0)
+        is_due = (iteration + 1) % in_iterations(self.period, None) == 0
+        if is_due or self._is_last(iteration):
             self.save_at(iteration, **extra)
+
+    def _is_last(self, iteration: int) -> bool:
+        return self.max_iter is not None and iteration >= self.max_iter - 1
 
     def save_at(self, iteration: int, **extra: Any) -> None:
         """Save as :meth:`step` does, whether it is due or not."""
-        if self.max_iter is not None and iteration >= self.max_iter - 1:
-            self.checkpointer.save(
-                f"{self.file_prefix}_final", iteration=iteration, **extra
-            )
+        if self._is_last(iteration):
+            final = f"{self.file_prefix}_final"
+            self.checkpointer.save(final, iteration=iteration, **extra)
             self.checkpointer.wait()
             return
         name = f"{self.file_prefix}_{iteration:07d}"
         if self.max_to_keep is not None:
-            extra["on_saved"] = partial(
-                self._delete_old, iteration, int(self.max_to_keep)
-            )
+            extra["on_saved"] = partial(self._delete_old, iteration)
         self.checkpointer.save(name, iteration=iteration, on_full=self._go_on, **extra)
 
     def save(self, name: str, **extra: Any) -> None:
@@ -585,26 +546,27 @@ class PeriodicCheckpointer:
 
     def _go_on(self, error: OSError) -> None:
         # The error names the path and the free space.
-        message = "NOT SAVED: %s. Training goes on; the next attempt is in %s"
-        period = (
-            f"{self.period} iterations" if isinstance(self.period, int) else self.period
-        )
-        logger.error(message, error, period)
+        message = "NOT SAVED: %s. Training goes on; the next period tries again"
+        logger.error(message, error)
 
-    def _delete_old(self, iteration: int, max_to_keep: int, newest: str) -> None:
+    def _delete_old(self, iteration: int, newest: str) -> None:
         """Delete what is too old, if the newest checkpoint is good. In any thread."""
         folder = os.path.dirname(newest)
+        assert self.max_to_keep is not None
+        old = files_to_delete(
+            checkpoint_names(folder),
+            self.file_prefix,
+            int(self.max_to_keep),
+            iteration,
+            read_pointer(folder),
+        )
+        if not old:
+            return
         try:
-            names, pointed = checkpoint_names(folder), read_pointer(folder)
-            old = files_to_delete(
-                names, self.file_prefix, max_to_keep, iteration, pointed
-            )
-            if old:
-                verify_checkpoint(newest)
+            verify_checkpoint(newest)
         except (OSError, CorruptCheckpointError) as error:
-            logger.error(
-                "Keeping all older checkpoints, since the newest is broken: %s", error
-            )
+            message = "Keeping all older checkpoints, since the newest is broken: %s"
+            logger.error(message, error)
             return
         for name in old:
             try:

@@ -10,7 +10,6 @@ import os
 import re
 import zipfile
 from collections import Counter, OrderedDict
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -18,19 +17,12 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.file_io import AnyPath, atomic_write
-from hooktrain.utils.logger import show_progress
 from hooktrain.utils.tensors import is_sharded
 
-_PLAIN_TYPES = {bool, int, float, complex, str, bytes, bytearray, type(None)}
-_TORCH_TYPES = {torch.dtype, torch.device, torch.layout, torch.Size}
-_LONG_BYTES = 1 << 28  # who waits for so much sees a progress bar
+_PLAIN_TYPES = {bool, int, float, complex, str, bytearray, type(None)}
+_PLAIN_TYPES |= {torch.dtype, torch.device, torch.layout, torch.Size}
 # The beginning of files from before torch's zip container, which it still writes on request.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-
-
-# The files by which a folder of shards is recognised; the second is torch's.
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
 
 
 class CorruptCheckpointError(RuntimeError):
@@ -78,9 +70,7 @@ def verify_file(path: AnyPath) -> None:
     with open(path, "rb") as file:
         try:
             problem = _find_problem(file)
-        except (
-            Exception
-        ) as error:  # zipfile raises nine types, depending on the byte that is bad
+        except Exception as error:  # zipfile raises nine types
             problem = f"not a readable zip container ({type(error).__name__}: {error})"
     if problem:
         raise CorruptCheckpointError(
@@ -101,30 +91,27 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         OSError: if it cannot be opened.
     """
     verify_file(path)
+    return load_verified(path, map_location)
+
+
+def load_verified(
+    path: AnyPath, map_location: str | torch.device = "cpu", mmap: bool = False
+) -> Any:
+    """Load a file that was verified; see :func:`load_file`.
+
+    Args:
+        path: the file.
+        map_location: the device on which the tensors arrive.
+        mmap: read a tensor from the disk when it is used.
+    """
     try:
-        return torch.load(
-            path, map_location=map_location, weights_only=True, mmap=False
-        )
-    except (
-        Exception
-    ) as error:  # torch raises RuntimeError, KeyError, EOFError, UnpicklingError ...
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # RuntimeError, KeyError, EOFError, UnpicklingError, ...
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
         raise CorruptCheckpointError(
             f"cannot load {os.fspath(path)}: {_reason(error)}"
         ) from error
-
-
-def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder of shards, intact or not.
-
-    One that is being written or deleted has a hidden name, and is none. One that was moved aside,
-    so that another may take its place, is one until it is removed.
-    """
-    path = Path(path)
-    return path.name[:1] != "." and any(
-        (path / f).is_file() for f in (MANIFEST, METADATA)
-    )
 
 
 def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
@@ -143,37 +130,44 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
     """
     if shards and is_sharded(value):
         return value
-    kind = type(value)
     # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
     for attribute, item in getattr(value, "__dict__", {}).items():
-        storable(item, f"{name}.{attribute}".lstrip("."))
+        storable(item, _join(name, attribute))
+    kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         copied = copy.copy(value)  # with its attributes
         copied.clear()
         for key, item in value.items():
-            path = f"{name}.{key}".lstrip(".")
-            copied[storable(key, f"{path} (the key itself)")] = storable(
-                item, path, shards=shards
-            )
+            path = _join(name, key)
+            key = storable(key, f"{path} (the key itself)")
+            copied[key] = storable(item, path, shards=shards)
         return copied
     if kind in (list, tuple, set):
         items = enumerate(value)
-        return kind(
-            [storable(x, f"{name}.{i}".lstrip("."), shards=shards) for i, x in items]
-        )
+        return kind(storable(x, _join(name, i), shards=shards) for i, x in items)
     if isinstance(value, np.number | np.bool_):
         return value.item()
-    if not (
-        kind in _TORCH_TYPES
-        or (kind in (torch.Tensor, torch.nn.Parameter) and not value.is_meta)
-        # The restricted unpickler does not know how empty bytes are pickled.
-        or (kind in _PLAIN_TYPES and value != b"")
-    ):
+    if not _is_storable_leaf(value):
         what = f"{name or 'the state'} of type {kind.__module__}.{kind.__qualname__}"
         raise TypeError(
             f"cannot save {what}: give tensors with data or plain Python types only"
         )
     return value
+
+
+def _join(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _is_storable_leaf(value: Any) -> bool:
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return not value.is_meta
+    if (
+        kind is bytes
+    ):  # the restricted unpickler does not know how empty ones are pickled
+        return len(value) > 0
+    return kind in _PLAIN_TYPES
 
 
 def _find_problem(file: IO[bytes]) -> str:
@@ -187,32 +181,25 @@ def _find_problem(file: IO[bytes]) -> str:
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
         parts = container.infolist()
-        if packed := [
-            p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED
-        ]:
+        packed = [p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED]
+        if packed:
             return f"its parts {packed} are compressed, and might fill the memory"
-        total, done = sum(part.file_size for part in parts), 0
-        for part in parts if any(part.CRC for part in parts) else ():
-            try:
-                with container.open(part) as stream:
-                    while chunk := stream.read(1 << 20):
-                        done += len(chunk)
-                        if total >= _LONG_BYTES:
-                            show_progress("Verifying MiB", done >> 20, total >> 20)
-            except zipfile.BadZipFile:
-                return f"the checksum of its part {part.filename!r} does not match"
-        if not any(part.filename.endswith("/data.pkl") for part in parts):
-            return "a zip file, but not of torch.save"
-        # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.
-        if folders := [p.filename for p in parts if p.external_attr & 0x10]:
-            return f"its parts {folders} are marked as folders"
-    return ""
+        has_checksums = any(part.CRC for part in parts)
+        altered = container.testzip() if has_checksums else None
+    if altered:
+        return f"the checksum of its part {altered!r} does not match"
+    if not any(part.filename.endswith("/data.pkl") for part in parts):
+        return "a zip file, but not of torch.save"
+    # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.
+    folders = [part.filename for part in parts if part.external_attr & 0x10]
+    return f"its parts {folders} are marked as folders" if folders else ""
 
 
 def _reason(error: Exception) -> str:
     """The one line of torch's page-long messages that says what happened."""
     message = str(error).partition("WeightsUnpickler error:")[2] or str(error)
-    if wanted := re.search(r"GLOBAL (\S+)", message):
+    wanted = re.search(r"GLOBAL (\S+)", message)
+    if wanted:
         return f"refused, since it asks for {wanted[1]!r}, which could run code. Nothing was run"
-    first_line, *_ = message.strip().split("\n")
+    first_line = message.strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"

@@ -1,16 +1,12 @@
 """Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
 
-The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else: the
-state, with tensors without data in the places of the tensors, and where the parts of each tensor
-are. So torch's own ``.metadata``, a pickle that may run any code, is not read. ``manifest.json``
-holds size and digest of each file, which are verified before anything is read. The folder gets its
-name when it is complete.
+``state.pth`` holds the state, with tensors without data in place of the sharded ones. Of these
+``shards_00000.pth``, ... hold a rank's parts each, with their offsets in the full tensors. All are
+checkpoint files, with checksums. The folder gets its name when it is complete.
 """
 
-import hashlib
-import json
-import warnings
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,36 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-)
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from hooktrain.checkpoint.files import (
-    MANIFEST,
-    METADATA,
     CorruptCheckpointError,
-    is_folder,
     load_file,
+    load_verified,
+    verify_file,
     write_file,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath, atomic_write, raise_disk_full, replacing
-from hooktrain.utils.tensors import is_sharded, map_leaves
+from hooktrain.utils.file_io import AnyPath, replacing
+from hooktrain.utils.tensors import is_sharded, local_tensor, map_leaves
 
 STATE = "state.pth"
-_PLANS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
-# torch warns of a save by one process without a process group, which is fine here.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+Keys = tuple[Any, ...]
+"""The keys and indices that lead to a tensor in a nested state."""
+
+
+def shards_of(rank: int) -> str:
+    """The name of the file with the shards of a rank."""
+    return f"shards_{rank:05d}.pth"
+
+
+def is_folder(path: AnyPath) -> bool:
+    """Whether there is a folder of shards, intact or not.
+
+    One that is being written or deleted has a hidden name, and is none. One that was moved aside,
+    so that another may take its place, is one until it is removed.
+    """
+    path = Path(path)
+    if path.name.startswith("."):
+        return False
+    return (path / STATE).is_file() or (path / shards_of(0)).is_file()
 
 
 def save_folder(
@@ -60,17 +60,16 @@ def save_folder(
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets. Of a DTensor each
             rank writes its shard. Of all else the main process's is written.
-        folder: its final name. Its parent must exist.
+        folder: its final name.
         group: of all ranks. In a thread, one that nobody else uses.
 
     Raises:
-        ValueError: on every rank, if two tensors have one dotted name, or another rank has a
-            tensor that the main process lacks.
+        ValueError: on every rank, if they do not hold the shards of the same tensors.
         FileExistsError: if something else than a sharded checkpoint has that name.
         OSError: on every rank, if the disk of one is full or fails. The old folder is as it was.
     """
     target = Path(folder)
-    skeleton, tensors = split_state(state)
+    skeleton, sharded = _split(state)
     with ExitStack() as stack:
 
         def begin() -> Path:
@@ -78,33 +77,58 @@ def save_folder(
                 raise FileExistsError(
                     f"{target} is no sharded checkpoint: it is not replaced"
                 )
-            return stack.enter_context(replacing(target))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = stack.enter_context(replacing(target))
+            temporary.mkdir()
+            return temporary
 
         temporary = on_main_process(begin, group)
-        saved = _save_tensors(tensors, temporary, group)
-        own = f"__{comm.get_rank()}_*"
-        digests = on_all_ranks(
-            lambda: {p.name: _digest(p) for p in temporary.glob(own)}, group
-        )
+
+        def write() -> int:
+            parts = [
+                (keys, _offsets(tensor), local_tensor(tensor))
+                for keys, tensor in sharded.items()
+                if _is_first_copy(tensor)
+            ]
+            write_file({"parts": parts}, temporary / shards_of(comm.get_rank()))
+            return sum(part.numel() for _, _, part in parts)
+
+        sizes = on_all_ranks(write, group)
 
         def complete() -> None:
-            parts_of = _parts_of(saved)
-            if unknown := parts_of.keys() - tensors.keys():
+            expected = sum(tensor.numel() for tensor in sharded.values())
+            if sum(sizes) != expected:
                 raise ValueError(
-                    f"the main process has no {unknown}, which other ranks have"
+                    f"the ranks hold {sum(sizes)} numbers of {expected} in shards: "
+                    "their states have other tensors"
                 )
-            write_file({"state": skeleton, "parts": parts_of}, temporary / STATE)
-            files = {name: record for part in digests for name, record in part.items()}
-            if absent := [name for name in files if not (temporary / name).is_file()]:
-                raise OSError(
-                    f"{temporary} lacks {absent}: the ranks do not share the disk"
-                )
-            files |= {name: _digest(temporary / name) for name in (METADATA, STATE)}
-            with atomic_write(temporary / MANIFEST) as file:
-                file.write(json.dumps(files).encode())
+            write_file({"state": skeleton, "ranks": len(sizes)}, temporary / STATE)
             stack.close()  # the rename
 
         on_main_process(complete, group)
+
+
+def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
+    """Compare the files of a sharded checkpoint with their checksums.
+
+    Args:
+        folder: of :func:`save_folder`.
+        part: of the files of shards. ``state.pth`` is always verified.
+
+    Raises:
+        CorruptCheckpointError: naming the first file that is missing, truncated or altered.
+        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint {str(folder)!r}")
+    names = [STATE]
+    if (folder / STATE).is_file():
+        names += map(shards_of, range(_read_state(folder, "meta")["ranks"])[part])
+    for name in names:
+        if not (folder / name).is_file():
+            raise CorruptCheckpointError(f"{folder / name} is missing")
+        verify_file(folder / name)
 
 
 def read_folder(
@@ -116,69 +140,48 @@ def read_folder(
 
     Args:
         folder: of :func:`save_folder`.
-        model: a tensor is read as this rank's shard if the path to it has the name of a sharded
-            tensor of this model, of the same shape: the weights, their averages, the state of an
+        model: a tensor is read as this rank's shard if its keys have the name of a sharded tensor
+            of this model, of the same shape: the weights, their averages, the state of an
             optimizer by names. All others are read in full.
         map_location: where these go. On ``"meta"`` they have no data.
 
     Raises:
         CorruptCheckpointError: if the folder holds something else than a checkpoint.
     """
+    folder = Path(folder)
+    content = _read_state(folder, map_location)
+    if torch.device(map_location).type == "meta":
+        return dict(content["state"])
+    parts = defaultdict(list)
+    for rank in range(content["ranks"]):
+        read = load_verified(folder / shards_of(rank), mmap=True)
+        for keys, offsets, part in read["parts"]:
+            parts[keys].append((part, offsets))
     in_model = {} if model is None else model.state_dict()
-    tensors: dict[str, Tensor] = {}
 
-    def make_room(path: tuple[Any, ...], leaf: Any) -> Any:
+    def fill(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        name = _dotted(path)
-        like = _namesake(name, leaf.shape, in_model)
+        like = _namesake(keys, leaf.shape, in_model)
         if is_sharded(like):
-            tensors[name] = torch.empty_like(
-                like, dtype=leaf.dtype, requires_grad=False
-            )
+            tensor = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False)
+            start = _offsets(tensor)
         else:
-            tensors[name] = torch.empty_like(leaf, device=map_location)
-        return tensors[name]
+            tensor = torch.empty_like(leaf, device=map_location)
+            start = [0] * tensor.dim()
+        own = local_tensor(tensor)
+        copied = sum(_copy_overlap(*part, own, start) for part in parts[keys])
+        if copied != own.numel():
+            raise CorruptCheckpointError(f"{folder} lacks parts of the tensor {keys}")
+        return tensor
 
-    content = load_file(Path(folder) / STATE)
-    if not isinstance(content, dict) or content.keys() != {"state", "parts"}:
-        raise CorruptCheckpointError(
-            f"{folder} does not say where the parts of its tensors are"
-        )
-    state: dict[str, Any] = map_leaves(make_room, content["state"])
-    parts = content["parts"]
-    if lacking := sorted(tensors.keys() - parts.keys()):
-        raise CorruptCheckpointError(f"{folder} lacks the tensors {lacking[:10]}")
-    if torch.device(map_location).type != "meta":
-        _read_tensors(tensors, parts, folder)
-    return state
+    return dict(map_leaves(fill, content["state"]))
 
 
-def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
-    """Compare the files of a sharded checkpoint with its manifest.
-
-    Args:
-        folder: of :func:`save_folder`.
-        part: of the files, sorted by name.
-
-    Raises:
-        CorruptCheckpointError: naming the first file that is missing, truncated or altered.
-        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
-    """
-    folder = Path(folder)
-    files = _read_manifest(folder)
-    for name in sorted(files)[part]:
-        path = folder / name
-        if name != path.name or not path.is_file():
-            raise CorruptCheckpointError(f"{path} is missing")
-        if (found := _digest(path)) != files[name]:
-            raise CorruptCheckpointError(
-                f"{path} was altered: it has {found}, not {files[name]}"
-            )
-
-
-def new_stager() -> DefaultStager:
+def new_stager() -> Any:
     """What copies a state into host memory, and keeps that for the next copy."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=torch.cuda.is_available(),
@@ -189,144 +192,66 @@ def new_stager() -> DefaultStager:
     )
 
 
-def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Take the tensors out of a nested state. It is not changed.
+def _read_state(folder: Path, map_location: str | torch.device) -> dict[str, Any]:
+    content: Any = load_file(folder / STATE, map_location)
+    if not isinstance(content, dict) or content.keys() != {"state", "ranks"}:
+        raise CorruptCheckpointError(f"{folder} is no sharded checkpoint")
+    return dict(content)
 
-    Sparse and quantized tensors stay where they are.
 
-    Returns:
-        A copy of the containers with tensors on the device ``"meta"`` in the places of the tensors;
-        and the tensors by their dotted names.
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Any]]:
+    """A copy of a state with tensors without data in place of DTensors, and these by keys."""
+    sharded: dict[Keys, Any] = {}
 
-    Raises:
-        ValueError: if two tensors have one name, as in ``{"a.b": x, "a": {"b": y}}``.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def take(path: tuple[Any, ...], leaf: Any) -> Any:
-        plain = type(leaf) in (Tensor, nn.Parameter, DTensor)
-        if not plain or leaf.layout is not torch.strided or leaf.is_quantized:
+    def take(keys: Keys, leaf: Any) -> Any:
+        if not is_sharded(leaf):
             return leaf
-        name = _dotted(path)
-        if name in tensors:
-            raise ValueError(f"two tensors of the state are both named {name!r}")
-        tensors[name] = leaf.detach()
-        return torch.empty_strided(
-            leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
-        )
+        sharded[keys] = leaf
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
-    return map_leaves(take, state), tensors
+    return map_leaves(take, state), sharded
 
 
-def _dotted(path: Iterable[Any]) -> str:
-    return ".".join(map(str, path))
+def _is_first_copy(tensor: Any) -> bool:
+    """Whether this rank writes its shard: of those that are replicated one rank does."""
+    axes = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    return all(index == 0 for placement, index in axes if placement.is_replicate())
 
 
-def _namesake(path: str, shape: torch.Size, in_model: Mapping[str, Any]) -> Any:
-    """The tensor of a model whose name is in a dotted path, if it has the shape."""
-    parts = path.split(".")
+def _offsets(tensor: Any) -> list[int]:
+    """Where the shard of this rank begins in the full tensor."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return list(chunk.offsets)
+
+
+def _copy_overlap(
+    part: Tensor, offsets: list[int], target: Tensor, start: list[int]
+) -> int:
+    """Copy where two parts of a tensor overlap; return how many numbers that are.
+
+    Args:
+        part: is copied.
+        offsets: where it begins in the full tensor.
+        target: is changed in place.
+        start: where it begins in the full tensor.
+    """
+    here, there = [], []
+    for dim, size in enumerate(target.shape):
+        low = max(start[dim], offsets[dim])
+        high = max(low, min(start[dim] + size, offsets[dim] + part.shape[dim]))
+        here.append(slice(low - start[dim], high - start[dim]))
+        there.append(slice(low - offsets[dim], high - offsets[dim]))
+    overlap = part[tuple(there)]
+    target[tuple(here)].copy_(overlap)
+    return overlap.numel()
+
+
+def _namesake(keys: Keys, shape: torch.Size, in_model: Mapping[str, Any]) -> Any:
+    """The tensor of a model whose name is in the dotted keys, if it has the shape."""
+    parts = ".".join(map(str, keys)).split(".")
     for start in range(len(parts)):
         for end in range(len(parts), start, -1):
             found = in_model.get(".".join(parts[start:end]))
             if isinstance(found, Tensor) and found.shape == shape:
                 return found
     return None
-
-
-class _Writer(filesystem.FileSystemWriter):
-    """Says that a disk is full before the exception is sent to other ranks, without its cause."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().write_data(*args, **kwargs)
-        except Exception as error:
-            raise_disk_full(error, Path(self.path))
-            raise
-
-
-def _save_tensors(
-    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
-) -> Metadata:
-    """Write this rank's part; return what all ranks have written."""
-    is_main = comm.is_main_process()
-    own = {
-        n: tensor
-        for n, tensor in tensors.items()
-        if is_main or isinstance(tensor, DTensor)
-    }
-    # Copying ahead would use the accelerator, from another thread.
-    writer = _Writer(folder, per_thread_copy_ahead=0)
-    # Plans are kept: agreeing on them takes the main process 60 us for each tensor of each rank.
-    planner = DefaultSavePlanner(**_PLANS, enable_plan_caching=True)
-    try:
-        saved: Metadata = save(
-            own, storage_writer=writer, planner=planner, process_group=group
-        )
-    except CheckpointException as error:
-        # torch would mix plans that failed with later ones. They fail on all ranks alike.
-        SavePlanner._cached_all_plans.clear()
-        SavePlanner._cached_save_plan.clear()
-        first, _ = next(iter(error.failures.values()))
-        raise first from error
-    return saved
-
-
-def _parts_of(saved: Metadata) -> dict[str, list[Any]]:
-    """Of each part of each tensor its place and shape, its file, and where in the file it is."""
-    entries: dict[str, Any] = saved.state_dict_metadata
-    parts: dict[str, list[Any]] = {name: [] for name in entries}
-    for name, entry in entries.items():
-        for chunk in entry.chunks:
-            info = saved.storage_data[MetadataIndex(name, chunk.offsets)]
-            where = info.relative_path, info.offset, info.length
-            parts[name].append((tuple(chunk.offsets), tuple(chunk.sizes), *where))
-    return parts
-
-
-def _read_tensors(
-    tensors: dict[str, Tensor], parts: dict[str, list[Any]], folder: AnyPath
-) -> None:
-    """Do what dcp.load does, except that nothing is unpickled without restrictions."""
-    found = Metadata({}, storage_data={})
-    for name, tensor in tensors.items():
-        properties = metadata.TensorProperties(tensor.dtype)
-        entry = metadata.TensorStorageMetadata(properties, tensor.shape, [])
-        found.state_dict_metadata[name] = entry
-        for offsets, sizes, *where in parts[name]:
-            box = torch.Size(offsets), torch.Size(sizes)
-            entry.chunks.append(metadata.ChunkStorageMetadata(*box))
-            found.storage_data[MetadataIndex(name, offsets)] = filesystem._StorageInfo(
-                *where
-            )
-    reader, planner = filesystem.FileSystemReader(folder), DefaultLoadPlanner(**_PLANS)
-    planner.set_up_planner(tensors, found, is_coordinator=True)
-    reader.set_up_storage_reader(found, is_coordinator=True)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-
-
-def _digest(path: Path) -> list[Any]:
-    """The size and the sha256 of a file (1 to 2 GB/s)."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        return [file.tell(), digest.hexdigest()]
-
-
-def _read_manifest(folder: Path) -> dict[str, list[Any]]:
-    path = folder / MANIFEST
-    try:
-        files: dict[str, list[Any]] = json.loads(path.read_bytes())
-        return {
-            name: [int(size), str(digest)] for name, (size, digest) in files.items()
-        }
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if not folder.exists():
-            raise FileNotFoundError(
-                f"there is no checkpoint {str(folder)!r}"
-            ) from error
-        raise CorruptCheckpointError(
-            f"{folder} has no {MANIFEST}: it is no checkpoint"
-        ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is not readable: {error!r}") from error

@@ -1,12 +1,9 @@
-"""What a checkpoint is on the disk and what it holds, from any library."""
+"""Reading checkpoints of any library, and loading a state into a model."""
 
-import copy
-import inspect
 import logging
 import re
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +11,8 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    is_folder,
-    load_file,
-    verify_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, verify_file
+from hooktrain.checkpoint.folders import is_folder, read_folder, verify_folder
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
@@ -27,7 +20,10 @@ from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.tensors import shard_like
 
+logger = logging.getLogger(__name__)
+
 State = dict[str, Any]
+Shape = tuple[int, ...]
 
 
 def verify_checkpoint(path: str) -> None:
@@ -38,8 +34,6 @@ def verify_checkpoint(path: str) -> None:
         OSError: if it cannot be opened.
     """
     if is_folder(path):
-        from hooktrain.checkpoint.folders import verify_folder
-
         verify_folder(path)
     else:
         verify_file(path)
@@ -60,9 +54,7 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
     if is_folder(path):
-        from hooktrain.checkpoint.folders import read_folder
-
-        verify_checkpoint(path)
+        verify_folder(path)
         return with_model(read_folder(path, map_location=map_location), path)
     return with_model(load_file(path, map_location), path)
 
@@ -81,8 +73,6 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     """
     states: list[State] = []
     if on_main_process(lambda: is_folder(path)):
-        from hooktrain.checkpoint.folders import read_folder, verify_folder
-
         part = slice(comm.get_rank(), None, comm.get_world_size())
         on_all_ranks(lambda: verify_folder(path, part))
         on_all_ranks(lambda: states.append(with_model(read_folder(path, model), path)))
@@ -93,31 +83,22 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
 def with_model(state: Any, path: str) -> State:
     """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
-    if not isinstance(state, dict):
-        raise CorruptCheckpointError(
-            f"{path} is no checkpoint: it holds a {type(state).__name__}"
-        )
-    if isinstance(state.get("model"), dict):
-        return state
-    if isinstance(state.get("state_dict"), dict):
-        return {
-            "model" if key == "state_dict" else key: item for key, item in state.items()
-        }
-    # Modules may keep what they like under the second name (Module.get_extra_state).
-    if state and all(
-        isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
-        for name, value in state.items()
-    ):
-        return {"model": state}
-    needs = "'model', 'state_dict', or tensors only"
+    if isinstance(state, dict) and state:
+        for key in ("model", "state_dict"):
+            if isinstance(state.get(key), dict):
+                rest = {name: item for name, item in state.items() if name != key}
+                return {"model": state[key], **rest}
+        if all(_is_of_a_model(name, item) for name, item in state.items()):
+            return {"model": state}
+    found = list(state)[:10] if isinstance(state, dict) else type(state).__name__
     raise CorruptCheckpointError(
-        f"{path} is no checkpoint: no {needs}, but {list(state)[:10]!r}"
+        f"{path} is no checkpoint: no 'model', 'state_dict', or tensors only, but {found}"
     )
 
 
-logger = logging.getLogger(__name__)
-
-Shape = tuple[int, ...]
+def _is_of_a_model(name: Any, value: Any) -> bool:
+    # Modules may keep what they like under this name (Module.get_extra_state).
+    return isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
 
 
 class IncompatibleKeys(NamedTuple):
@@ -168,8 +149,8 @@ def load_checkpoint(
     Raises:
         CorruptCheckpointError: if the file is broken or unsafe.
         OSError: if it cannot be read.
-        RuntimeError: with ``strict``, if there is a difference; the model is as it was.
-        ValueError: if names cannot be revised, or none has the prefix.
+        RuntimeError: with ``strict``, if there is a difference.
+        ValueError: if names cannot be revised, none has the prefix, or nothing fits.
     """
     content = read_checkpoint(local_path(filename), map_location)
     state = revise_names(content["model"], revise_keys)
@@ -190,92 +171,81 @@ def load_model_state(
     Args:
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
-        strict: raise if there is a difference. Meanwhile the model is in memory twice.
+        strict: raise if there is a difference. As with torch, what fits was loaded then.
 
     Raises:
-        RuntimeError: with ``strict``, if there is a difference; the model is as it was.
-        ValueError: if a value is no tensor, or nothing fits; the model is as it was.
+        RuntimeError: with ``strict``, if there is a difference; if a value is no tensor.
+        ValueError: without ``strict``, if nothing fits; the model is as it was.
     """
     in_model = model.state_dict()
     loadable = revise_names(state, ())  # a copy
-    for name, value in state.items():
-        # Modules may keep what they like under this name (Module.get_extra_state).
-        if not torch.is_tensor(value) and not name.endswith("_extra_state"):
-            raise ValueError(
-                f"{name!r} of type {type(value).__name__} must be a tensor"
-            )
-    in_wrapper = all(name.startswith("module.") for name in loadable)
-    if (
-        loadable
-        and in_wrapper
-        and not any(name.startswith("module.") for name in in_model)
-    ):
+    if _is_wrapped(loadable) and not _is_wrapped(in_model):
         loadable = take_prefix(loadable, "module")
-    saved, ours = (
-        {k: _shape(v) for k, v in some.items()} for some in (loadable, in_model)
-    )
-    incorrect = [
-        (name, saved[name], shape)
-        for name, shape in ours.items()
-        if "-" not in (shape, saved.get(name, "-")) and shape != saved[name]
-    ]
-    for name, _, _ in incorrect:
-        del loadable[name]
-    for name in [
-        name for name in in_model if name in loadable
-    ]:  # in one order on all ranks
-        loadable[name] = shard_like(loadable[name], in_model[name])
+    saved = {name: _shape(value) for name, value in loadable.items()}
+    ours = {name: _shape(value) for name, value in in_model.items()}
+    incorrect = []
+    for name in in_model:  # in one order on all ranks
+        if name not in loadable:
+            continue
+        if _differ(saved[name], ours[name]):
+            incorrect.append((name, saved[name], ours[name]))
+            del loadable[name]
+        else:
+            loadable[name] = shard_like(loadable[name], in_model[name])
     # Only a load tells what fits: modules may rename what older versions of them have saved.
-    before = copy.deepcopy(in_model) if strict else None
     result = model.load_state_dict(loadable, strict=False)
-    if in_model and not strict and in_model.keys() <= {*result.missing_keys}:
-        first = (dict(islice(shapes.items(), 3)) for shapes in (saved, ours))
+    if not strict and in_model and in_model.keys() <= set(result.missing_keys):
         raise ValueError(
-            "nothing in the state fits the model: it has {}, and the model {}. If a prefix differs,"
-            " load by load_checkpoint() with prefix= or revise_keys=".format(*first)
+            f"nothing in the state fits the model: it has {list(saved)[:3]}, ..., and the "
+            f"model {list(ours)[:3]}, .... If a prefix differs, load by load_checkpoint() "
+            "with prefix= or revise_keys="
         )
-    loaded = ours.keys() - result.missing_keys
-    known = _names_of_same_tensors(model, loaded).union(name for name, *_ in incorrect)
+    known = _names_of_same_tensors(model, ours.keys() - result.missing_keys)
+    known |= {name for name, *_ in incorrect}
     missing = [name for name in result.missing_keys if name not in known]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
-    if table := _table_of(found, saved, ours):
-        if before is not None:
-            model.load_state_dict(before, strict=False)
-            raise RuntimeError(f"nothing was loaded, with strict=True:\n{table}")
-        logger.warning(
-            "Not loaded, since the file and the model differ in it:\n%s", table
-        )
+    if any(found):
+        table = _table_of(found, saved, ours)
+        if strict:
+            raise RuntimeError(f"the file and the model differ:\n{table}")
+        logger.warning("Not loaded, since the file and the model differ:\n%s", table)
     return found
+
+
+def _is_wrapped(state: Mapping[str, Any]) -> bool:
+    return bool(state) and all(name.startswith("module.") for name in state)
+
+
+def _shape(value: Any) -> Any:
+    """The shape of a tensor, "-" if it has none yet."""
+    return tuple(value.shape) if torch.is_tensor(value) and not is_lazy(value) else "-"
+
+
+def _differ(saved: Any, ours: Any) -> bool:
+    return "-" not in (saved, ours) and saved != ours
 
 
 def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]:
     """All names of the tensors that have one of these: buffers may have some that no file has."""
-    tensors: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
-    tensors += model.named_buffers(remove_duplicate=False)
-    found = {id(tensor) for name, tensor in tensors if name in names}
-    return {name for name, tensor in tensors if id(tensor) in found}
+    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    found = {id(tensors[name]) for name in names if name in tensors}
+    return {name for name, tensor in tensors.items() if id(tensor) in found}
 
 
 def _table_of(
     found: IncompatibleKeys, saved: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> str:
-    """The differences with the shapes in the file and in the model; "" if there are none."""
-    rows = [(name, "reshaped", *shapes) for name, *shapes in found.incorrect_shapes]
-    rows += [(name, "missing", "-", ours.get(name, "-")) for name in found.missing_keys]
-    rows += [
-        (name, "unexpected", saved.get(name, "-"), "-")
-        for name in found.unexpected_keys
+    """The differences with the shapes in the file and in the model."""
+    differences = [(name, "reshaped") for name, *_ in found.incorrect_shapes]
+    differences += [(name, "missing") for name in found.missing_keys]
+    differences += [(name, "unexpected") for name in found.unexpected_keys]
+    rows = [
+        (name, difference, str(saved.get(name, "-")), str(ours.get(name, "-")))
+        for name, difference in differences
     ]
     headers = ["name", "difference", "shape in file", "shape in model"]
-    return (
-        tabulate([map(str, row) for row in rows], headers, disable_numparse=True)
-        if rows
-        else ""
-    )
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if torch.is_tensor(value) and not is_lazy(value) else "-"
+    return tabulate(rows, headers, disable_numparse=True)
 
 
 def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
@@ -292,9 +262,11 @@ def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]
         ValueError: if there is no such part.
     """
     start = prefix.removesuffix(".") + "."
-    part = _renamed(
-        state, lambda name: name.removeprefix(start) if name.startswith(start) else None
-    )
+
+    def rename(name: str) -> str | None:
+        return name.removeprefix(start) if name.startswith(start) else None
+
+    part = _renamed(state, rename)
     if not part:
         modules = dict.fromkeys(name.rpartition(".")[0] for name in state)
         hint = did_you_mean(start[:-1], modules)
@@ -331,31 +303,23 @@ def revise_names(
 def _renamed(
     state: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> "OrderedDict[str, Any]":
-    """A copy with other names, and without what has none.
-
-    The versions of the modules (``state._metadata``, which they look at when they load) get the new
-    names too.
-    """
+    """A copy with other names, and without what has none."""
     renamed: OrderedDict[str, Any] = OrderedDict()
-    before: dict[str, str] = {}
     for name, value in state.items():
-        if (new := rename(name)) is None:
-            continue
+        new = rename(name)
         if new in renamed:
-            raise ValueError(
-                f"{before[new]!r} and {name!r} would both be named {new!r}"
-            )
-        renamed[new], before[new] = value, name
+            raise ValueError(f"{name!r} and another one would both be named {new!r}")
+        if new is not None:
+            renamed[new] = value
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        # Its keys are the names of modules, so without the dot that follows in names of tensors.
-        # The model itself is "", and its wrapper's entry "module" becomes that.
-        modules = {key: rename(f"{key}." if key else "") for key in metadata}
-        renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (new.removesuffix("."), metadata[key])
-            for key, new in modules.items()
-            if new is not None
-        )
+        # The versions of the modules, which they look at when they load, by the modules' names.
+        # That of the model itself is "", and the others lack the dot before names of tensors.
+        renamed._metadata = OrderedDict()  # type: ignore[attr-defined]
+        for name, version in metadata.items():
+            new = rename(f"{name}." if name else "")
+            if new is not None:
+                renamed._metadata[new.removesuffix(".")] = version  # type: ignore[attr-defined]
     return renamed
 
 
@@ -379,39 +343,27 @@ def choose_parts(
 
     Raises:
         ValueError: if a name is unknown, or not in the state.
-        TypeError: if components are chosen of one that loads as a whole only.
     """
     if names is None:
-        if lacking := [key for key in checkpointables if key not in state]:
+        lacking = [key for key in checkpointables if key not in state]
+        if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
         return {key: {} for key in checkpointables if key in state}
-    chosen: dict[str, set[str]] = defaultdict(set)
+    chosen: dict[str, set[str]] = {}
     for name in names:
         key, _, component = name.partition(".")
         if name == "model":  # always loaded
             continue
-        _check_known(
-            name, key, checkpointables, "is not among what this checkpointer loads"
-        )
+        _check_known(name, key, checkpointables, "is not among what can be loaded")
         _check_known(name, key, state, f"is not in {path}")
         if component:
             _check_known(name, component, state[key], f"is not in {path}")
-            if (
-                "only"
-                not in inspect.signature(
-                    checkpointables[key].load_state_dict
-                ).parameters
-            ):
-                raise TypeError(
-                    f"cannot load {name!r} alone: load_state_dict takes no 'only'"
-                )
-        chosen[key].add(component)
+        chosen.setdefault(key, set()).add(component)
     # Without a component it is chosen as a whole.
     return {key: {} if "" in only else {"only": only} for key, only in chosen.items()}
 
 
 def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:
     if part not in known:
-        raise ValueError(
-            f"checkpointables: {name!r} {problem}{did_you_mean(part, sorted(known))}"
-        )
+        hint = did_you_mean(part, sorted(known))
+        raise ValueError(f"checkpointables: {name!r} {problem}{hint}")

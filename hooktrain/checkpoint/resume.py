@@ -1,34 +1,33 @@
-"""Which checkpoints of a folder to go on from, and which to delete.
+"""Which checkpoints of a folder to resume from, and which to delete.
 
 A checkpoint is a file ``<name>.pth``, or a folder of shards ``<name>``. The file
-``last_checkpoint`` names the one to go on from, as in detectron2. If it is missing, garbage, or
+``last_checkpoint`` names the one to resume from, as in detectron2. If it is missing, garbage, or
 names one that is gone or broken, the folder itself is searched.
-
-All that stands in the folder under the names that a run gives belongs to one run: a new one moves
-what it finds into a subfolder ``earlier-<number>``.
 """
 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
+from hooktrain.checkpoint.files import CorruptCheckpointError
+from hooktrain.checkpoint.folders import is_folder
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.utils.file_io import atomic_write
+from hooktrain.utils.file_io import (
+    AnyPath,
+    atomic_write,
+    first_free,
+    lock_folder,
+    unlock_folder,
+)
 
 logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
 
-_NUMBERED = re.compile(r"(?P<prefix>.+)_(?P<iteration>[0-9]{7,})(\.pth)?")
-OF_A_RUN = re.compile(r".+_([0-9]{7,}|final)(\.pth|\.old-.+)?")
-# MMEngine's epoch_12.pth too is looked into; all other names may be anybody's.
-_RESUMABLE = re.compile(r".+_([0-9]+|final)(\.pth|\.old-.+)?")
-# "model_best.pth" and the like hold a good state, not the last one.
-BEST = re.compile(r"(^|[_.-])best([_.-]|$)")
+# Other names may be anybody's. A folder that was moved aside ends with ".old-".
+_OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
@@ -45,9 +44,10 @@ def read_pointer(save_dir: str) -> str:
     path = Path(save_dir, POINTER)
     try:
         name = path.read_text("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return ""
     except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.warning("Cannot read %s: %s", path, error)
+        logger.warning("Cannot read %s: %s", path, error)
         return ""
     if name in checkpoint_names(save_dir):
         return name
@@ -55,21 +55,25 @@ def read_pointer(save_dir: str) -> str:
     return ""
 
 
-def checkpoint_names(save_dir: str) -> list[str]:
+def checkpoint_names(save_dir: AnyPath) -> list[str]:
     """The names of all checkpoints of the folder, sorted; none if it is not there."""
-    entries = Path(save_dir).iterdir() if os.path.isdir(save_dir) else []
+    if not os.path.isdir(save_dir):
+        return []
     return sorted(
-        e.name for e in entries if (e.suffix == ".pth" and e.is_file()) or is_folder(e)
+        path.name for path in Path(save_dir).iterdir() if _is_checkpoint(path)
     )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return is_folder(path) or (path.suffix == ".pth" and path.is_file())
 
 
 def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
     """The names of the checkpoints to try, best first; the folder is searched only if need be.
 
     First comes that of the pointer, then the others by their iteration, newest first. Those that
-    are newer than the pointer's come last, since the run has gone back behind them.
-    Left out are those named ``best``, those without an iteration (plain weights), and those whose
-    name does not end with a number or ``_final``: anybody may have put them there.
+    are newer than the pointer's come last, since they are of another run. Names that end neither
+    with a number nor with ``_final`` are left out, and so are plain weights without an iteration.
 
     Args:
         save_dir: the folder.
@@ -78,16 +82,20 @@ def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
     if pointed:
         yield pointed
     limit = iteration_in_name(pointed)
-    found = []
+    older: list[tuple[int, str]] = []
+    newer: list[tuple[int, str]] = []
     for name in checkpoint_names(save_dir):
-        if name == pointed or BEST.search(name) or not _RESUMABLE.fullmatch(name):
+        if name == pointed or not _OF_A_RUN.fullmatch(name):
             continue
         iteration = iteration_in_name(name)
         if iteration is None:
             iteration = _stored_iteration(os.path.join(save_dir, name))
-        if iteration is not None:
-            found.append((limit is None or iteration <= limit, iteration, name))
-    yield from (name for _, _, name in sorted(found, reverse=True))
+        if iteration is None:
+            continue
+        is_newer = limit is not None and iteration > limit
+        (newer if is_newer else older).append((iteration, name))
+    for _, name in [*sorted(older, reverse=True), *sorted(newer, reverse=True)]:
+        yield name
 
 
 def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
@@ -98,27 +106,22 @@ def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
     >>> iteration_in_name("model_final.pth") is None
     True
     """
-    match = _NUMBERED.fullmatch(name)
-    if match is None or prefix not in (None, match["prefix"]):
+    match = _OF_A_RUN.fullmatch(name)
+    if match is None or match[2] == "final" or prefix not in (None, match[1]):
         return None
-    return int(match["iteration"])
+    return int(match[2])
 
 
 def _stored_iteration(path: str) -> int | None:
-    """The last iteration in the checkpoint of a trainer or a strategy, if it is one of them."""
+    """The last iteration in a checkpoint; -1 if it is broken, so that it is tried last."""
     try:
         state = read_checkpoint(path, "meta")
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
-        # A run's own is to be tried last, and then counted among the broken ones.
-        return -2 if OF_A_RUN.fullmatch(os.path.basename(path)) else None
-    trainer, meta = state.get("trainer"), state.get("meta")
-    holder = (
-        trainer if "iteration" not in state and isinstance(trainer, dict) else state
-    )
-    iteration = holder.get("iteration")
-    if iteration is None and isinstance(meta, dict) and "optimizer" in state:
-        iteration = meta.get("iter", 0) - 1  # MMEngine's number of finished iterations
+        return -1
+    trainer = state.get("trainer")
+    holder = trainer if isinstance(trainer, dict) else {}
+    iteration = state.get("iteration", holder.get("iteration"))
     return iteration if isinstance(iteration, int) else None
 
 
@@ -127,62 +130,46 @@ def files_to_delete(
 ) -> list[str]:
     """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
 
-    The numbers give the order, so clocks do not matter. Since it looks at the folder alone, it goes
-    on where it was after a resume.
+    The numbers give the order, so clocks do not matter, and a resumed run goes on counting.
 
     Args:
         names: of all checkpoints in the folder. Those that are not of the form
             ``{prefix}_0000099.pth`` or ``{prefix}_0000099`` stay.
         prefix: of those that are looked at.
         max_to_keep: how many to keep, at least 1.
-        newest: the iteration just saved. Higher numbers, behind which the run has gone back, are
-            neither counted nor deleted.
+        newest: the iteration just saved. Higher numbers are of another run: they are neither
+            counted nor deleted.
         pointed: the one to resume from, which stays.
     """
-    ours = sorted(
-        (number, name)
-        for name in names
-        if (number := iteration_in_name(name, prefix)) is not None and number <= newest
-    )
-    return [name for _, name in ours[:-max_to_keep] if name != pointed]
-
-
-def begin_anew(save_dir: str, kept: str = "") -> None:
-    """Move what an earlier run has left, the pointer last, into a subfolder ``earlier-<number>``.
-
-    Args:
-        save_dir: the folder; it need not be there.
-        kept: the name of a checkpoint that stays.
-    """
-    pointed = read_pointer(save_dir)
-    names = [
-        name
-        for name in checkpoint_names(save_dir)
-        if name != kept
-        and (name == pointed or OF_A_RUN.fullmatch(name) or BEST.search(name))
-    ]
-    if names:
-        if pointed and pointed != kept:
-            names.append(POINTER)
-        aside = _set_aside(save_dir, *names)
-        message = "A new run begins: moved %s of an earlier one to %s. To resume it, move them back"
-        logger.warning(message, names, aside)
-
-
-def make_room(path: str, is_wanted: Callable[[str], bool] = os.path.isfile) -> None:
-    """Set aside, loudly, what has the name of a file or folder to be written and is none."""
-    if os.path.lexists(path) and not is_wanted(path):
-        aside = _set_aside(*os.path.split(path))
-        logger.error(
-            "Something else has the name of %s: it is moved to %s", path, aside
-        )
-
-
-def _set_aside(save_dir: str, *names: str) -> Path:
-    aside = next(
-        p for n in count(1) if not (p := Path(save_dir, f"earlier-{n}")).exists()
-    )
-    aside.mkdir()
+    ours = []
     for name in names:
-        os.rename(os.path.join(save_dir, name), aside / name)
-    return aside
+        iteration = iteration_in_name(name, prefix)
+        if iteration is not None and iteration <= newest:
+            ours.append((iteration, name))
+    return [name for _, name in sorted(ours)[:-max_to_keep] if name != pointed]
+
+
+def set_folder_aside(folder: AnyPath) -> None:
+    """Rename a folder that has checkpoints to the first free ``<name>.1``, and make it anew.
+
+    What an earlier run has left stays complete: renamed back, it can be resumed. A folder without
+    checkpoints stays as it is. Call it on the main process, before a new run writes anything.
+
+    Raises:
+        RuntimeError: if another run is using the folder.
+        OSError: if it cannot be renamed, as the root of a file system.
+    """
+    path = Path(folder).resolve()
+    if not checkpoint_names(path):
+        return
+    lock_folder(path)
+    aside = first_free(path)
+    path.rename(aside)
+    path.mkdir()
+    unlock_folder(path)
+    logger.warning(
+        "A new run begins: the folder of the earlier one is now %s. "
+        "To resume that, rename it back to %s",
+        aside,
+        path,
+    )

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hooktrain import checkpoint as core
-from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
+from hooktrain.checkpoint.files import CorruptCheckpointError, load_file
+from hooktrain.checkpoint.folders import is_folder
 from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
 from hooktrain.compat.paths import PathManager
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import refuse_overrides
 
 State = dict[str, Any]
 
@@ -61,8 +61,6 @@ class Checkpointer(core.Checkpointer):
     _not_called: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
-        name = "tag_last_checkpoint"
-        refuse_overrides(cls, {name: core.Checkpointer._not_called[name]})
         if "save" in vars(cls):
             cls.save = _keep_options(cls.save)  # type: ignore[method-assign]
 
@@ -112,13 +110,12 @@ class Checkpointer(core.Checkpointer):
         if not newest:
             return self.load(path, checkpointables=[])
         try:
-            left = self.load(newest, **chosen)
+            return self.load(newest, **chosen)
         except (OSError, CorruptCheckpointError):
-            if (found := self.read_newest()) is None:
+            found = self.read_newest()
+            if found is None:
                 raise
-            left = self.load(newest := found[0], **chosen)
-        self._resumed = os.path.basename(newest)
-        return left
+            return self.load(found[0], **chosen)
 
     def _load_file(self, filename: str) -> State:
         """The content of a file; a bare state dict is put under ``"model"``."""

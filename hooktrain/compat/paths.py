@@ -60,7 +60,8 @@ class _PathManager:
     ) -> None:
         """Take a handler for the addresses that begin with its prefixes."""
         prefixes = handler._get_supported_prefixes()
-        register_scheme(prefixes, handler._get_local_path, force=True)
+        for prefix in prefixes:
+            register_scheme(prefix, handler._get_local_path)
         self._handlers |= dict.fromkeys(prefixes, handler)
 
     def get_local_path(self, path: AnyPath, **kwargs: Any) -> str:
@@ -82,7 +83,9 @@ class _PathManager:
 PathManager = _PathManager()
 
 
-@partial(register_scheme, "detectron2://")
 def _of_model_zoo(address: str) -> str:
     name = address.removeprefix("detectron2://")
     return local_path(f"https://dl.fbaipublicfiles.com/detectron2/{name}", alone=True)
+
+
+register_scheme("detectron2://", _of_model_zoo)

@@ -17,6 +17,7 @@ from torch import nn
 
 from hooktrain import evaluation, events, solver
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint.resume import set_folder_aside
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
@@ -165,6 +166,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     if output_dir and comm.is_main_process():
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         if not eval_only:
+            if not getattr(args, "resume", False) and restart_count() == 0:
+                set_folder_aside(output_dir)
             lock_folder(output_dir)
     comm.synchronize()
     level = getattr(args, "log_level", "normal")

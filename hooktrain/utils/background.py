@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Thread
 
 logger = logging.getLogger(__name__)
@@ -10,14 +11,14 @@ logger = logging.getLogger(__name__)
 class BackgroundWorker:
     """Runs one job at a time in a thread, so that the caller may go on.
 
-    An error of a job is logged at once and raised by the next :meth:`submit` or :meth:`wait`, so
-    that it is also seen where neither follows. The thread ends with its job: nothing has to be
-    closed.
+    An error of a job is logged at once and raised by the next :meth:`submit` or :meth:`wait`. The
+    thread ends with its job: nothing has to be closed.
 
     Example:
         >>> worker = BackgroundWorker("checkpoint")
         >>> worker.submit(lambda: None)
         >>> worker.wait()
+        True
 
     Args:
         name: of the jobs, for the messages and the thread.
@@ -26,19 +27,21 @@ class BackgroundWorker:
     def __init__(self, name: str) -> None:
         self.name = name
         self._thread: Thread | None = None
-        self._error: BaseException | None = None
+        self._outcome: Future[object] = Future()
 
     def submit(self, job: Callable[[], object], *, daemon: bool = False) -> None:
         """Wait for the job before, then start this one.
 
         Args:
             job: the function to call.
-            daemon: whether the interpreter ends without waiting for the job.
+            daemon: whether the interpreter ends without waiting for the job. The threads of an
+                executor cannot do that.
 
         Raises:
             BaseException: what the job before raised. This one is not started then.
         """
         self.wait()
+        self._outcome = Future()
         self._thread = Thread(
             target=self._run, args=(job,), name=self.name, daemon=daemon
         )
@@ -56,18 +59,18 @@ class BackgroundWorker:
         Raises:
             BaseException: what the job raised. It is raised once.
         """
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                return False
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
+        self._thread = None
+        self._outcome.result()
         return True
 
     def _run(self, job: Callable[[], object]) -> None:
         try:
-            job()
+            self._outcome.set_result(job())
         except BaseException as error:  # a thread has nobody to raise it to
             logger.error("The background job %r failed: %r", self.name, error)
-            self._error = error
+            self._outcome.set_exception(error)

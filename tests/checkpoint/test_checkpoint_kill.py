@@ -87,5 +87,5 @@ def test_the_newest_committed_checkpoint_loads_after_each_kill(
         for parameter in model.parameters():
             assert torch.equal(parameter, torch.full_like(parameter, iteration))
         start = iteration + 1
-    Checkpointer(make_model(0), tmp_path).save("model_final", iteration=start)
+    Checkpointer(make_model(0), tmp_path).begin_run()
     assert not any(".tmp-" in p.name for p in tmp_path.iterdir())

@@ -3,22 +3,30 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
-from hooktrain.checkpoint.resume import files_to_delete, iteration_in_name
+from hooktrain.checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    PeriodicCheckpointer,
+)
+from hooktrain.checkpoint.resume import (
+    files_to_delete,
+    iteration_in_name,
+    set_folder_aside,
+)
+from hooktrain.utils.file_io import lock_folder
 
 
-def save(folder: Path, name: str, iteration: int, **extra: Any) -> Path:
+def save(folder: Path, name: str, iteration: int, sharded: bool = False) -> Path:
     """Save a model whose weight is the iteration."""
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, iteration)
-    Checkpointer(model, folder).save(name, iteration=iteration, **extra)
-    return folder / f"{name}.pth"
+    Checkpointer(model, folder, sharded=sharded).save(name, iteration=iteration)
+    return folder / (name if sharded else f"{name}.pth")
 
 
 def resumed(folder: Path) -> int | None:
@@ -165,21 +173,6 @@ def test_the_final_file_is_compared_by_the_iteration_in_it(folder: Path) -> None
     assert resumed(folder) == 149
 
 
-def test_the_iteration_of_the_trainer_counts_where_the_file_has_none(
-    folder: Path,
-) -> None:
-    class Trainer:
-        def state_dict(self) -> dict[str, int]:
-            return {"iteration": 59}
-
-        def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=Trainer())
-    checkpointer.save("long_final")
-    (folder / "last_checkpoint").unlink()
-    assert checkpointer.get_checkpoint_file() == str(folder / "long_final.pth")
-
-
 def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(
     folder: Path,
 ) -> None:
@@ -201,9 +194,7 @@ def test_plain_weights_in_the_folder_are_not_resumed_from(
     assert "Not resuming from ['model_best.pth', 'pretrained.pth']" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name", ["embeddings.pth", "glove_300.pth", "web", "last_checkpoint"]
-)
+@pytest.mark.parametrize("name", ["embeddings.pth", "glove_300.pth", "web"])
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_what_somebody_else_has_put_there_is_left_out(
     name: str, is_alone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -215,18 +206,10 @@ def test_what_somebody_else_has_put_there_is_left_out(
         (tmp_path / name).write_bytes(b"word2vec")
     else:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text("{}")
+        (tmp_path / name / "state.pth").write_text("{}")
     assert resumed(tmp_path) == (None if is_alone else 9)
     assert name in caplog.text or not is_alone
     assert resumed(save(tmp_path, "model_0000019", 19).parent) == 19
-
-
-def test_a_dangling_pointer_in_an_empty_folder_starts_from_scratch_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "last_checkpoint").write_text("model_0000009.pth")
-    assert resumed(tmp_path) is None
-    assert "names 'model_0000009.pth', which is no checkpoint there" in caplog.text
 
 
 def test_an_empty_or_missing_folder_starts_from_scratch(
@@ -237,11 +220,8 @@ def test_an_empty_or_missing_folder_starts_from_scratch(
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-def test_a_file_of_another_prefix_counts_and_names_with_best_in_a_word_do_too(
-    tmp_path: Path,
-) -> None:
+def test_a_file_of_another_prefix_counts(tmp_path: Path) -> None:
     save(tmp_path, "bestiary_0000009", 9)
-    save(tmp_path, "best_0000019", 19)
     save(tmp_path, "ema_best", 29)
     (tmp_path / "last_checkpoint").unlink()
     assert resumed(tmp_path) == 9
@@ -312,3 +292,73 @@ def test_the_oldest_files_beyond_the_count_are_deleted(
 )
 def test_the_iteration_in_a_name(name: str, iteration: int | None) -> None:
     assert iteration_in_name(name) == iteration
+
+
+def test_a_used_folder_is_renamed_whole_and_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "out"
+    for iteration, aside in [(9, "out.1"), (19, "out.2")]:
+        save(folder, "model_0000009", iteration)
+        (folder / "metrics.json").write_text(str(iteration))
+        set_folder_aside(folder)
+        assert list(folder.iterdir()) == []
+        assert (tmp_path / aside / "metrics.json").read_text() == str(iteration)
+        assert f"is now {tmp_path / aside}" in caplog.text
+        assert resumed(tmp_path / aside) == iteration
+    lock_folder(folder)
+
+
+def test_a_folder_without_checkpoints_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    set_folder_aside(tmp_path / "out")
+    set_folder_aside(tmp_path / "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Files and folders of shards in turn; the pointer at the newest, a folder."""
+    for iteration in (9, 19):
+        save(tmp_path, f"model_{iteration:07d}", iteration)
+        save(tmp_path, f"model_{iteration + 5:07d}", iteration + 5, sharded=True)
+    return tmp_path
+
+
+def test_the_newest_good_one_is_resumed_be_it_a_file_or_a_folder(mixed: Path) -> None:
+    assert resumed(mixed) == 24
+    for name, before in [
+        ("model_0000024/shards_00000.pth", 19),
+        ("model_0000019.pth", 14),
+        ("model_0000014/state.pth", 9),
+    ]:
+        os.truncate(mixed / name, 100)
+        assert resumed(mixed) == before
+    os.truncate(mixed / "model_0000009.pth", 100)
+    with pytest.raises(CorruptCheckpointError, match="is intact"):
+        resumed(mixed)
+
+
+def test_files_and_folders_are_counted_together(mixed: Path) -> None:
+    checkpointer = Checkpointer(nn.Linear(1, 1), mixed, sharded=True)
+    PeriodicCheckpointer(checkpointer, 10, max_to_keep=2).step(29)
+    kept = checkpointer.get_all_checkpoint_files()
+    assert [Path(path).name for path in kept] == ["model_0000024", "model_0000029"]
+
+
+def test_a_folder_that_was_moved_aside_counts_until_it_is_put_back(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path, "model_final", 9, sharded=True)
+    aside = path.rename(tmp_path / "model_final.old-99999-host")  # and killed then
+    assert resumed(tmp_path) == 9
+    Checkpointer(nn.Linear(1, 1), tmp_path).begin_run()
+    assert not aside.exists()
+    assert resumed(tmp_path) == 9
+
+
+def test_a_folder_that_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, "model_0000009", 9, sharded=True)
+    path.rename(tmp_path / ".model_0000009.tmp-1-host")
+    assert resumed(tmp_path) is None

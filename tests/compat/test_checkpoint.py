@@ -100,16 +100,6 @@ def test_the_core_refuses_a_subclass_whose_override_it_would_not_call(
         type("Mine", (core.Checkpointer,), {method: None})
 
 
-@pytest.mark.parametrize(
-    "base", [core.Checkpointer, Checkpointer, DetectionCheckpointer]
-)
-def test_to_override_what_names_the_last_checkpoint_is_refused(base: type) -> None:
-    with pytest.raises(
-        TypeError, match=r"Mine.tag_last_checkpoint would never .*: override save"
-    ):
-        type("Mine", (base,), {"tag_last_checkpoint": None})
-
-
 class WithoutFirst(DetectionCheckpointer):
     """Changes the names in the file, and forgives what is missing."""
 

@@ -80,7 +80,7 @@ def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
     with pytest.raises(FloatingPointError, match="iteration=3!"):
         trainer.train(0, 4)
     assert evaluated == []
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_an_evaluation_that_leaves_the_model_in_evaluation_mode_is_told_at_the_next_step() -> (

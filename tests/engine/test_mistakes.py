@@ -790,7 +790,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         ("tools/checkpoint.py", "inspect", "run"),
-        "error: run has no manifest.json: it is no check",
+        "error: run.state.pth is missing",
     ),
     (
         ("tools/checkpoint.py", "weights", "notes.txt", "a.pth"),

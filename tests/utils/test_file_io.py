@@ -1,9 +1,11 @@
-"""Files and folders that are the old or the new one, whatever fails."""
+"""Files and folders that are the old or the new one, whatever fails; the lock of a folder."""
 
 import errno
 import fcntl
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-import hooktrain
 from faults import fail_at_write
-from hooktrain.utils.file_io import atomic_write, delete, replacing, sweep
+from hooktrain.utils.file_io import (
+    atomic_write,
+    delete,
+    lock_folder,
+    replacing,
+    sweep,
+    unlock_folder,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -32,21 +40,20 @@ def write(path: Path, *parts: bytes, then: BaseException | None = None) -> None:
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_a_new_file_takes_its_place_when_the_block_ends_wherever_the_process_is_then(
+def test_a_new_file_takes_its_place_when_the_block_ends(
     old: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.bin"
     if old is not None:
         path.write_bytes(old)
-    (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with atomic_write("a.bin") as file:
-        monkeypatch.chdir(tmp_path / "elsewhere")
+        monkeypatch.chdir("/")
         file.write(b"new")
         file.flush()
         assert (path.read_bytes() if path.exists() else None) == old
     assert path.read_bytes() == b"new"
-    assert names(tmp_path) == ["a.bin", "elsewhere"]
+    assert names(tmp_path) == ["a.bin"]
 
 
 @pytest.mark.parametrize("error", [ValueError("poison"), KeyboardInterrupt()])
@@ -64,10 +71,7 @@ def test_an_error_in_the_block_leaves_the_old_file(
     assert names(tmp_path) == ["a.bin"]
 
 
-FAULTS = ("write 1", "write 2", "write 3", "fsync", "replace")
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["write 1", "write 3", "fsync", "replace"])
 @pytest.mark.parametrize("old", [b"old", None])
 def test_a_failure_at_any_call_leaves_the_old_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, old: bytes | None
@@ -104,7 +108,6 @@ def test_the_file_reaches_the_disk_before_its_name_and_then_the_folder(
         fsync(descriptor)
 
     def traced_replace(source: Path, target: Path) -> None:
-        assert source.parent == target.parent == tmp_path
         trace.append(f"replace {target.name}")
         replace(source, target)
 
@@ -113,19 +116,15 @@ def test_the_file_reaches_the_disk_before_its_name_and_then_the_folder(
     with atomic_write(tmp_path / "a.bin") as file:
         file.write(b"12345")
         trace.append("write")
-    assert trace == [
-        "write",
-        "fsync temporary with 5 bytes",
-        "replace a.bin",
-        "fsync folder",
-    ]
+    calls = ["fsync temporary with 5 bytes", "replace a.bin", "fsync folder"]
+    assert trace == ["write", *calls]
 
 
 CANNOT = ["EINVAL", "EBADF", "ENOSYS", "EOPNOTSUPP"]
 
 
 @pytest.mark.parametrize("name", [*CANNOT, "EIO"])
-def test_a_file_system_that_cannot_flush_folders_is_told_of_once_and_a_failing_one_is_an_error(
+def test_only_a_file_system_that_cannot_flush_folders_is_forgiven(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +145,6 @@ def test_a_file_system_that_cannot_flush_folders_is_told_of_once_and_a_failing_o
             with pytest.raises(OSError, match="injected"):
                 write(tmp_path / "a.bin", content)
         assert (tmp_path / "a.bin").read_bytes() == content
-    assert names(tmp_path) == ["a.bin"]
     assert caplog.text.count(f"{tmp_path} cannot flush folders") == (name in CANNOT)
 
 
@@ -155,7 +153,7 @@ def save_by_torch(file: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_told_with_the_path_and_the_free_space_also_where_torch_hides_it(
+def test_a_full_disk_is_told_with_the_path_and_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "a.bin"
@@ -163,7 +161,7 @@ def test_a_full_disk_is_told_with_the_path_and_the_free_space_also_where_torch_h
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1234))
     writes: list[Callable[[Any], object]] = [
         lambda file: file.write(b"new"),
-        save_by_torch,
+        save_by_torch,  # which hides it
     ]
     for n, fill in [(1, writes[0]), *((n, writes[1]) for n in range(1, 6))]:
         fail_at_write(monkeypatch, n, OSError(number, "full"))
@@ -178,66 +176,40 @@ def test_a_full_disk_is_told_with_the_path_and_the_free_space_also_where_torch_h
         assert names(tmp_path) == ["a.bin"]
 
 
-OWNER = "-1-0123abcd"  # in a container, number 1 may be that of any process
+def folder_of(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(content)
+    return path
 
 
-def test_what_nobody_is_writing_is_swept_and_what_has_another_name_stays(
+def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", "old")
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "a", b"new")
+    assert (tmp_path / "a" / "file").read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_temporary_file_tells_who_writes_it(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a") as temporary:
+        owner = f"{os.getpid()}-{socket.gethostname()}"
+        assert temporary == tmp_path / f".a.tmp-{owner}"
+        temporary.touch()
+
+
+OWNER = "-1-host-2.example"
+
+
+def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     tmp_path: Path,
 ) -> None:
-    left = [f".a.bin.tmp{OWNER}", f".a.bin.tmp{OWNER}.lock", f".b.tmp{OWNER}.lock"]
-    others = [
-        *(
-            ".lock",
-            f".tmp{OWNER}",
-            f".a.bin.tmp{OWNER}.bak",
-            ".a.bin.tmp-1",
-            f"a.bin.tmp{OWNER}",
-        ),
-        "model.pth",
-    ]
-    for name in [*left, *others]:
+    others = [f".tmp{OWNER}", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}", "model.pth"]
+    for name in [f".a.bin.tmp{OWNER}", *others]:
         (tmp_path / name).touch()
     folder_of(tmp_path / f".c.tmp{OWNER}", "half")
     (tmp_path / f".d.tmp{OWNER}").symlink_to(tmp_path)
-    sweep(str(tmp_path))
-    assert names(tmp_path) == sorted(others)
-
-
-@pytest.mark.parametrize("is_folder", [False, True])
-def test_what_is_being_written_is_not_swept_by_whomever_and_through_a_link(
-    is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (tmp_path / "link").symlink_to(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: 999_999_999)  # as in another container
-        with replacing(folder / "a") as temporary:
-            folder_of(temporary, "new") if is_folder else temporary.write_text("new")
-            sweep(tmp_path / "link")
-            command = [sys.executable, "-c", SWEEPS, str(folder)]
-            subprocess.run(command, env=WITH_PACKAGE, timeout=30, check=True)
-    assert names(folder) == ["a"]
-
-
-WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(Path(hooktrain.__file__).parent.parent)}
-SWEEPS = "import sys; from hooktrain.utils.file_io import sweep; sweep(sys.argv[1])"
-
-
-def test_without_locks_files_are_written_all_the_same_and_nothing_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    left = [f".a.bin.tmp{OWNER}", f".a.bin.tmp{OWNER}.lock"]
-    for name in left:
-        (tmp_path / name).touch()
-    write(tmp_path / "a.bin", b"one")
-    sweep(tmp_path)
-    assert names(tmp_path) == [*left, "a.bin"]
-    assert f"Cannot sweep {tmp_path / left[0]}" in caplog.text
+    lock_folder(tmp_path)
+    assert names(tmp_path) == sorted([".lock", *others])
 
 
 def test_what_may_not_be_removed_is_told_and_the_rest_is_swept(
@@ -256,21 +228,7 @@ def test_what_may_not_be_removed_is_told_and_the_rest_is_swept(
     assert "not yours" in caplog.text
 
 
-def folder_of(path: Path, content: str) -> Path:
-    path.mkdir()
-    (path / "file").write_text(content)
-    return path
-
-
-def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
-    folder_of(tmp_path / "a", "old")
-    with pytest.raises(IsADirectoryError):
-        write(tmp_path / "a", b"new")
-    assert (tmp_path / "a" / "file").read_text() == "old"
-    assert names(tmp_path) == ["a"]
-
-
-def test_a_folder_that_was_moved_aside_for_another_is_put_back_unless_its_place_is_taken(
+def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
     tmp_path: Path,
 ) -> None:
     aside = f"a.old{OWNER}"
@@ -301,7 +259,75 @@ def test_a_folder_that_is_deleted_loses_its_name_first(
     assert left.startswith(".a.tmp-")
     sweep(tmp_path)
     assert names(tmp_path) == []
-    delete(folder_of(tmp_path / "b", "x"))
-    (tmp_path / "c").touch()
-    delete(tmp_path / "c")
-    assert names(tmp_path) == []
+
+
+HOLD = """
+import os, signal, sys
+from hooktrain.utils.file_io import lock_folder
+lock_folder(sys.argv[1])
+begun, begin = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(begin, b"1")
+    signal.pause()
+os.read(begun, 1)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_is_refused_until_that_process_is_gone_whatever_its_children(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        try:
+            with pytest.raises(
+                RuntimeError, match=rf"in use by another run \(process {other.pid} on "
+            ):
+                lock_folder(tmp_path)
+            other.kill()
+            other.wait()
+            lock_folder(tmp_path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_same_process_may_lock_again_until_it_unlocks(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    lock_folder(tmp_path / "out")
+    lock_folder(str(tmp_path / "link"))
+    take = "import sys; from hooktrain.utils.file_io import *; lock_folder(sys.argv[1])"
+    command = [sys.executable, "-c", take, str(tmp_path / "link")]
+    assert b"in use" in subprocess.run(command, capture_output=True).stderr
+    unlock_folder(tmp_path / "out")
+    assert subprocess.run(command, capture_output=True).stderr == b""
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_on_a_file_system_without_locks_the_run_goes_on_and_nothing_is_swept(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(getattr(errno, name), "injected")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    left = tmp_path / f".a.bin.tmp{OWNER}"
+    left.touch()
+    lock_folder(tmp_path)
+    assert f"{tmp_path} cannot be locked ([Errno {getattr(errno, name)}]" in caplog.text
+    assert left.exists()
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        lock_folder(tmp_path / "missing")

@@ -48,7 +48,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         """Learn where the run ends; refuse states that could not be saved."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
-        self.checkpointer.begin_run()
+        self.checkpointer.begin_run(is_new=self.trainer.start_iter == 0)
         saved = self.checkpointer.checkpointables.values()
         if not any(isinstance(each, TrainerBase) for each in saved):
             logger.warning(
