@@ -92,7 +92,9 @@ class HistoryBuffer:
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added; NaN if there are none."""
-        return self._finite_sum / self._finite_count if self._finite_count else math.nan
+        if self._finite_count == 0:
+            return math.nan
+        return self._finite_sum / self._finite_count
 
     def values(self) -> list[Entry]:
         """All values that are kept, as pairs (value, iteration), the oldest first."""
@@ -163,7 +165,8 @@ def _median(values: list[float]) -> float:
 
 
 # A thread or task sees the storages that it has entered itself, the innermost last.
-_entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
+_Stack = tuple["EventStorage", ...]
+_entered: ContextVar[_Stack] = ContextVar("_entered", default=())
 
 
 def get_event_storage() -> "EventStorage":
@@ -305,8 +308,8 @@ class EventStorage:
             ValueError: if there is no element or one that is not finite, or for
                 ``bins`` below 1.
         """
-        # Host-device synchronisation.
-        values = torch.as_tensor(hist_tensor).detach().cpu().double().numpy()
+        tensor = torch.as_tensor(hist_tensor).detach()
+        values = tensor.cpu().double().numpy()  # host-device synchronisation
         counts, edges = np.histogram(values, bins)
         histogram = {  # the arguments of SummaryWriter.add_histogram_raw
             "tag": self._current_prefix + hist_name,
@@ -361,7 +364,8 @@ class EventStorage:
         for name, (_, iteration) in latest.items():
             history = self._histories[name]
             if history.smoothing_hint:
-                latest[name] = (history.recent_median(window_size), iteration)
+                median = history.recent_median(window_size)
+                latest[name] = (median, iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -453,10 +457,11 @@ class EventStorage:
             ]
         fetched = iter(_to_floats(tensors))
         for history in waiting:
-            entries = [
-                (value if type(value) is float else next(fetched), iteration)
-                for value, iteration in history.pending
-            ]
+            entries = []
+            for value, iteration in history.pending:
+                if type(value) is not float:
+                    value = next(fetched)
+                entries.append((value, iteration))
             history.pending.clear()
             history.extend(entries)
 
@@ -473,8 +478,9 @@ def _read_scalar(name: str, value: Scalar) -> float | Tensor:
         return float(value.item())
     # Double holds all that the other types do; MPS does not have it. The copy is queued
     # on the device: the host does not wait, and a later write changes nothing.
-    dtype = torch.float32 if value.device.type == "mps" else torch.float64
-    return value.detach().reshape(()).to(dtype, copy=True)
+    dtype = torch.float32 if value.is_mps else torch.float64
+    scalar = value.detach().reshape(())
+    return scalar.to(dtype, copy=True)
 
 
 def _to_floats(tensors: list[Tensor]) -> list[float]:

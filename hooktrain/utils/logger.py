@@ -14,7 +14,11 @@ from termcolor import colored
 
 from hooktrain.utils.file_io import on_disk
 
-LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+LEVELS = {
+    "quiet": logging.WARNING,
+    "normal": logging.INFO,
+    "debug": logging.DEBUG,
+}
 
 
 class _TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
@@ -25,13 +29,15 @@ class _TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not 
         no_color = None if color else True  # None leaves it to the terminal
         header = colored(header, "green", no_color=no_color)
         level = colored("%(levelname)s", "red", attrs=["bold"], no_color=no_color)
-        self._quiet = logging.Formatter(f"{header} %(message)s", "%H:%M:%S")
-        self._loud = logging.Formatter(f"{header} {level} %(message)s", "%H:%M:%S")
+        clock = "%H:%M:%S"
+        self.formatter = logging.Formatter(f"{header} %(message)s", clock)
+        self._of_warnings = logging.Formatter(f"{header} {level} %(message)s", clock)
 
     def format(self, record: logging.LogRecord) -> str:
         """The level is shown from WARNING on."""
-        is_loud = record.levelno >= logging.WARNING
-        return (self._loud if is_loud else self._quiet).format(record)
+        if record.levelno >= logging.WARNING:
+            return self._of_warnings.format(record)
+        return super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # the process was started without one
@@ -164,14 +170,18 @@ def show_progress(
         return False
     if 0 < total <= done:
         _draw("")
-    elif not _bar.text or time.monotonic() - _bar.drawn_at >= 0.1:
-        text = f"{what} {done}"
-        if total > 0:
-            hashes = "#" * (30 * done // total)
-            text = f"{what} {done / total:4.0%} [{hashes:-<30}] {done}/{total}"
-        if seconds_left is not None:
-            text += f"  eta: {pretty_seconds(seconds_left)}"
-        _draw(text[: shutil.get_terminal_size().columns - 1])
+        return True
+    if _bar.text and time.monotonic() - _bar.drawn_at < 0.1:
+        return True
+    text = f"{what} {done}"
+    if total > 0:
+        share = done / total
+        hashes = "#" * int(30 * share)
+        text = f"{what} {share:4.0%} [{hashes:-<30}] {done}/{total}"
+    if seconds_left is not None:
+        text += f"  eta: {pretty_seconds(seconds_left)}"
+    width = shutil.get_terminal_size().columns - 1
+    _draw(text[:width])
     return True
 
 
@@ -193,16 +203,19 @@ def _is_watched() -> bool:
     """Whether a person sees what the main thread prints, and wants to see progress."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = logging.getLogger("hooktrain").handlers
-    shown = [h for h in handlers if h.level <= logging.INFO]
-    if sys.stdout is None or not any(isinstance(h, _TerminalHandler) for h in shown):
+    has_terminal = False
+    for handler in logging.getLogger("hooktrain").handlers:
+        if isinstance(handler, _TerminalHandler):
+            has_terminal = handler.level <= logging.INFO
+    if sys.stdout is None or not has_terminal:
         return False
     # A notebook's stream is no terminal, and does what is needed of one.
-    is_notebook = type(sys.stdout).__module__.startswith("ipykernel")
-    return is_notebook or sys.stdout.isatty()
+    module = type(sys.stdout).__module__
+    return module.startswith("ipykernel") or sys.stdout.isatty()
 
 
 def pretty_seconds(seconds: float) -> str:
     """Hours, minutes and seconds, such as 27:00:05."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

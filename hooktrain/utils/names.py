@@ -118,9 +118,10 @@ def locate(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not name.startswith(str(error.name)):  # what the module imports is missing
             raise
-        hint = did_you_mean(missing, [n for n in dir(holder) if n[0] != "_"])
-        where = f"{getattr(holder, '__name__', holder)!r} has no {missing!r}"
-        raise ImportError(f"cannot locate {name!r}: {where}{hint}") from None
+        where = getattr(holder, "__name__", holder)
+        public = [each for each in dir(holder) if not each.startswith("_")]
+        text = f"cannot locate {name!r}: {where!r} has no {missing!r}"
+        raise ImportError(text + did_you_mean(missing, public)) from None
 
 
 def importable_name(obj: Any) -> tuple[str, str]:
@@ -157,8 +158,9 @@ def importable_name(obj: Any) -> tuple[str, str]:
 def _candidates(obj: Any, name: str) -> Iterator[tuple[str, str]]:
     """Where an object may be found as ``(module, name)``, the shortest first."""
     short = name.rpartition(".")[2]
-    # Functions of torch's extensions do not know their module.
-    home = getattr(obj, "__module__", None) or pickle.whichmodule(obj, short)  # type: ignore[attr-defined]
+    home = getattr(obj, "__module__", None)
+    if home is None:  # as of functions of torch's extensions
+        home = pickle.whichmodule(obj, short)  # type: ignore[attr-defined]
     parts = home.split(".")
     for length in range(1, len(parts) + 1):
         module = ".".join(parts[:length])

@@ -53,7 +53,9 @@ class Registry:
         """
         if obj is None:
             return lambda decorated: self.register(decorated, name=name, force=force)
-        names = [name] if isinstance(name, str) else name or [obj.__name__]
+        if name is None:
+            name = obj.__name__
+        names = [name] if isinstance(name, str) else name
         for each in names:
             if each in self and not force:
                 raise ValueError(
@@ -89,8 +91,8 @@ class Registry:
             KeyError: if there is none; the message suggests the nearest name.
         """
         if name not in self:
-            hint = did_you_mean(name, self._objects)
-            raise KeyError(f"no {name!r} in the registry {self.name!r}{hint}")
+            text = f"no {name!r} in the registry {self.name!r}"
+            raise KeyError(text + did_you_mean(name, self._objects))
         return self._objects[name]
 
     def find(self, kind: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Tensors of which each rank holds a shard: put together to a full one, and split again."""
+"""Sharded tensors, tensors that are not finite, and tensors in containers."""
 
 import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hooktrain.utils import comm
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. Importing that class takes half a second, so it is not done here."""
+    """Whether it is a DTensor, without importing that class: it takes half a second."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
@@ -30,32 +31,35 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor as a whole, on every rank; another tensor itself. Collective."""
     if not is_sharded(tensor):
         return tensor
-    home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
     # What is offloaded goes where the ranks can exchange it.
-    moved: Any = tensor if tensor.device.type == home else tensor.to(home)
+    home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    moved: Any = tensor
+    if tensor.device.type != home:
+        moved = tensor.to(home)
     full: Tensor = moved.full_tensor()
     return full.detach()
 
 
 def full_tensors(state: Any) -> Any:
-    """Put the sharded tensors of a nested state together, one after the other. Collective.
+    """Put the sharded tensors of a nested state together, one by one. Collective.
 
     Args:
         state: of dicts, lists and tuples; it is not changed.
 
     Returns:
-        A copy of the containers. On the main process full tensors on the CPU replace the sharded
-        ones; on the others None does, so that only one process holds the whole in memory. All else
-        is the same object.
+        A copy of the containers. On the main process full tensors on the CPU replace the
+        sharded ones; on the others None does, so that only one process holds the whole
+        in memory. All else is the same object.
     """
-    return map_leaves(
-        lambda _, leaf: _on_main(leaf) if is_sharded(leaf) else leaf, state
-    )
 
+    def put_together(_: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        full = full_tensor(leaf)
+        # Host-device synchronisation.
+        return full.cpu() if comm.is_main_process() else None
 
-def _on_main(sharded: Tensor) -> Tensor | None:
-    full = full_tensor(sharded)
-    return full.cpu() if comm.is_main_process() else None  # host-device synchronisation
+    return map_leaves(put_together, state)
 
 
 def map_leaves(
@@ -70,11 +74,13 @@ def map_leaves(
         state: it is not changed.
         path: of the state itself.
     """
-    if isinstance(state, dict | list | tuple):
-        return map_items(
-            lambda key, item: map_leaves(function, item, (*path, key)), state
-        )
-    return function(path, state)
+    if not isinstance(state, dict | list | tuple):
+        return function(path, state)
+
+    def inside(key: Any, item: Any) -> Any:
+        return map_leaves(function, item, (*path, key))
+
+    return map_items(inside, state)
 
 
 @torch.no_grad()
@@ -86,14 +92,20 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
         like: gives sharding and device. If it is not sharded, or ``value`` is already, or the
             shapes differ, ``value`` itself is returned.
     """
-    if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
+    is_whole = is_sharded(like) and not is_sharded(value)
+    if not is_whole or value.shape != like.shape:
         return value
     from torch.distributed.tensor import (
         distribute_tensor,
-    )  # there are shards: it is loaded
+    )  # loaded, as there are shards
 
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return distribute_tensor(value.detach(), mesh, placements).to(like.device)
+    sharding: Any = like
+    sharded = distribute_tensor(
+        value.detach(),
+        sharding.device_mesh,
+        sharding.placements,
+    )
+    return sharded.to(like.device)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -106,12 +118,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: if names or shapes differ, as :meth:`torch.nn.Module.load_state_dict` does.
     """
-    ours = model.state_dict()
-    # In the model's order, not that of the state, so that all ranks communicate in one order.
-    sharded = {
-        name: shard_like(state[name], ours[name]) for name in ours if name in state
-    }
-    model.load_state_dict({**state, **sharded})
+    sharded = dict(state)
+    # In the model's order, so that all ranks communicate in one order.
+    for name, ours in model.state_dict().items():
+        if name in state:
+            sharded[name] = shard_like(state[name], ours)
+    model.load_state_dict(sharded)
 
 
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
@@ -123,7 +135,8 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     Args:
         tensors: by name.
     """
-    names, values = [], []
+    names = []
+    values = []
     for name, tensor in tensors.items():
         numbers = _numbers(tensor)
         if numbers is not None:
@@ -133,9 +146,10 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
         return set()
     # The largest numbers, since a norm of large ones may overflow.
     largest = torch._foreach_norm(values, math.inf)
-    together = torch.stack([norm.to(largest[0].device) for norm in largest])
-    finite = together.isfinite().tolist()  # host-device synchronisation
-    return {name for name, good in zip(names, finite, strict=True) if not good}
+    device = largest[0].device
+    together = torch.stack([norm.to(device) for norm in largest])
+    bad = (~together.isfinite()).tolist()  # host-device synchronisation
+    return set(compress(names, bad))
 
 
 def _numbers(tensor: Any) -> Tensor | None:
@@ -161,11 +175,13 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     On the CPU batches stay as they are. So they do for a model with a ``train_step``, which brings
     them to its device by itself.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    first = next(model.parameters(), torch.empty(0))
+    device = first.device
     if device.type == "cpu" or hasattr(model, "train_step"):
         return lambda data: data
-    is_cuda = device.type == "cuda"
-    copying = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+    copying = None
+    if device.type == "cuda":
+        copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def move(data: Any) -> Any:
         if isinstance(data, Tensor):
@@ -198,7 +214,10 @@ def can_move(data: Any) -> bool:
     return callable(getattr(data, "to", None)) and not isinstance(data, type)
 
 
-def map_items(function: Callable[[Any, Any], Any], data: Any) -> Any:
+def map_items(
+    function: Callable[[Any, Any], Any],
+    data: Any,
+) -> Any:
     """A dict, list, tuple or dataclass of the same type with ``function(key, item)`` for its items.
 
     A key is that of a dict, an index or the name of a field. Attributes of a dict, such as the
@@ -215,6 +234,8 @@ def map_items(function: Callable[[Any, Any], Any], data: Any) -> Any:
         make = getattr(type(data), "_make", type(data))  # namedtuples have _make
         return make(items)
     if is_dataclass(data) and not isinstance(data, type):
-        names = [field.name for field in fields(data)]
-        return replace(data, **{n: function(n, getattr(data, n)) for n in names})
+        changes = {}
+        for field in fields(data):
+            changes[field.name] = function(field.name, getattr(data, field.name))
+        return replace(data, **changes)
     return data
