@@ -93,7 +93,7 @@ def test_without_rules_there_is_one_group_of_all_parameters() -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW, "torch.optim.AdamW"])
-def test_the_type_of_an_optimizer_is_a_name_a_class_or_a_dotted_name(kind: Any) -> None:
+def test_the_type_of_an_optimizer_may_be_a_class(kind: Any) -> None:
     cfg = {
         "type": "AmpOptimWrapper",
         "dtype": "bfloat16",
@@ -126,23 +126,10 @@ def test_an_optimizer_of_your_own_may_be_registered(
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        (
-            {"optimiser": SGD},
-            ValueError,
-            "give 'optimizer', a dict with 'type', not {'optimiser'",
-        ),
-        ({"optimizer": "SGD"}, ValueError, "give 'optimizer', a dict with 'type'"),
-        (
-            {"optimizer": {"lr": 0.1}},
-            ValueError,
-            "a dict with 'type', not .*{'lr': 0.1}",
-        ),
-        ({"optimizer": {"type": "SDG"}}, KeyError, "'optimizers'; did you mean 'SGD'"),
-        (
-            {"optimizer": SGD, "type": "AmpOptimWraper"},
-            KeyError,
-            "mean 'AmpOptimWrapper'",
-        ),
+        ({"optimiser": SGD}, ValueError, "give 'optimizer', .*, not {'optimiser'"),
+        ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type', not .*'lr': 0.1"),
+        ({"optimizer": {"type": "SDG"}}, KeyError, "did you mean 'SGD'"),
+        ({"optimizer": SGD, "type": "AmpWraper"}, KeyError, "mean 'AmpOptimWrapper'"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(
@@ -273,18 +260,9 @@ def test_configurations_by_name_are_for_submodules() -> None:
     [
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
         ({}, ValueError, "needs 'optimizer', but got {}"),
-        ({"optimizer": None}, ValueError, "give 'optimizer', a dict with 'type'"),
-        (
-            {"type": "OptimWrapper", "optimiser": 1},
-            ValueError,
-            "needs 'optimizer', but got {'optimiser': 1}",
-        ),
+        ({"type": "OptimWrapper", "optimiser": 1}, ValueError, "got {'optimiser': 1}"),
         ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
-        (
-            {"constructor": "DefaultCnstructor"},
-            KeyError,
-            "mean 'DefaultOptimWrapperCons",
-        ),
+        ({"constructor": "DefaultCnstructor"}, KeyError, "mean 'DefaultOptimWrapper"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> None:
@@ -366,12 +344,11 @@ def test_the_length_of_the_run_is_not_needed_where_nothing_depends_on_it(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "LinearLR"}, "LinearLR needs end, or the run's max_epochs"),
         ({"type": "PolyLR", "by_epoch": False}, "PolyLR needs end, or the run's max_"),
         ({"type": "CosineAnnealingLR"}, "CosineAnnealingLR needs end or T_max"),
         (
             {"type": "OneCycleLR", "eta_max": 1.0},
-            "needs end or total_steps, or the run's",
+            "needs end or total_steps, or the run",
         ),
     ],
 )
@@ -385,29 +362,16 @@ def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
 
 
 def test_epochs_become_iterations_if_asked_for() -> None:
-    config = {
-        "type": "MultiStepLR",
-        "milestones": [1, 2],
-        "end": 3,
-        "convert_to_iter_based": True,
-    }
+    config = {"type": "MultiStepLR", "milestones": [1, 2], "end": 3}
+    config["convert_to_iter_based"] = True
     (scheduler,) = build_param_scheduler(config, groups_of(1.0), RUN)
-    assert (scheduler.milestones, scheduler.end, scheduler.by_epoch) == (
-        [4, 8],
-        12,
-        False,
-    )
-    config = {
-        "type": "CosineAnnealingLR",
-        "convert_to_iter_based": True,
-        "epoch_length": 10,
-    }
-    assert build_param_scheduler(config, groups_of(1.0), RUN)[0].end == 120
-    config = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
+    assert (scheduler.milestones, scheduler.end) == ([4, 8], 12)
+    assert not scheduler.by_epoch
+    del config["end"]
+    (scheduler,) = build_param_scheduler(config, groups_of(1.0), RUN)
+    assert scheduler.end == 48
     with pytest.raises(ValueError, match="epoch_length=None"):
         build_param_scheduler(config, groups_of(1.0), {"max_epochs": 3})
-    with pytest.raises(ValueError, match="by_epoch=False"):
-        build_param_scheduler({**config, "by_epoch": False}, groups_of(1.0), RUN)
 
 
 def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:

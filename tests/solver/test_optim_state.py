@@ -138,7 +138,7 @@ def check_that_training_goes_on(
 # Names
 
 
-def test_a_state_has_names_and_torch_takes_it_too() -> None:
+def test_torch_takes_a_state_with_names() -> None:
     model = net("a", "b")
     optimizer = sgd(groups_of(model, "a", "b"))
     train(model, optimizer)
@@ -150,7 +150,7 @@ def test_a_state_has_names_and_torch_takes_it_too() -> None:
     assert same(state_of(model, other), state_of(model, optimizer))
 
 
-def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> None:
+def test_a_model_gives_the_names() -> None:
     model = net("a", "b")
     nameless = torch.optim.SGD(model.b.parameters())
     assert optimizer_state_dict(nameless)["param_groups"][0]["params"] == [0, 1]
@@ -172,7 +172,7 @@ def test_a_model_gives_the_names_to_an_optimizer_that_has_none_or_others() -> No
     load_optimizer_state(twice, state)
 
 
-def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
+def test_a_wrapper_loads_by_the_names_of_its_model() -> None:
     old, new = net("a", "b"), net("b", "c")
     wrapper, loaded = (
         OptimWrapper(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
@@ -190,25 +190,7 @@ def test_a_wrapper_saves_and_loads_by_the_names_of_its_model() -> None:
     assert wrapper.state_dict()["param_groups"][1]["params"] == ["d.weight", "d.bias"]
 
 
-@pytest.mark.parametrize(
-    "wrap", [nn.DataParallel, lambda model: model], ids=["both", "compile"]
-)
-def test_what_wrappers_add_to_names_does_not_count(
-    wrap: Callable[[Any], nn.Module], changes: Changes
-) -> None:
-    model = net("a", "b")
-    inside = torch.optim.SGD(model.parameters(), momentum=0.9)
-    outside = torch.optim.SGD(list(model.parameters())[:2], momentum=0.9)
-    names = parameter_names(wrap(torch.compile(model, backend="eager")))
-    load_optimizer_state(
-        inside, optimizer_state_dict(outside, names), parameter_names(model)
-    )
-    assert changes() == of("b", "new", "-", "no state")
-
-
-def test_states_by_position_load_where_the_groups_have_the_same_sizes_or_names() -> (
-    None
-):
+def test_states_by_position_load() -> None:
     old, new = net("a", "b"), net("a", "b")
     optimizer = torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9)
     train(old, optimizer)
@@ -234,9 +216,7 @@ def test_states_by_position_load_where_the_groups_have_the_same_sizes_or_names()
     ] == [True] * 2
 
 
-def test_other_names_and_without_names_other_groups_are_refused_with_a_way_out() -> (
-    None
-):
+def test_parameters_that_cannot_be_matched_are_refused() -> None:
     old, new = net("a"), net("a", "b")
     nameless = torch.optim.SGD(old.parameters())
     with pytest.raises(
@@ -255,7 +235,7 @@ def test_other_names_and_without_names_other_groups_are_refused_with_a_way_out()
 
 
 @every_optimizer
-def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> None:
+def test_a_layer_may_be_frozen(make: Make, changes: Changes) -> None:
     old, new = net("a", "b", "c"), net("a", "b", "c")
     new.a.requires_grad_(False)
     for before, after in ((old, new), (new, old)):
@@ -282,7 +262,7 @@ def test_a_layer_may_be_frozen_and_unfrozen(make: Make, changes: Changes) -> Non
         (["a", "b"], ["ab"], []),
     ],
 )
-def test_layers_and_groups_may_change(
+def test_layers_may_be_moved(
     before: list[str],
     after: list[str],
     told: list[list[str]],
@@ -313,15 +293,6 @@ def test_the_state_of_a_parameter_of_another_shape_is_dropped(
     assert changes() == [
         ["b.weight", "reshaped", "(1, 3), dropped", "(5, 3)"],
         ["b.bias", "reshaped", "(1,), dropped", "(5,)"],
-    ]
-    nameless = [
-        torch.optim.SGD(model.parameters(), momentum=0.9) for model in (old, new)
-    ]
-    train(old, nameless[0])
-    load_optimizer_state(nameless[1], nameless[0].state_dict())
-    assert [row[:2] for row in changes()[2:]] == [
-        ["#2", "reshaped"],
-        ["#3", "reshaped"],
     ]
 
 
@@ -387,7 +358,7 @@ def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> No
     assert changes()[1:] == [["group 0", "initial_lr", "0.1", "0.2"]]
 
 
-def test_how_to_compute_stays_as_built_and_is_not_taken_from_the_state(
+def test_how_to_compute_stays_as_built(
     changes: Changes,
 ) -> None:
     saved = torch.optim.SGD(
@@ -425,7 +396,7 @@ def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() 
     assert torch.equal(plain.weight, turned.weight)
 
 
-def test_the_state_of_another_kind_of_optimizer_is_refused_with_both_names() -> None:
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     class Own(torch.optim.SGD):
         pass
 

@@ -158,16 +158,6 @@ def test_the_rates_are_those_of_the_groups() -> None:
 # Accumulation
 
 
-def test_accumulated_batches_give_the_gradients_of_one_large_batch() -> None:
-    ours, reference = LinearLoss(), LinearLoss()
-    wrapper = wrap(ours, accumulative_counts=4)
-    small = batches(4)
-    assert not any(wrapper.update_params(ours(batch)) for batch in small[:3])
-    wrapper.backward(wrapper.scale_loss(ours(small[3])))
-    reference(torch.cat(small)).backward()
-    torch.testing.assert_close(ours.fc.weight.grad, reference.fc.weight.grad)
-
-
 def trained_by_hand(sizes: list[int], data: list[Tensor]) -> LinearLoss:
     """Accumulations of these sizes."""
     model = LinearLoss()

