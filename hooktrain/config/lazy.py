@@ -201,8 +201,9 @@ def _run(path: Path) -> ConfigDict:
         if level == 0:
             return builtins.__import__(name, globals, locals, fromlist)
         # As many dots as folders above the importing file.
-        target = Path(*path.parts[:-level]).joinpath(*name.split("."))
-        return SimpleNamespace(**_run(target.with_name(f"{target.name}.py")))
+        folder = Path(*path.parts[:-level])
+        file = folder / f"{name.replace('.', '/')}.py"
+        return SimpleNamespace(**_run(file))
 
     # The file's own copy of the builtins: only this file sees the other __import__.
     own_builtins = {**vars(builtins), "__import__": import_}

@@ -57,9 +57,10 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
 
 def _apply(cfg: ConfigDict, override: str) -> None:
-    sign = override[:1] if override[:1] in ("+", "~") else ""
-    path, equals, text = override.removeprefix(sign).partition("=")
-    deletes = sign == "~"
+    adds = override.startswith("+")
+    deletes = override.startswith("~")
+    change = override[1:] if adds or deletes else override
+    path, equals, text = change.partition("=")
     parts = path.split(".")
     if not all(parts) or bool(equals) == deletes:
         forms = "'key=value', '+key=value' or '~key', with a key like 'train.max_iter'"
@@ -67,9 +68,11 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     node: Any = cfg
     for part in parts[:-1]:
         key = _find(node, part, override)
-        node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]
-    is_next = isinstance(node, list) and parts[-1] == str(len(node))
-    if sign == "+" and is_next:
+        if isinstance(node, dict):
+            node.setdefault(key, {})
+        node = node[key]
+    is_list = isinstance(node, list)
+    if adds and is_list and parts[-1] == str(len(node)):
         node.append(None)
     key = _find(node, parts[-1], override)
     if deletes:
@@ -111,7 +114,9 @@ def _check_text(node: Any, key: Any, override: str) -> None:
     text = override.partition("=")[2]
     if "${" in text or EPOCHS.fullmatch(text):
         return
-    old = node[key] if key in known_keys(node) else None
+    old = None
+    if key in known_keys(node):
+        old = node[key]
     if isinstance(old, int | float | list | tuple | dict):
         hint = "give a value of its kind, or put quotes around a text"
         raise ValueError(f"the override {override!r} replaces {old!r:.60}: {hint}")

@@ -76,7 +76,8 @@ class TrainLoader:
             **self.options,
         )
         # The workers start now, not at the first batch.
-        return self._count(start_workers(loader), in_process=loader.num_workers == 0)
+        batches = start_workers(loader)
+        return self._count(batches, in_process=loader.num_workers == 0)
 
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
@@ -92,13 +93,15 @@ class TrainLoader:
         Global batch ``i`` holds the positions ``i * total_batch_size`` and following of the stream;
         the ranks take turns in it.
         """
-        rank, world = comm.get_rank(), comm.get_world_size()
+        rank = comm.get_rank()
+        world = comm.get_world_size()
         first = self.batches * self.total_batch_size
         if isinstance(self.sampler, StreamSampler):
             indices = islice(self.sampler.stream(first), rank, None, world)
         else:
             # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
-            indices = islice(_endless(self.sampler, self.seed), first // world, None)
+            drawn = _endless(self.sampler, self.seed)
+            indices = islice(drawn, first // world, None)
         mine = zip(count(first + rank, world), indices, strict=False)
         while True:
             yield list(islice(mine, self.total_batch_size // world))

@@ -27,6 +27,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 _END = object()
 _limit: ContextVar[int | None] = ContextVar("_limit", default=None)
 
+Callbacks = Mapping[str, Callable[[], None]]
+
 
 class DatasetEvaluator:
     """Takes what it needs of each batch, and sums it up at the end.
@@ -91,7 +93,8 @@ class MetricEvaluator(DatasetEvaluator):
             self._sum = self._sum + mean * len(targets)
             self._count += len(targets)
             return
-        if isinstance(outputs, Tensor) and hasattr(self._metric, "to"):
+        can_move = hasattr(self._metric, "to")
+        if can_move and isinstance(outputs, Tensor):
             self._metric.to(outputs.device)
         self._metric.update(outputs, targets)
 
@@ -100,14 +103,15 @@ class MetricEvaluator(DatasetEvaluator):
         result = self._metric.compute() if self._adds_up else self._mean()
         if isinstance(result, Mapping):
             return dict(result)
-        name = getattr(self._metric, "__name__", type(self._metric).__name__)
+        kind = type(self._metric).__name__
+        name = getattr(self._metric, "__name__", kind)
         return {name: result}
 
-    def _mean(self) -> float:
+    def _mean(self) -> Any:
         # The transfer waits for the device: a host-device synchronisation, once an evaluation.
-        shares = comm.all_gather((float(self._sum), self._count))
-        sums, counts = zip(*shares, strict=True)
-        return float(math.fsum(sums) / sum(counts))
+        own = (float(self._sum), self._count)
+        sums, counts = zip(*comm.all_gather(own), strict=True)
+        return math.fsum(sums) / sum(counts)
 
 
 def targets_of(batch: Any, key: str) -> Any:
@@ -161,7 +165,7 @@ def inference_on_dataset(
     model: Callable[[Any], Any],
     data_loader: Iterable[Any],
     evaluator: Any,
-    callbacks: Mapping[str, Callable[[], None]] | None = None,
+    callbacks: Callbacks | None = None,
     step: str = "test_step",
 ) -> dict[str, Any]:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
@@ -198,10 +202,10 @@ def inference_on_dataset(
         ValueError: the only rank got no batch, the loader never ends, or a callback's name is
             unknown.
     """
-    sampler = getattr(data_loader, "sampler", None)
-    if getattr(data_loader, "endless", False) or getattr(sampler, "endless", False):
-        text = "data_loader never ends, so build_test_loader() it"
-        raise ValueError(f"{text}: {data_loader!r}")
+    for part in (data_loader, getattr(data_loader, "sampler", None)):
+        if getattr(part, "endless", False):
+            text = "data_loader never ends, so build_test_loader() it"
+            raise ValueError(f"{text}: {data_loader!r}")
     call = _callbacks(callbacks or {})
     if evaluator is None:
         evaluator = []
@@ -209,10 +213,13 @@ def inference_on_dataset(
         evaluator = [evaluator]
     evaluator = DatasetEvaluators(evaluator)
     evaluator.reset()
-    # A function has no parameters.
-    module = model if isinstance(model, nn.Module) else nn.Module()
-    # DDP's own forward may exchange buffers, and would wait for ranks that have fewer batches.
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    module = nn.Module()  # a function has no parameters
+    if isinstance(model, nn.Module):
+        module = model
+    inner = model
+    if isinstance(model, DistributedDataParallel):
+        # Its own forward may exchange buffers, and would wait for ranks that have fewer batches.
+        inner = model.module
     forward = getattr(inner, step, inner)
     move = mover_to(module)
     progress = _Progress(data_loader, module)
@@ -235,9 +242,7 @@ def inference_on_dataset(
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 
-def _callbacks(
-    given: Mapping[str, Callable[[], None]],
-) -> dict[str, Callable[[], None]]:
+def _callbacks(given: Callbacks) -> Callbacks:
     """The callbacks, with ones that do nothing in place of those that are not given."""
     for name in given:
         if name not in _CALLBACKS:
@@ -283,9 +288,10 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 
 def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
+    if any(map(is_sharded, model.parameters())):
+        return True
     # Right after a forward pass the outermost parameters may still be whole.
-    wrapped = any(hasattr(module, "reshard") for module in model.modules())
-    return wrapped or any(map(is_sharded, model.parameters()))
+    return any(hasattr(module, "reshard") for module in model.modules())
 
 
 def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -326,8 +332,7 @@ class _Progress:
         if limit is not None:
             self._total = min(self._total, limit)
         logger.debug("Start inference on %d batches", self._total)
-        devices = {parameter.device for parameter in module.parameters()}
-        self._accelerators = [d for d in devices if d.type != "cpu"]
+        self._devices = {parameter.device for parameter in module.parameters()}
         self.batches = 0
         self.seconds_in_model = 0.0
         self._start = time.perf_counter()
@@ -346,8 +351,13 @@ class _Progress:
         self.batches += 1
         now = time.perf_counter()
         mean = (now - self._start) / self.batches
-        left = max(0.0, mean * (self._total - self.batches))
-        is_watched = show_progress("Evaluating", self.batches, self._total, left)
+        left = mean * max(0, self._total - self.batches)
+        is_watched = show_progress(
+            "Evaluating",
+            self.batches,
+            self._total,
+            left,
+        )
         is_due = now - self._last_line >= _SECONDS_BETWEEN_LINES
         if is_due and not is_watched:
             self._last_line = now
@@ -364,8 +374,9 @@ class _Progress:
     def log_summary(self) -> None:
         """Log the whole time, and the means of a batch."""
         self.lap()
-        for device in self._accelerators:
-            torch.accelerator.synchronize(device)  # a host-device synchronisation
+        for device in self._devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)  # a host-device synchronisation
         self.seconds_in_model += self.lap()
         whole = self._lap_end - self._start
         batches = max(1, self.batches)

@@ -43,8 +43,8 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        # By label * C + prediction.
-        self._counts = torch.zeros(len(self._class_names) ** 2, dtype=torch.int64)
+        cells = len(self._class_names) ** 2  # label * C + prediction
+        self._counts = torch.zeros(cells, dtype=torch.int64)
         # How often the label is first, second, ... in the order of the logits.
         self._ranked = torch.zeros(self._most, dtype=torch.int64)
         self._loss_sum = torch.zeros((), dtype=torch.float64)
@@ -63,8 +63,9 @@ class ClassificationEvaluator(DatasetEvaluator):
         device = outputs.device
         classes = len(self._class_names)
         labels = torch.as_tensor(targets_of(inputs, self._label_key))
-        fits = labels.dim() == 1 and outputs.shape == (len(labels), classes)
-        if not fits or labels.is_floating_point():
+        fits = outputs.shape == (labels.numel(), classes)
+        is_vector = labels.dim() == 1 and not labels.is_floating_point()
+        if not fits or not is_vector:
             raise ValueError(
                 f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
                 f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
@@ -74,15 +75,18 @@ class ClassificationEvaluator(DatasetEvaluator):
         dtype = torch.float32 if device.type == "mps" else torch.float64
         log_probs = outputs.to(dtype).log_softmax(1)
         of_labels = log_probs.gather(1, labels[:, None])
-        self._loss_sum = self._loss_sum.to(device, dtype) - of_labels.sum()
+        self._loss_sum = self._loss_sum.to(device, dtype)
+        self._loss_sum -= of_labels.sum()
 
         cells = labels * classes + outputs.argmax(1)
         self._counts = self._counts.to(device)
-        self._counts.scatter_add_(0, cells, torch.ones_like(cells))
+        one = torch.ones_like(cells)
+        self._counts.scatter_add_(0, cells, one)
         if self._most:
             highest = outputs.topk(self._most, 1).indices
-            hits = (highest == labels[:, None]).sum(0)
-            self._ranked = self._ranked.to(device) + hits
+            hits = highest == labels[:, None]
+            self._ranked = self._ranked.to(device)
+            self._ranked += hits.sum(0)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Sum up the batches of all ranks, and log a table of up to 100 classes. Collective.
@@ -97,11 +101,12 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample.
         """
         classes = len(self._class_names)
-        own = [self._counts, self._ranked, self._loss_sum[None]]
+        parts = (self._counts, self._ranked, self._loss_sum[None])
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        sums = comm.all_reduce(torch.cat([part.cpu().double() for part in own]))
-        parts: Any = torch.split(sums, [classes**2, self._most, 1])
-        cells, hits, loss = parts
+        own = [part.cpu().double() for part in parts]
+        sums = comm.all_reduce(torch.cat(own))
+        sizes = [len(part) for part in own]
+        cells, hits, loss = torch.split(sums, sizes)
         confusion = cells.view(classes, classes)
         images = confusion.sum(1)
         correct = confusion.diagonal()
@@ -112,21 +117,22 @@ class ClassificationEvaluator(DatasetEvaluator):
         by_class = 100 * correct / images  # nan for a class without samples
         self._log_table(images, correct, by_class)
         present = by_class[images > 0].tolist()
+        right = correct.sum().item()
         results = {
-            "accuracy": 100 * correct.sum().item() / total,
+            "accuracy": 100 * right / total,
             "val_loss": loss.item() / total,
             "mean_class_accuracy": math.fsum(present) / len(present),
         }
         for k in self._topk:
-            results[f"accuracy@{k}"] = 100 * hits[:k].sum().item() / total
+            right = hits[:k].sum().item()
+            results[f"accuracy@{k}"] = 100 * right / total
         return {"classification": results}
 
     def _log_table(self, images: Tensor, correct: Tensor, by_class: Tensor) -> None:
         if not comm.is_main_process() or len(self._class_names) > 100:
             return
-        numbers = torch.stack([images, correct, by_class], 1).tolist()
-        named = zip(self._class_names, numbers, strict=True)
-        rows = [(name, *row) for name, row in named]
+        columns = (images.tolist(), correct.tolist(), by_class.tolist())
+        rows = list(zip(self._class_names, *columns, strict=True))
         headers = ["class", "images", "correct", "accuracy"]
         # Names stay as they are: "007" is not 7.
         formats = ("", ".0f", ".0f", ".2f")

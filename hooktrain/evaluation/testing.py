@@ -32,7 +32,8 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
 
 
 def verify_results(
-    expected: Iterable[tuple[str, str, float, float]], results: Mapping[str, Any]
+    expected: Iterable[tuple[str, str, float, float]],
+    results: Mapping[str, Any],
 ) -> bool:
     """Check that an evaluation came out as expected.
 
@@ -59,7 +60,8 @@ def verify_results(
     for task, metric, value, tolerance in expected:
         name = f"{task}/{metric}"
         if name not in flat:
-            failures.append(f"{name} is missing{did_you_mean(name, flat)}")
+            hint = did_you_mean(name, flat)
+            failures.append(f"{name} is missing{hint}")
             continue
         difference = abs(float(flat[name]) - value)
         # Written so that anything not finite, on either side, fails.
@@ -91,4 +93,6 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return f"{float(value):.4f}" if isinstance(value, Real) else str(value)
+    if isinstance(value, Real):
+        return f"{float(value):.4f}"
+    return str(value)
