@@ -70,15 +70,10 @@ class EMA(HookBase):
         self.begin_iter = begin_iter
 
     def before_train(self) -> None:
-        """Start from the weights that are there; warn if there will be nothing but a copy."""
+        """Refuse another model; start from the weights that are there."""
         _refuse_another(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
-        end = self.trainer.max_iter
-        if self.begin_iter > end:
-            logger.warning(
-                "No average: it begins after %d of %d iterations", self.begin_iter, end
-            )
 
     def after_step(self) -> None:
         """Take the new weights in."""

@@ -39,13 +39,12 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     is put off to the end of the accumulation, for a period at most.
     """
 
-    @property
-    def needs_every_rank(self) -> bool:  # type: ignore[override]
-        """Every rank writes its part of a sharded checkpoint."""
-        return self.checkpointer.sharded
-
     def before_train(self) -> None:
         """Learn where the run ends; refuse states that could not be saved."""
+        if self.checkpointer.sharded and not self.on_every_rank:
+            raise RuntimeError(
+                f"register {type(self).__name__} on every rank: each writes its shards"
+            )
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
         self.checkpointer.begin_run(is_new=self.trainer.start_iter == 0)
@@ -136,7 +135,6 @@ class BestCheckpointer(HookBase):
         checkpointer.check_name(file_prefix)
         self._period = eval_period
         self._checkpointer = checkpointer
-        self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._val_metric = val_metric
         is_max = choose_mode(val_metric, mode) == "max"
         self._compare = operator.gt if is_max else operator.lt
@@ -300,7 +298,6 @@ class Preemption(HookBase):
     ) -> None:
         checkpointer.check_name(file_prefix)
         self.checkpointer = checkpointer
-        self.needs_every_rank = checkpointer.sharded  # every rank writes its part
         self._signals = list(signals)
         if time_limit_s:
             self._signals.append(signal.SIGALRM)

@@ -99,17 +99,6 @@ def test_any_average_resumes_exactly_before_and_after_it_begins(
     assert torch.equal(resumed_trainer.model.fc.weight, raw)
 
 
-def test_a_run_that_ends_before_the_average_begins_is_warned(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for max_iter in (3, 2):
-        assert caplog.records == []
-        trainer = linear_trainer()
-        trainer.register_hooks([EMA(trainer.model, begin_iter=3)])
-        trainer.train(0, max_iter)
-    assert "begins after 3 of 2 iterations" in caplog.text
-
-
 def test_the_decay_of_another_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\): 1\.0"):
         EMA(nn.Linear(1, 1), decay=1.0)

@@ -113,7 +113,7 @@ def test_too_many_in_a_row_raise() -> None:
         train({1, 2, 3}, 2)
 
 
-def test_a_window_of_accumulation_is_skipped_as_a_whole() -> None:
+def test_an_accumulation_is_skipped_as_a_whole() -> None:
     model = Square()
     before = [parameter.clone() for parameter in model.parameters()]
     wrapper = OptimWrapper(adam(model), accumulative_counts=2)
@@ -182,7 +182,7 @@ def test_of_several_optimizers_only_the_one_concerned_skips_and_counts(
     )
     trainer = run(
         model, data({0}), wrappers, max_iter=counts
-    )  # in the first pass of a window
+    )  # in the first pass of an accumulation
     assert not torch.equal(model.one.weight, before.one.weight)
     assert torch.equal(model.two.weight, before.two.weight)
     assert (wrappers["one"].skipped_updates, wrappers["two"].skipped_updates) == (0, 1)
@@ -262,8 +262,8 @@ def test_all_ranks_skip_what_one_has_poisoned(kind: str, poisoned_rank: int) -> 
         assert [i for i, loss in enumerate(losses) if not math.isfinite(loss)] == [2]
 
 
-def one_window_is_open(folder: str) -> int:
-    """Rank 1 poisons the window of one optimizer while the other one updates."""
+def one_accumulation_is_open(folder: str) -> int:
+    """Rank 1 poisons the accumulation of one optimizer while the other one updates."""
     model = Two()
     for name in ("one", "two"):
         setattr(model, name, wrap_in_ddp(getattr(model, name), torch.device("cpu")))
@@ -278,8 +278,8 @@ def one_window_is_open(folder: str) -> int:
     return wrappers["two"].skipped_updates
 
 
-def test_gradients_of_an_open_window_are_not_looked_at(tmp_path: Path) -> None:
-    assert run_ranks(one_window_is_open, 2, str(tmp_path)) == [1, 1]
+def test_gradients_of_an_open_accumulation_are_not_looked_at(tmp_path: Path) -> None:
+    assert run_ranks(one_accumulation_is_open, 2, str(tmp_path)) == [1, 1]
 
 
 def test_empty_gradients_are_finite() -> None:

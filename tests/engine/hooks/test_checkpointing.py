@@ -1,10 +1,8 @@
 import errno
 import math
-import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -123,32 +121,6 @@ def test_a_failed_run_completes_the_checkpoint_that_was_under_way(
     assert pointer(tmp_path) == names(tmp_path)[0]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_full_disk_in_the_background_is_told_while_the_run_goes_on(
-    sharded: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    told = []
-
-    def see(trainer: Any) -> None:
-        while any("checkpoint" in thread.name for thread in threading.enumerate()):
-            pass
-        told.append("NOT SAVED" in caplog.text)
-
-    monkeypatch.setattr("hooktrain.checkpoint.checkpointer.write_file", full)
-    monkeypatch.setattr("hooktrain.checkpoint.folders.write_file", full)
-    options = {"background": True, "sharded": sharded}
-    with pytest.raises(OSError, match="no space"):
-        run(tmp_path, 7, CallbackHook(before_step=see), options=options, period=4)
-    assert told == [False] * 4 + [True] * 3  # saved, in vain, after the fourth step
-    assert names(tmp_path) == []
-
-
 class Accumulating(Idle):
     """A trainer that accumulates over some iterations."""
 
@@ -245,6 +217,19 @@ def test_it_works_registered_on_the_main_rank_only(tmp_path: Path) -> None:
     assert run_ranks(on_main_only, 2, tmp_path) == [3, 3]
 
 
+def shards_on_main_only(folder: Path) -> None:
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, folder, sharded=True, trainer=trainer)
+    hook = PeriodicCheckpointer(saver, 2) if comm.is_main_process() else None
+    trainer.register_hooks([hook])
+    trainer.train(0, 4)
+
+
+def test_shards_on_the_main_rank_only_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="register PeriodicCheckpointer on every"):
+        run_ranks(shards_on_main_only, 2, tmp_path)
+
+
 # The best checkpoint
 
 
@@ -298,11 +283,6 @@ def test_values_that_are_not_finite_are_never_the_best(
     hook, _ = best_of(tmp_path, [value, 0.5, value, value])
     assert saved_iteration(tmp_path) == 1
     assert hook.best_metric == 0.5
-
-
-def test_the_best_file_is_not_what_a_run_resumes_from(tmp_path: Path) -> None:
-    _, trainer = best_of(tmp_path, [0.5, 0.5])
-    assert not Checkpointer(trainer.model, tmp_path).has_checkpoint()
 
 
 def test_the_best_value_survives_a_resume(tmp_path: Path) -> None:
@@ -579,31 +559,6 @@ def test_a_failing_save_is_the_error(
     monkeypatch.setattr(Checkpointer, "save", fail)
     with pytest.raises(OSError, match="no space"):
         trainer.train(max_iter=3)
-
-
-def wait_for_ever(begun: Any) -> None:
-    begun.set()  # Python drops signals that come while a process is being forked
-    while True:  # a signal that comes before one long sleep would not end it
-        time.sleep(0.01)
-
-
-def test_a_forked_child_ends_by_a_signal(tmp_path: Path) -> None:
-    codes: list[int | None] = []
-
-    def fork(trainer: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        begun = context.Event()
-        child = context.Process(target=wait_for_ever, args=(begun,))
-        child.start()
-        assert begun.wait(30)
-        child.terminate()
-        child.join(30)
-        codes.append(child.exitcode)
-        child.kill()
-
-    trainer = preemptible(tmp_path, CallbackHook(after_backward=fork))
-    trainer.train(max_iter=1)
-    assert codes == [-signal.SIGTERM]
 
 
 def test_a_second_hook_leaves_the_signals_to_the_first(

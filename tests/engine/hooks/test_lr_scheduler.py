@@ -25,10 +25,8 @@ from hooktrain.solver import (
     MultiStepLR,
     OptimWrapper,
     OptimWrapperDict,
-    ParamScheduler,
     ReduceOnPlateauLR,
     StepLR,
-    StepParamScheduler,
 )
 from toys import LinearLoss, linear_trainer
 
@@ -83,17 +81,6 @@ def test_a_scheduler_of_the_trainer_is_found() -> None:
     trainer.scheduler = TorchStepLR(trainer.optimizer, 1, gamma=0.5)  # type: ignore[attr-defined]
     trainer.train(0, 2)
     assert recorded(trainer) == [1.0, 0.5]
-
-
-@pytest.mark.parametrize(
-    "scheduler", [ConstantParamScheduler(1.0), StepParamScheduler(4, [1.0, 0.5])]
-)
-def test_schedules_that_end_with_the_run_survive_its_last_iteration(
-    scheduler: ParamScheduler,
-) -> None:
-    trainer = linear_trainer(LRScheduler(scheduler=scheduler))
-    trainer.train(0, 4)
-    assert len(recorded(trainer)) == 4
 
 
 def test_the_group_with_most_parameters_stands_for_all() -> None:
@@ -215,13 +202,6 @@ def test_several_optimizers_have_schedulers_by_name() -> None:
     trainer.train(0, 8)
     assert recorded(trainer, "a.lr") == WARM_UP
     assert recorded(trainer, "b.lr") == [2.0 * (1 - k / 8) for k in range(8)]
-
-
-def test_several_optimizers_without_names_are_refused() -> None:
-    trainer = two_optimizers()
-    trainer.register_hooks([LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0))])
-    with pytest.raises(KeyError, match="no optimizer named ''; there is 'a', 'b'"):
-        trainer.train(0, 1)
 
 
 def test_optimizers_can_be_given_by_name() -> None:
