@@ -16,14 +16,6 @@ from torch.utils._pytree import tree_map_only
 
 from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_checkpoint
-from hooktrain.compat.mmengine_model import (
-    BatchNormXd as BatchNormXd,
-    ImgDataPreprocessor as ImgDataPreprocessor,
-    MMDistributedDataParallel as MMDistributedDataParallel,
-    convert_sync_batchnorm as convert_sync_batchnorm,
-    detect_anomalous_params as detect_anomalous_params,
-    revert_sync_batchnorm as revert_sync_batchnorm,
-)
 from hooktrain.compat.momentum import *
 from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
@@ -37,7 +29,19 @@ from hooktrain.utils import comm, names, registry
 from hooktrain.utils.comm import on_main_process
 
 # isort: split
-# Last, since it replaces what has the same name above.
+# Last, since they replace what has the same name above.
+from hooktrain.compat.mmengine_model import (
+    BaseAveragedModel as BaseAveragedModel,
+    BatchNormXd as BatchNormXd,
+    ExponentialMovingAverage as ExponentialMovingAverage,
+    ImgDataPreprocessor as ImgDataPreprocessor,
+    MMDistributedDataParallel as MMDistributedDataParallel,
+    MomentumAnnealingEMA as MomentumAnnealingEMA,
+    StochasticWeightAverage as StochasticWeightAverage,
+    convert_sync_batchnorm as convert_sync_batchnorm,
+    detect_anomalous_params as detect_anomalous_params,
+    revert_sync_batchnorm as revert_sync_batchnorm,
+)
 from hooktrain.compat.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
@@ -189,18 +193,6 @@ class BaseModel(BaseModule, models.BaseModel):  # type: ignore[no-redef]
 
     def __init__(self, data_preprocessor: Any = None, init_cfg: Any = None) -> None:
         super().__init__(init_cfg, data_preprocessor)
-
-
-class ExponentialMovingAverage(models.ExponentialMovingAverage):  # type: ignore[no-redef]
-    """:class:`hooktrain.model.ExponentialMovingAverage` whose first update copies the weights."""
-
-    def blending_weight(self, steps: int) -> float:
-        """1 at first, then ``momentum``."""
-        return super().blending_weight(steps) if steps else 1.0
-
-
-for _kind in (ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage):
-    registry.MODELS.register(_kind, force=True)
 
 
 class _Container(BaseModule):

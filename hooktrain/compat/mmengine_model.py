@@ -1,4 +1,4 @@
-"""MMEngine's parts of models that the package itself does without."""
+"""What MMEngine has for models and the package itself does without."""
 
 import logging
 import math
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from hooktrain import model as models
 from hooktrain.model import BaseDataPreprocessor, StepDistributedDataParallel
 from hooktrain.utils.registry import MODEL_WRAPPERS, MODELS
 
@@ -219,6 +220,74 @@ class MMDistributedDataParallel(StepDistributedDataParallel):
         if self.detect_anomalous_params:
             detect_anomalous_params(loss, self.module)
         return loss, values
+
+
+class BaseAveragedModel(models.BaseAveragedModel):
+    """:class:`hooktrain.model.BaseAveragedModel` with MMEngine's method to override.
+
+    The first update copies the weights.
+    """
+
+    def avg_func(
+        self, averaged_param: Tensor, source_param: Tensor, steps: int
+    ) -> None:
+        """Average one tensor in place, by :meth:`blending_weight`.
+
+        Args:
+            averaged_param: the average, to be changed.
+            source_param: the present value.
+            steps: the number of updates before this one, a multiple of ``interval``.
+        """
+        averaged_param.lerp_(source_param, self.blending_weight(steps))
+
+    def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        if self._steps == 0:
+            torch._foreach_copy_(averages, weights)
+        elif type(self).avg_func is BaseAveragedModel.avg_func:
+            super()._average(averages, weights)
+        else:
+            for average, weight in zip(averages, weights, strict=True):
+                self.avg_func(average, weight, self._steps)
+
+
+@MODELS.register_module(force=True)
+class ExponentialMovingAverage(BaseAveragedModel, models.ExponentialMovingAverage):
+    """:class:`hooktrain.model.ExponentialMovingAverage` for MMEngine's subclasses."""
+
+
+@MODELS.register_module(force=True)
+class StochasticWeightAverage(BaseAveragedModel, models.StochasticWeightAverage):
+    """:class:`hooktrain.model.StochasticWeightAverage` for MMEngine's subclasses."""
+
+
+@MODELS.register_module(force=True)
+class MomentumAnnealingEMA(ExponentialMovingAverage):
+    """An exponential moving average that forgets fast at first, then more slowly.
+
+    ``max(momentum, gamma / (gamma + n))`` of the present weights comes in after ``n``
+    updates, so the first one copies them. From MMEngine.
+
+    Args:
+        model: see :class:`BaseAveragedModel`.
+        momentum: that of the end, in (0, 1].
+        gamma: how long it takes to get there: ``gamma * (1 / momentum - 1)`` updates;
+            positive.
+        **kwargs: see :class:`ExponentialMovingAverage`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        gamma: float = 100,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, momentum, **kwargs)
+        self.gamma = gamma
+
+    def blending_weight(self, steps: int) -> float:
+        """``max(momentum, gamma / (gamma + steps))``."""
+        return max(self.momentum, self.gamma / (self.gamma + steps))
 
 
 class BatchNormXd(nn.BatchNorm2d):

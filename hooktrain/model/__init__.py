@@ -3,7 +3,6 @@
 from hooktrain.model.averaged import (
     BaseAveragedModel as BaseAveragedModel,
     ExponentialMovingAverage as ExponentialMovingAverage,
-    MomentumAnnealingEMA as MomentumAnnealingEMA,
     StochasticWeightAverage as StochasticWeightAverage,
 )
 from hooktrain.model.base_model import (

@@ -16,8 +16,7 @@ class BaseAveragedModel(nn.Module):
     """An average of the weights of a model, matched by their names.
 
     A subclass overrides :meth:`blending_weight`, which says how much of the present
-    weights comes in; or :meth:`avg_func`, as in MMEngine, and then the first update
-    copies the weights.
+    weights comes in.
 
     It is a module: as a child of a model, such as the teacher of a student, it is saved
     with it. Parameters are averaged in their own data type, so keep the model in
@@ -58,15 +57,14 @@ class BaseAveragedModel(nn.Module):
         # The same number. To read the tensor would wait for the device in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
-        parameters = dict(self.module.named_parameters())
-        self._averaged: list[str] = []
-        self._copied: list[str] = []
-        for name, tensor in _tensors(self.module).items():
-            is_number = tensor.is_floating_point() or tensor.is_complex()
-            if is_number and (update_buffers or name in parameters):
-                self._averaged.append(name)
-            else:
-                self._copied.append(name)
+        named = [*self.module.named_parameters()]
+        if update_buffers:
+            named += self.module.named_buffers()  # type: ignore[arg-type]
+        self._averaged = {
+            name
+            for name, tensor in named
+            if tensor.is_floating_point() or tensor.is_complex()
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the averaged model."""
@@ -78,21 +76,7 @@ class BaseAveragedModel(nn.Module):
         Args:
             steps: the number of updates before this one, a multiple of ``interval``.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no blending_weight or avg_func"
-        )
-
-    def avg_func(
-        self, averaged_param: Tensor, source_param: Tensor, steps: int
-    ) -> None:
-        """Average one tensor in place, by :meth:`blending_weight`.
-
-        Args:
-            averaged_param: the average, to be changed.
-            source_param: the present value.
-            steps: as in :meth:`blending_weight`.
-        """
-        averaged_param.lerp_(source_param, self.blending_weight(steps))
+        raise NotImplementedError(f"{type(self).__name__} has no blending_weight")
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -104,25 +88,22 @@ class BaseAveragedModel(nn.Module):
             ValueError: if the model has other parameters or buffers than the average.
         """
         averages, weights = self._matched(model)
-        for name in self._copied:
-            averages[name].copy_(weights[name])
-        if self._averaged and self._steps % self.interval == 0:
-            present = [
-                weights[name].to(averages[name].device) for name in self._averaged
-            ]
-            self._average([averages[name] for name in self._averaged], present)
+        is_due = self._steps % self.interval == 0
+        to_average: list[Tensor] = []
+        present: list[Tensor] = []
+        for name, average in averages.items():
+            if name not in self._averaged:
+                average.copy_(weights[name])
+            elif is_due:
+                to_average.append(average)
+                present.append(weights[name].to(average.device))
+        if to_average:
+            self._average(to_average, present)
         self._steps += 1
         self.steps += 1
 
     def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        if type(self).avg_func is BaseAveragedModel.avg_func:
-            torch._foreach_lerp_(averages, weights, self.blending_weight(self._steps))
-            return
-        for average, weight in zip(averages, weights, strict=True):
-            if self._steps == 0:
-                average.copy_(weight)
-            else:
-                self.avg_func(average, weight, self._steps)
+        torch._foreach_lerp_(averages, weights, self.blending_weight(self._steps))
 
     @torch.no_grad()
     def reset(self, model: nn.Module) -> None:
@@ -208,35 +189,6 @@ class ExponentialMovingAverage(BaseAveragedModel):
         if self.warmup:
             return max(self.momentum, 1 - (1 + steps) / (10 + steps))
         return self.momentum
-
-
-class MomentumAnnealingEMA(ExponentialMovingAverage):
-    """An exponential moving average that forgets fast at first, then more slowly.
-
-    ``max(momentum, gamma / (gamma + n))`` of the present weights comes in after ``n``
-    updates, so the first one copies them. From MMEngine.
-
-    Args:
-        model: see :class:`BaseAveragedModel`.
-        momentum: that of the end, in (0, 1].
-        gamma: how long it takes to get there: ``gamma * (1 / momentum - 1)`` updates;
-            positive.
-        **kwargs: see :class:`ExponentialMovingAverage`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        momentum: float = 0.0002,
-        gamma: float = 100,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, momentum, **kwargs)
-        self.gamma = gamma
-
-    def blending_weight(self, steps: int) -> float:
-        """``max(momentum, gamma / (gamma + steps))``."""
-        return max(self.momentum, self.gamma / (self.gamma + steps))
 
 
 class StochasticWeightAverage(BaseAveragedModel):

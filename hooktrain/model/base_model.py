@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hooktrain.utils.names import is_loss
 from hooktrain.utils.registry import MODELS
 from hooktrain.utils.tensors import can_move, map_items
 
@@ -197,7 +198,7 @@ class BaseModel(nn.Module, ABC):
                 f"mode='loss' must return a dict of losses, not a {type(losses)}"
             )
         values = {name: _mean(name, value) for name, value in losses.items()}
-        terms = [value for name, value in values.items() if "loss" in name]
+        terms = [value for name, value in values.items() if is_loss(name)]
         if not terms:
             raise ValueError(
                 f"no loss has 'loss' in its name, such as 'loss_cls': {list(losses)}"

@@ -1,6 +1,7 @@
 """MMEngine's preprocessor of images, batch norms, and search for unused parameters."""
 
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
+from equality import assert_equal
 from gloo import run_ranks
+from hooktrain.compat import mmengine
 from hooktrain.compat.mmengine import (
     BatchNormXd,
     ImgDataPreprocessor,
@@ -24,6 +27,7 @@ from hooktrain.solver import OptimWrapper
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import mmengine.model.averaged_model as theirs
     from mmengine.model import ImgDataPreprocessor as TheirImages
 
 SAME_EACH_TIME = settings(
@@ -345,3 +349,83 @@ def test_any_graph_is_walked_once(times: int, more: Any) -> None:
     for _ in range(times):
         value = more(value)
     assert detect_anomalous_params(value, model) == ["bias"]
+
+
+class Plain(nn.Module):
+    """Without what MMEngine averages twice or not as it should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.stem(x))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def train(model: nn.Module) -> None:
+    """Change every parameter and buffer, in place."""
+    model(torch.randn(5, 3))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor += torch.randn_like(tensor) if tensor.is_floating_point() else 1
+
+
+@pytest.mark.parametrize(("interval", "update_buffers"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("ExponentialMovingAverage", (0.1,)),
+        ("MomentumAnnealingEMA", (0.2, 7)),
+        ("StochasticWeightAverage", ()),
+    ],
+)
+def test_averages_are_those_of_mmengine(
+    kind: str, arguments: tuple[Any, ...], interval: int, update_buffers: bool
+) -> None:
+    model = Plain()
+    options = {"interval": interval, "update_buffers": update_buffers}
+    ours = getattr(mmengine, kind)(model, *arguments, **options)
+    other = getattr(theirs, kind)(model, *arguments, **options)
+    for _ in range(3 * interval + 2):
+        train(model)
+        ours.update_parameters(model)
+        other.update_parameters(model)
+        expected = other.state_dict()
+        if update_buffers:  # there the counter stays behind
+            expected["module.norm.num_batches_tracked"] = model.norm.num_batches_tracked
+        assert ours.state_dict().keys() == expected.keys()
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def exponential_momentum(base: Any) -> Any:
+    """The average of YOLOX in MMDetection, as it is written there."""
+
+    class ExpMomentumEMA(base):  # type: ignore[misc]
+        def __init__(
+            self, model: Any, momentum: float, gamma: int, **kwargs: Any
+        ) -> None:
+            super().__init__(model=model, momentum=momentum, **kwargs)
+            self.gamma = gamma
+
+        def avg_func(
+            self, averaged_param: Tensor, source_param: Tensor, steps: int
+        ) -> None:
+            momentum = (1 - self.momentum) * math.exp(-float(1 + steps) / self.gamma)
+            averaged_param.lerp_(source_param, momentum + self.momentum)
+
+    return ExpMomentumEMA
+
+
+def test_an_average_written_for_mmengine_works() -> None:
+    model = Plain()
+    ours, other = (
+        exponential_momentum(base)(model, 0.1, 3, interval=2, device=None)
+        for base in (mmengine.ExponentialMovingAverage, theirs.ExponentialMovingAverage)
+    )
+    for _ in range(5):
+        train(model)
+        ours.update_parameters(model)
+        other.update_parameters(model)
+        assert_equal(dict(ours.state_dict()), dict(other.state_dict()))

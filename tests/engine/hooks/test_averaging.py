@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hooktrain.compat.mmengine import MomentumAnnealingEMA
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import EMA, CallbackHook, PreciseBN
 from hooktrain.model import (
     BaseAveragedModel,
     BaseModel,
-    MomentumAnnealingEMA,
     StochasticWeightAverage,
 )
 from hooktrain.utils.events import get_event_storage
