@@ -241,12 +241,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def set_aside(path: Path) -> None:
-    """Rename what another run has left to the first free ``<name>.1``, ``<name>.2``, ..."""
-    free = first_free(path)
-    path.rename(free)
-    logger.info(
-        "A new run begins: moved what another has left from %s to %s", path, free
-    )

@@ -79,7 +79,7 @@ def test_the_costs_of_a_checkpoint_follow_from_its_size(
     assert list(tmp_path.iterdir()) == []
     speed = {
         "copy into kept memory": 10.0,
-        "save_folder (sha256, fsync)": 0.5,
+        "save_folder (checksums, fsync)": 0.5,
         "read_folder (verified)": 1.0,
     }
     # 12 bytes a parameter; a hundredth of 120 GB for each of 100 ranks.
