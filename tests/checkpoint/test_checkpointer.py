@@ -264,16 +264,6 @@ def test_a_resume_refuses_a_file_that_lacks_a_state(tmp_path: Path) -> None:
     assert (rest, trainer.value) == ({"iteration": 9}, 5)
 
 
-def test_a_load_leaves_what_the_file_lacks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Checkpointer(model_of(3), tmp_path).save("a")
-    ema = Counter(1)
-    Checkpointer(model_of(0), ema=ema).load(tmp_path / "a.pth")
-    assert "holds no ['ema']" in messages(caplog)
-    assert ema.value == 1
-
-
 @pytest.mark.parametrize(
     ("names", "value", "only"),
     [
@@ -323,11 +313,6 @@ def test_a_file_of_which_nothing_fits_is_refused_before_anything_is_loaded(
     with pytest.raises(ValueError, match=r"nothing .* it has \['backbone.weight'"):
         checkpointer.resume_or_load("")
     assert trainer.value == 0
-
-
-def test_a_missing_file_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError, match=r"/nowhere/a\.pth"):
-        Checkpointer(model_of(0)).resume_or_load("/nowhere/a.pth")
 
 
 def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from hooktrain.checkpoint import (
 )
 from hooktrain.checkpoint.resume import (
     files_to_delete,
-    iteration_in_name,
     set_folder_aside,
 )
 from hooktrain.utils.file_io import lock_folder
@@ -184,16 +183,6 @@ def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(
     assert resumed(folder) == 90_009
 
 
-def test_plain_weights_in_the_folder_are_not_resumed_from(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "pretrained.pth")
-    save(tmp_path, "model_best", 5)
-    (tmp_path / "last_checkpoint").unlink()
-    assert resumed(tmp_path) is None
-    assert "Not resuming from ['model_best.pth', 'pretrained.pth']" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["embeddings.pth", "glove_300.pth", "web"])
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_what_somebody_else_has_put_there_is_left_out(
@@ -218,13 +207,6 @@ def test_an_empty_or_missing_folder_starts_from_scratch(
     assert resumed(tmp_path) is None
     assert resumed(tmp_path / "none") is None
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
-
-
-def test_a_file_of_another_prefix_counts(tmp_path: Path) -> None:
-    save(tmp_path, "bestiary_0000009", 9)
-    save(tmp_path, "ema_best", 29)
-    (tmp_path / "last_checkpoint").unlink()
-    assert resumed(tmp_path) == 9
 
 
 def names(*iterations: int, prefix: str = "model") -> list[str]:
@@ -277,21 +259,6 @@ def test_the_oldest_files_beyond_the_count_are_deleted(
     deleted: list[str],
 ) -> None:
     assert files_to_delete(there, prefix, keep, newest, pointed) == deleted
-
-
-@pytest.mark.parametrize(
-    ("name", "iteration"),
-    [
-        ("model_0000099.pth", 99),
-        ("a_b_12345678.pth", 12_345_678),
-        ("model_final.pth", None),
-        ("model_000099.pth", None),
-        ("model_" + 7 * "\N{ARABIC-INDIC DIGIT ONE}" + ".pth", None),
-        ("", None),
-    ],
-)
-def test_the_iteration_in_a_name(name: str, iteration: int | None) -> None:
-    assert iteration_in_name(name) == iteration
 
 
 def test_a_used_folder_is_renamed_whole_and_made_anew(
