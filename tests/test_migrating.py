@@ -87,7 +87,7 @@ def assert_same_weights(ours: Weights, theirs: Weights) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-def test_every_script_of_the_guide_is_named_and_run() -> None:
+def test_every_script_of_the_guide_is_run() -> None:
     assert len(IN_THE_GUIDE) == GUIDE.count("```python") == GUIDE.count("<!-- test: ")
     tests = "".join(
         path.read_text() for path in Path(__file__).parent.glob("test_migrating_*.py")
@@ -155,7 +155,7 @@ def resolve(name: str) -> Any:
 
 
 @pytest.mark.parametrize("code", calls_and_classes())
-def test_what_the_tables_name_is_there_and_takes_these_arguments(code: str) -> None:
+def test_what_the_tables_name_takes_these_arguments(code: str) -> None:
     if re.fullmatch(r"[\w.]+", code):
         resolve(code)
     for node in ast.walk(ast.parse(code, mode="eval")):

@@ -115,7 +115,7 @@ def after(folder: Path) -> dict[str, Weights]:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_mmengines_runner_and_the_trainer_end_with_the_same_weights(
+def test_the_trainer_ends_with_the_weights_of_mmengines_runner(
     pair: str, before: dict[str, Weights], after: dict[str, Weights]
 ) -> None:
     assert_same_weights(after[f"{pair}-ported"], before[pair])

@@ -68,13 +68,13 @@ def weights(folder: Path) -> dict[str, Weights]:
     return run_scripts(NAMES, folder)
 
 
-def test_the_plain_loop_and_the_trainer_end_with_the_same_weights(
+def test_the_trainer_ends_with_the_weights_of_the_plain_loop(
     weights: dict[str, Weights],
 ) -> None:
     assert_same_weights(weights["plain-ported"], weights["plain-before"])
 
 
-def test_the_trainer_that_failed_and_was_started_again_ends_with_the_same_weights(
+def test_a_trainer_that_was_started_again_ends_with_the_same_weights(
     tmp_path: Path, weights: dict[str, Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(write_script("plain-ported", tmp_path).parent)
@@ -150,7 +150,7 @@ def mmcv_weights(folder: Path) -> Weights:
     return state
 
 
-def test_the_model_of_mmcv_is_trained_as_its_runner_and_hooks_do_it(
+def test_the_model_of_mmcv_is_trained_as_its_runner_does(
     weights: dict[str, Weights], mmcv_weights: Weights
 ) -> None:
     assert_same_weights(weights["mmcv-ported"], mmcv_weights)

@@ -51,7 +51,7 @@ def test_omegaconfs_functions_take_and_give_configs(tmp_path: Path) -> None:
     assert instantiate(empty.layer).weight.shape == (3, 2)
 
 
-def test_what_cannot_be_saved_warns_and_the_config_is_as_it_was(
+def test_what_cannot_be_saved_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "cfg.py"

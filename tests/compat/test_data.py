@@ -121,7 +121,7 @@ def test_a_stream_from_a_position_is_the_rest_of_it(sampler: Any, start: int) ->
     assert take(sampler.stream(start), 20) == take(sampler.stream(), start + 20)[start:]
 
 
-def test_a_random_subset_is_fixed_and_of_the_asked_size() -> None:
+def test_a_random_subset_is_fixed() -> None:
     stream = take(
         RandomSubsetTrainingSampler(10, 0.35, seed_shuffle=1, seed_subset=2), 9
     )

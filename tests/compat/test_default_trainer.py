@@ -132,7 +132,7 @@ def _logs() -> Any:
     close_logger()
 
 
-def test_a_subclass_trains_evaluates_and_resumes(tmp_path: Path) -> None:
+def test_a_subclass_trains_and_resumes(tmp_path: Path) -> None:
     whole = Trainer(tree(tmp_path / "whole"))
     whole.seed = 3
     whole.train()

@@ -147,7 +147,7 @@ def test_any_plain_config_survives_saving(
     "value",
     [lambda x: x, torch.zeros(2), torch.nn.Linear(1, 1), np.longdouble(1)],
 )
-def test_what_cannot_be_saved_is_said_and_fails_when_it_is_made(
+def test_what_cannot_be_saved_is_a_warning(
     value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = ConfigDict(a=LazyCall(dict)(1, b=[0, {"x": value}]), e=[1])

@@ -99,9 +99,7 @@ def test_the_stream_is_the_samplers_in_batches(
     assert samples == list(islice(expected, 24))
 
 
-def test_what_is_drawn_in_a_sample_differs_each_time_and_from_what_ordered_the_samples() -> (
-    None
-):
+def test_what_is_drawn_in_a_sample_differs_each_time() -> None:
     samples = (
         take(make(mapper=lambda sample: torch.randperm(10)), 5).flatten(0, 1).tolist()
     )
@@ -234,7 +232,7 @@ def test_seeds_that_were_drawn_are_replaced_by_the_saved_ones(
     assert torch.equal(take(loaded, 3), whole[2:])
 
 
-def test_a_long_torch_sampler_gives_each_index_once_and_repeats_nothing() -> None:
+def test_a_long_torch_sampler_gives_each_index_once() -> None:
     loader = make(2500, total_batch_size=2500, sampler=RandomSampler(range(2500)))
     first, second = take(loader, 2)[:, :, 0].tolist()
     assert sorted(first) == sorted(second) == list(range(2500))

@@ -149,7 +149,7 @@ def test_three_steps_are_those_of_a_hand_written_loop_bit_for_bit(
         )  # those of an open window too
 
 
-def test_a_trainer_runs_it_and_logs_its_values() -> None:
+def test_a_trainer_logs_its_values() -> None:
     model, other = gan(), gan()
     trainer = StepTrainer(model, batches(3), wrappers(model))
     trainer.seed = 5
@@ -166,7 +166,7 @@ def test_a_trainer_runs_it_and_logs_its_values() -> None:
         assert not any(output[name].requires_grad for output in outputs)
 
 
-def test_the_generators_step_leaves_the_discriminator_as_it_is_and_trainable() -> None:
+def test_the_generators_step_leaves_the_discriminator_as_it_is() -> None:
     model = gan()
     model.discriminator[1].bias.requires_grad_(False)  # frozen by its user
     wrapper = wrappers(model)["generator"]
@@ -252,9 +252,7 @@ def test_two_ranks_train_as_one_process_with_the_batches_of_both(
     torch.testing.assert_close(first, train_both_halves(accumulative_counts))
 
 
-def test_it_draws_one_image_for_each_latent_and_fixed_ones_are_the_same_each_time() -> (
-    None
-):
+def test_it_draws_one_image_for_each_latent() -> None:
     before, model = torch.get_rng_state(), gan()
     images = model(fixed_latents(5, 8, seed=1))
     assert images.shape == (5, 1, 8, 8)
@@ -315,7 +313,7 @@ def test_classes_confidence_and_entropy(
     assert math.copysign(1, quality["entropy"]) == 1
 
 
-def test_the_classifier_judges_in_evaluation_mode_and_a_reset_forgets(
+def test_the_classifier_judges_in_evaluation_mode(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)

@@ -14,9 +14,7 @@ def batch() -> list[Tensor]:
     return [torch.randn(6, 3, 3, 3), torch.tensor([0, 1, 2, 3, 0, 1])]
 
 
-def test_training_gives_the_smoothed_cross_entropy_and_the_accuracy_of_the_logits() -> (
-    None
-):
+def test_training_gives_the_smoothed_cross_entropy() -> None:
     model, (images, labels) = classifier(), batch()
     logits = model.eval()([images, labels])
     torch.testing.assert_close(logits, model.net(images))

@@ -56,7 +56,7 @@ INPUTS = torch.zeros(3, 1, 2, 2)
 @pytest.mark.parametrize(
     ("period", "written"), [(2, {1: 0.5, 3: 1.0, 4: 1.25}), (0, {4: 1.25})]
 )
-def test_it_writes_a_grid_every_period_and_at_the_last_iteration(
+def test_it_writes_a_grid_every_period(
     tmp_path: Path, period: int, written: dict[int, float]
 ) -> None:
     folder = tmp_path / "run"
@@ -97,7 +97,7 @@ def test_draw_can_be_overridden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["images", "texts"])
-def test_a_full_disk_is_logged_and_the_run_goes_on_and_another_failure_ends_it(
+def test_a_full_disk_is_logged(
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +149,7 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("period", "expected"), [(3, [2, 5, 7]), (0, [7])])
-def test_a_text_comes_every_period_and_is_what_the_averaged_model_makes_of_the_prompt(
+def test_a_text_comes_every_period(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, period: int, expected: list[int]
 ) -> None:
     caplog.set_level(logging.INFO)

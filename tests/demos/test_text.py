@@ -183,7 +183,7 @@ def own_topics(monkeypatch: pytest.MonkeyPatch) -> Any:
     load_python_docs.cache_clear()
 
 
-def test_a_tenth_of_the_documentation_is_held_out_and_new() -> None:
+def test_a_tenth_of_the_documentation_is_held_out() -> None:
     train, heldout = load_python_docs()
     assert len(train) + len(heldout) > 300_000
     assert len(heldout) / (len(train) + len(heldout)) == pytest.approx(0.1, abs=0.003)
@@ -193,7 +193,7 @@ def test_a_tenth_of_the_documentation_is_held_out_and_new() -> None:
     assert len(set(paragraphs)) == len(paragraphs) > 1500
 
 
-def test_topics_follow_each_other_by_name_and_repetitions_go_whatever_their_layout(
+def test_repeated_paragraphs_go_whatever_their_layout(
     own_topics: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_topics(
@@ -212,7 +212,7 @@ def test_topics_follow_each_other_by_name_and_repetitions_go_whatever_their_layo
         load_python_docs()
 
 
-def test_characters_are_numbered_by_code_point_and_others_are_token_0() -> None:
+def test_characters_are_numbered_by_code_point() -> None:
     assert VOCABULARY.characters == " dehlorw"
     assert len(VOCABULARY) == 9
     tokens = VOCABULARY.encode("hex d")
@@ -222,15 +222,13 @@ def test_characters_are_numbered_by_code_point_and_others_are_token_0() -> None:
     assert VOCABULARY.encode("").tolist() == []
 
 
-def test_the_vocabulary_holds_the_training_text_and_no_more() -> None:
+def test_the_vocabulary_holds_the_training_text() -> None:
     vocabulary, (train, _) = python_docs_vocabulary(), load_python_docs()
     assert vocabulary.decode(vocabulary.encode(train)) == train
     assert set(vocabulary.characters) == set(train)
 
 
-def test_a_sample_is_a_piece_of_the_text_and_the_same_one_character_further_on() -> (
-    None
-):
+def test_targets_are_one_character_further_on() -> None:
     first, *_, last = samples = list(
         TextDataset("hello world", VOCABULARY, block_size=4)
     )
@@ -332,7 +330,7 @@ def test_negative_targets_are_not_predicted() -> None:
     assert evaluate((masked, logits), nothing) == pytest.approx(expected, rel=1e-14)
 
 
-def test_targets_may_have_another_name_and_a_reset_forgets_them() -> None:
+def test_targets_may_have_another_name() -> None:
     evaluator, (targets, logits) = (
         BitsPerCharacterEvaluator(target_key="next"),
         samples(2),

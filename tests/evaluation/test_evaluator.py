@@ -90,7 +90,7 @@ def modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def test_an_evaluator_sees_each_batch_and_gives_the_results() -> None:
+def test_an_evaluator_sees_each_batch() -> None:
     recorder = Recorder({"task": {"x": 1.0}})
     assert inference_on_dataset(double, [1, 2], recorder) == {"task": {"x": 1.0}}
     assert recorder.calls == ["reset", (1, 2), (2, 4), "evaluate"]

@@ -60,7 +60,7 @@ def test_labels_may_be_integers_of_any_kind(kind: Any) -> None:
     )
 
 
-def test_accuracies_are_in_percent_and_in_a_table_of_classes(
+def test_accuracies_are_in_percent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.DEBUG):

@@ -19,7 +19,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_maximum_and_the_sum_of_a_period_are_counted_with_their_bytes(
+def test_collectives_are_counted_with_their_bytes(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--worlds 8 4096 --losses 3 --rounds 1 --iterations 40"

@@ -97,9 +97,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_rank_that_is_killed_is_restarted_and_the_result_is_the_same(
-    folder: Path, undisturbed: Path
-) -> None:
+def test_a_rank_that_is_killed_is_restarted(folder: Path, undisturbed: Path) -> None:
     code, printed = run([*TWO_RANKS, "--max-restarts=1"], "kill", 1, folder)
     assert code == 0, printed
     assert "Starting training from iteration 2" in printed
@@ -118,7 +116,7 @@ def test_a_sharded_run_goes_on_from_its_shards(folder: Path) -> None:
     assert_same_weights(killed, folder / "whole")
 
 
-def test_the_error_of_a_rank_is_the_last_thing_printed_and_soon(folder: Path) -> None:
+def test_the_error_of_a_rank_is_the_last_thing_printed(folder: Path) -> None:
     # Interpreters of their own: copies of torchrun would hand it their errors by themselves.
     done = subprocess.run(
         command([sys.executable, *TWO_RANKS], "fail", 1, folder),
@@ -139,7 +137,7 @@ def test_the_error_of_a_rank_is_the_last_thing_printed_and_soon(folder: Path) ->
     )
 
 
-def test_a_rank_that_hangs_is_ended_and_says_where(folder: Path) -> None:
+def test_a_rank_that_hangs_says_where(folder: Path) -> None:
     code, printed = run(TWO_RANKS, "hang", 1, folder)
     assert code != 0
     assert "rank 1 has made no progress for 3 s" in printed
@@ -147,9 +145,7 @@ def test_a_rank_that_hangs_is_ended_and_says_where(folder: Path) -> None:
     assert "exitcode  : 124" in printed
 
 
-def test_a_signal_to_one_rank_saves_and_the_run_goes_on_bit_for_bit(
-    folder: Path, undisturbed: Path
-) -> None:
+def test_a_signal_to_one_rank_saves(folder: Path, undisturbed: Path) -> None:
     code, printed = run(TWO_RANKS, "terminate", 1, folder)
     assert code != 0
     assert "exitcode  : 143" in printed
@@ -160,7 +156,7 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_bit_for_bit(
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_single_process_saves_on_sigterm_and_ends_at_once_on_the_second(
+def test_a_single_process_saves_on_sigterm(
     folder: Path,
 ) -> None:
     code, printed = run([], "terminate", 0, folder)

@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_twice_ends_bit_for_bit_like_an_undisturbed_one(
     assert [line["iteration"] for line in metrics(tmp_path)][-2:] == [59, 60]
 
 
-def test_augmentation_dropout_clipping_and_evaluation_really_take_part(
+def test_all_parts_of_the_run_really_take_part(
     undisturbed: Path,
 ) -> None:
     assert final_checkpoint(undisturbed)["trainer"]["data"]["loader"]["batches"] == 60

@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(folder)
 
 
-def test_a_run_learns_evaluates_and_writes_samples(
+def test_a_run_learns_to_write(
     undisturbed: tuple[Path, str],
 ) -> None:
     folder, printed = undisturbed

@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(folder)
 
 
-def test_it_draws_samples_and_says_what_a_classifier_recognises(
+def test_it_says_what_a_classifier_recognises(
     whole: tuple[Path, str],
 ) -> None:
     folder, printed = whole
@@ -65,7 +65,7 @@ def test_it_draws_samples_and_says_what_a_classifier_recognises(
         assert f"{task}/confidence: {last[f'{task}/confidence']:.4g}" in printed
 
 
-def test_each_network_has_its_own_optimizer_and_schedule(
+def test_each_network_has_its_own_optimizer(
     whole: tuple[Path, str],
 ) -> None:
     optimizers = final(whole[0])["optimizer"]

@@ -67,7 +67,7 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     return state
 
 
-def test_a_run_prints_its_progress_and_leaves_what_the_readme_promises(
+def test_a_run_leaves_what_the_readme_promises(
     tmp_path: Path,
 ) -> None:
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -126,7 +126,7 @@ def test_bfloat16_on_the_cpu_trains_the_same_network(tmp_path: Path) -> None:
     assert checkpoint(tmp_path)["model"]["head.weight"].dtype == torch.float32
 
 
-def test_two_ranks_see_the_batches_of_one_and_a_run_goes_on_with_another_number(
+def test_a_run_goes_on_with_another_number_of_ranks(
     tmp_path: Path,
 ) -> None:
     # Without batch norm's and dropout's own ways, two halves of a batch would be the whole one;
