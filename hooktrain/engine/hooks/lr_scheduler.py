@@ -67,7 +67,7 @@ class LRScheduler(HookBase):
         self._by_epoch = by_epoch
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
-        self._seen_iters: dict[str, int] = {}  # of the metrics that are watched
+        self._seen_iters: dict[int, int] = {}  # of the values that are used
         self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
     def before_train(self) -> None:
@@ -82,8 +82,9 @@ class LRScheduler(HookBase):
             for i, scheduler in enumerate(schedulers):
                 if isinstance(scheduler, ParamScheduler):
                     schedulers[i] = self._multiplier(optimizer, scheduler)
-                self._decide_when_to_step(schedulers[i])
-                self._check_optimizer(schedulers[i], optimizer)
+            for scheduler in schedulers:
+                self._decide_when_to_step(scheduler)
+                self._check_optimizer(scheduler, optimizer)
             self._decide_what_to_record(name, optimizer, schedulers)
         self._refuse_twice()
         self._load()
@@ -192,21 +193,13 @@ class LRScheduler(HookBase):
         for period, step in self._steps:
             if done % period == 0:
                 step()
-        if self._watched:
-            self._step_by_metrics()
-
-    def _step_by_metrics(self) -> None:
-        new = {}
-        for metric in {metric for metric, _ in self._watched}:
-            measured_at = self._storage.latest_iter(metric)
+        for i, (metric, step) in enumerate(self._watched):
+            measured_at = storage.latest_iter(metric)
             if measured_at is None:
                 refuse_missing(metric, self.trainer)
-            elif measured_at > self._seen_iters.get(metric, -1):
-                self._seen_iters[metric] = measured_at
-                new[metric] = self._storage.history(metric).latest()
-        for metric, step in self._watched:
-            if metric in new:
-                step(new[metric])
+            elif measured_at > self._seen_iters.get(i, -1):
+                self._seen_iters[i] = measured_at
+                step(storage.history(metric).latest())
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
