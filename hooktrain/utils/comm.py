@@ -1,8 +1,7 @@
 """The ranks of a run: which one this process is, and how it talks to the others.
 
-Every function works without ``torch.distributed`` too: a single process is rank 0 of 1. Those that
-are called collective below must be called by every rank (of the group), in the same order; a rank
-that does not call makes the others wait until the process group's timeout.
+A single process is rank 0 of 1. What is called collective must be called by every rank
+(of the group), in the same order; else the others wait until the timeout.
 """
 
 import os
@@ -47,8 +46,8 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     ``launch()`` has called this already. Calling it again replaces the groups.
 
     Args:
-        num_workers_per_machine: processes on each machine, the same number on all of them; a
-            machine's ranks follow one another.
+        num_workers_per_machine: processes on each machine, the same number on all of
+            them; a machine's ranks follow one another.
 
     Raises:
         ValueError: the world size is not a multiple.
@@ -61,8 +60,7 @@ def get_local_process_group() -> ProcessGroup:
     """The group of the processes on this machine.
 
     Raises:
-        RuntimeError: there is none: neither ``launch()`` nor ``create_local_process_group()`` was
-            called since the process group was initialised.
+        RuntimeError: there is none.
     """
     group = _local_group()
     if group is None:
@@ -103,7 +101,7 @@ def get_local_size() -> int:
 def synchronize() -> None:
     """Wait until every rank has come here. Collective.
 
-    Processes wait for each other, accelerators do not: what was queued there may still be running.
+    Accelerators do not wait: what was queued there may still be running.
     """
     if get_world_size() > 1:
         dist.barrier(object_group())
@@ -112,7 +110,7 @@ def synchronize() -> None:
 def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     """Bring every rank's picklable object to every rank. Collective within the group.
 
-    Move tensors to the CPU first: others come back on the device of the rank that sent them.
+    Move tensors to the CPU first: others come back on the device of their sender.
 
     Args:
         data: this rank's object; sizes and types may differ between ranks.
@@ -138,12 +136,12 @@ def gather(
 
     Args:
         data: as for ``all_gather``.
-        dst: the rank that receives, by its number in the whole run, also when ``group`` is given.
+        dst: the rank that receives, by its number in the whole run.
         group: a process group with this rank and ``dst`` in it; None is all ranks.
 
     Returns:
-        On ``dst`` the objects in the order of ranks, an empty list elsewhere; ``[data]`` itself,
-        not a copy, in a single process.
+        On ``dst`` the objects in the order of ranks, an empty list elsewhere; ``[data]``
+        itself, not a copy, in a single process.
     """
     if get_world_size() == 1:
         return [data]
@@ -195,8 +193,8 @@ def any_rank(flag: bool) -> bool:
 def shared_random_seed() -> int:
     """A random number in [0, 2^31) that all ranks agree on. Collective.
 
-    Every rank takes one number from numpy's global generator and rank 0's is used, so that a run
-    with a fixed seed gets the same one each time.
+    It comes from numpy's global generator of rank 0, so that a run with a fixed seed
+    gets the same one each time.
     """
     return broadcast(int(np.random.randint(2**31)))
 
@@ -204,10 +202,10 @@ def shared_random_seed() -> int:
 def reduce_dict(
     input_dict: dict[str, Tensor], average: bool = True
 ) -> dict[str, Tensor]:
-    """Sum or average the values of a dictionary over all ranks, in one collective. Collective.
+    """Sum or average the values of a dictionary over all ranks. Collective.
 
     Args:
-        input_dict: tensors of one shape on one device, under the same keys on every rank.
+        input_dict: tensors of one shape on one device, with the same keys on every rank.
         average: divide the sums by the world size.
 
     Returns:
@@ -237,7 +235,9 @@ def object_group() -> ProcessGroup:
 
 
 def _local_group() -> ProcessGroup | None:
-    return _local_groups.get(dist.group.WORLD) if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    return _local_groups.get(dist.group.WORLD)
 
 
 def _from_torchrun(variable: str, alone: int) -> int:
@@ -246,20 +246,21 @@ def _from_torchrun(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        f"cannot tell which ranks share a machine: start by launch() or torchrun, or set {variable}"
+        "cannot tell which ranks share a machine: start by launch() or torchrun, or set "
+        + variable
     )
 
 
 def on_all_ranks(
     function: Callable[[], T], group: ProcessGroup | None = None
 ) -> list[T]:
-    """Call a function on every rank. If it fails on one, its error is raised on all. Collective.
+    """Call a function on every rank; an error of one is raised on all. Collective.
 
     Args:
-        function: makes no collective calls, since it may fail on another rank. What it returns is
-            sent to all ranks, so it must be picklable.
-        group: of all ranks; by default :func:`object_group`. A thread needs a group
-            that nobody else uses.
+        function: makes no collective calls, since it may fail on another rank. What it
+            returns is sent to all ranks, so it must be picklable.
+        group: of all ranks; None is :func:`object_group`. A thread needs a group that
+            nobody else uses.
 
     Returns:
         What it returned on each rank, in their order.
@@ -283,25 +284,30 @@ def on_all_ranks(
 
 
 def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """Call a function on the main process; return or raise the same on every rank. Collective.
+    """Call a function on the main process; return or raise the same on all. Collective.
 
     Args:
         function: as for :func:`on_all_ranks`.
         group: as for :func:`on_all_ranks`.
     """
-    is_main = is_main_process()
-    return on_all_ranks(lambda: function() if is_main else None, group)[0]  # type: ignore[return-value]
+
+    def only_there() -> Any:
+        return function() if is_main_process() else None
+
+    result: T = on_all_ranks(only_there, group)[0]
+    return result
 
 
 def all_come(seconds: float | None = None) -> bool:
-    """Whether all ranks come here. A rank that is in another collective has not come. Collective.
+    """Whether all ranks come here, and none is in another collective. Collective.
 
     Args:
-        seconds: how long this rank waits at most; None waits as long as the process group does.
+        seconds: how long this rank waits at most; None is the process group's timeout.
     """
     if get_world_size() == 1:
         return True
-    worker, group = BackgroundWorker("meeting"), object_group()
+    group = object_group()
+    worker = BackgroundWorker("meeting")
     worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
     return worker.wait(seconds)
 

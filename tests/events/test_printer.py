@@ -121,37 +121,6 @@ def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
     ]
 
 
-# Each how many iterations, and how many seconds.
-EVALUATIONS_AND_SAVES = [
-    ((100, 1.0), (2000, 0.0)),
-    ((200, 1.0), (50, 0.3)),
-    ((130, 0.9), (70, 0.4)),
-]
-
-
-@pytest.mark.parametrize(("evaluation", "save"), EVALUATIONS_AND_SAVES)
-def test_the_eta_is_steady_where_a_run_evaluates_and_saves(
-    evaluation: tuple[int, float], save: tuple[int, float], clock: SimpleNamespace
-) -> None:
-    printer, ends = CommonMetricPrinter(max_iter=2000), {}
-    with EventStorage() as storage:
-        for storage.iter in range(2000):
-            done, seconds = storage.iter + 1, 0.02 if storage.iter else 20.0
-            storage.put_scalar("time", seconds)
-            clock.now += seconds + (done % evaluation[0] == 0) * evaluation[1]
-            if done % 20 == 0:
-                printer.write()
-                ends[done] = clock.now + storage.latest()["eta_seconds"][0]
-            clock.now += (done % save[0] == 0) * save[1]
-    assert ends[20] == pytest.approx(
-        120 + 0.02 * 1999
-    )  # the steps are all that is known
-    limit = 0.15 * (clock.now - 120)
-    assert all(
-        abs(end - clock.now) < limit for done, end in ends.items() if done >= 200
-    )
-
-
 @pytest.mark.parametrize(
     ("theirs", "line"),
     [
