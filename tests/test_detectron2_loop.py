@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from hooktrain.data.samplers import TrainingSampler
 from hooktrain.demos import DigitsCNN, DigitsDataset
 from hooktrain.engine import (
     SimpleTrainer,
+    TrainerBase,
     default_argument_parser,
     default_hooks,
     default_setup,
     default_writers,
+    hooks,
     launch,
 )
 from hooktrain.engine.defaults import create_ddp_model
@@ -31,9 +34,10 @@ from hooktrain.evaluation import (
     inference_on_dataset,
     print_csv_format,
 )
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import CosineParamScheduler, LRMultiplier, WarmupParamScheduler
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage
+from hooktrain.utils.events import EventStorage, load_json_metrics
 from hooktrain.utils.logger import close_logger
 
 BASE_RATE = 0.05
@@ -207,3 +211,120 @@ def test_a_file_of_each_of_detectron2s_trainers_goes_on_with_the_default_hooks(
         by_hand.step()
     assert torch.equal(model.fc.weight, reference.fc.weight)
     assert (tmp_path / "model_final.pth").exists()
+
+
+class Copied(TrainerBase):
+    """As copies of detectron2's DefaultTrainer are built: a trainer inside makes the steps."""
+
+    def __init__(self, folder: str, data: Any) -> None:
+        super().__init__()
+        model: nn.Module = Loss()
+        if comm.get_world_size() > 1:
+            model = create_ddp_model(model, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self._trainer = SimpleTrainer(model, data, optimizer, gather_metric_period=2)
+        self.checkpointer = Checkpointer(model, folder, trainer=weakref.proxy(self))
+        self.seen: list[int] = []
+        self.register_hooks(
+            [
+                hooks.IterationTimer(),
+                hooks.CallbackHook(after_backward=lambda t: t.seen.append(t.iter)),
+                hooks.PeriodicWriter(default_writers(folder), period=2),
+                hooks.PeriodicCheckpointer(self.checkpointer, 2),
+            ]
+        )
+
+    def run_step(self) -> None:
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
+
+    @property
+    def weight(self) -> Tensor:
+        return unwrap_model(self._trainer.model).fc.weight.detach()
+
+
+class CopiedWithState(Copied):
+    """Newer copies save the state of the trainer inside themselves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["_trainer"] = self._trainer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+        self._trainer.load_state_dict(state_dict["_trainer"])
+
+
+def stream() -> Any:
+    data: Any = list(torch.arange(24.0).reshape(6, 4) / 24)
+    return build_train_loader(data, total_batch_size=2, seed=0)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("INFO")
+    return caplog
+
+
+def test_a_trainer_inside_gets_its_losses_to_the_writers(
+    folder: Path, told: pytest.LogCaptureFixture
+) -> None:
+    trainer = Copied(str(folder), stream())
+    trainer.train(0, 4)
+    lines = load_json_metrics(folder / "metrics.json")
+    assert [line["iteration"] for line in lines] == [1, 3]
+    assert all("total_loss" in line and "data_time" in line for line in lines)
+    assert "total_loss: " in told.text
+    assert trainer.seen == [0, 1, 2, 3]
+
+
+def test_a_trainer_inside_ends_on_nan(folder: Path) -> None:
+    trainer = Copied(str(folder), [torch.ones(2, 4), torch.full((2, 4), torch.nan)])
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 4)
+    assert trainer.weight.isfinite().all()
+    assert list(folder.glob("*.pth")) == []
+
+
+@pytest.mark.parametrize("kind", [Copied, CopiedWithState])
+def test_a_trainer_inside_is_saved_and_resumed_bit_for_bit(
+    folder: Path, kind: type[Copied]
+) -> None:
+    whole = kind(str(folder / "whole"), stream())
+    whole.seed = 3
+    whole.train(0, 7)
+    first = kind(str(folder / "parts"), stream())
+    first.seed = 3
+    first.train(0, 4)
+    second = kind(str(folder / "parts"), stream())
+    second.checkpointer.resume_or_load("", resume=True)
+    assert second.iter == 3
+    second.train(second.iter + 1, 7)
+    assert torch.equal(second.weight, whole.weight)
+    histories = [t.storage.history("total_loss").values() for t in (second, whole)]
+    assert histories[0] == histories[1]
+    buffers = [t._trainer.optimizer.state_dict()["state"][0] for t in (second, whole)]
+    assert torch.equal(buffers[0]["momentum_buffer"], buffers[1]["momentum_buffer"])
+
+
+def mean_losses(folder: str, bad: bool) -> Any:
+    data = [torch.full((2, 4), 1.0 + comm.get_rank())] * 4
+    if bad and comm.get_rank() == 1:
+        data[2] = torch.full((2, 4), torch.nan)
+    trainer = Copied(folder, data)
+    try:
+        trainer.train(0, 4)
+    except FloatingPointError as error:
+        return str(error).partition("!")[0]
+    return trainer.storage.history("total_loss").values()
+
+
+def test_ranks_exchange_the_losses_of_a_trainer_inside(folder: Path) -> None:
+    first, second = run_ranks(mean_losses, 2, str(folder), False)
+    assert first == second
+    assert [i for _, i in first] == [0, 1, 2, 3]
+    by_hand = [Loss()(torch.full((2, 4), 1.0 + rank)).item() for rank in range(2)]
+    assert first[0][0] == sum(by_hand) / 2
+    verdict = "Loss became infinite or NaN at iteration=2"
+    assert run_ranks(mean_losses, 2, str(folder / "bad"), True) == [verdict] * 2

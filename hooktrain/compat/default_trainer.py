@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from hooktrain.compat.checkpoint import DetectionCheckpointer
 from hooktrain.compat.functions import of_detectron2, verify_results
 from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
 from hooktrain.engine import AMPTrainer, SimpleTrainer, TrainerBase, hooks
+from hooktrain.engine.default_trainer import of_inner_trainer
 from hooktrain.engine.defaults import create_ddp_model, default_writers
 from hooktrain.evaluation import (
     DatasetEvaluator,
@@ -22,19 +23,11 @@ from hooktrain.events import EventWriter
 from hooktrain.model import get_bn_modules
 from hooktrain.utils import comm
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.names import refuse_signatures
 
 logger = logging.getLogger(__name__)
 
 
-class _WithoutArguments(SimpleTrainer):
-    """So that ``super(DefaultTrainer, self).__init__()`` may come before there is a model."""
-
-    def __init__(self) -> None:
-        TrainerBase.__init__(self)
-
-
-class DefaultTrainer(_WithoutArguments):
+class DefaultTrainer(TrainerBase):
     """A trainer with detectron2's default hooks, built from its tree of configuration.
 
     Subclasses override what they override there: the ``build_...`` methods, ``test``, ``run_step``,
@@ -53,17 +46,16 @@ class DefaultTrainer(_WithoutArguments):
         cfg: the configuration.
         scheduler: what :meth:`build_lr_scheduler` has built.
         checkpointer: saves and loads the model and this trainer.
-
-    Raises:
-        TypeError: when a class is defined, if it overrides a method with a signature that does not
-            take what the method is called with.
     """
 
-    _kind: type[SimpleTrainer] = SimpleTrainer
+    model = of_inner_trainer("model")
+    data_loader = of_inner_trainer("data_loader")
+    optimizer = of_inner_trainer("optimizer")
+    optim_wrapper = of_inner_trainer("optim_wrapper")
+    updating = of_inner_trainer("updating")
+    _data_loader_iter = of_inner_trainer("_data_loader_iter")
+    _write_metrics = of_inner_trainer("_write_metrics")
     _last_eval_results: Any
-
-    def __init_subclass__(cls) -> None:
-        refuse_signatures(cls, DefaultTrainer, ("build_test_loader", "build_evaluator"))
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -85,30 +77,10 @@ class DefaultTrainer(_WithoutArguments):
         self.cfg = cfg
         self.register_hooks(self.build_hooks())
 
-    @property
-    def _trainer(self) -> Any:
-        """This trainer with the methods of the one that was put here: its attributes are ours."""
-        trainer = object.__new__(self._kind)
-        trainer.__dict__ = vars(self)
-        return trainer
-
-    @_trainer.setter
-    def _trainer(self, trainer: SimpleTrainer) -> None:
-        self._kind = type(trainer)
-        kept = vars(TrainerBase()).keys() - {"_losses"}
-        vars(self).update({k: v for k, v in vars(trainer).items() if k not in kept})
-
     def run_step(self) -> None:
         """One iteration, by the ``_trainer``."""
+        self._trainer.iter = self.iter
         self._trainer.run_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the ``_trainer``."""
-        return self._trainer.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], **only: Any) -> None:
-        """Load what :meth:`state_dict` returned; detectron2's states load too."""
-        self._trainer.load_state_dict(state_dict, **only)
 
     def before_train(self) -> None:
         """Put the writers behind all other hooks, whose metrics they write; then call the hooks."""

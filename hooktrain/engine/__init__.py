@@ -1,13 +1,15 @@
 """The trainer: the loop, the step, the hooks, and how a script is started."""
 
 from hooktrain.engine import hooks as hooks
-from hooktrain.engine.defaults import (
+from hooktrain.engine.default_trainer import (
     DefaultTrainer as DefaultTrainer,
+    default_hooks as default_hooks,
+    default_writers as default_writers,
+)
+from hooktrain.engine.defaults import (
     create_ddp_model as create_ddp_model,
     default_argument_parser as default_argument_parser,
-    default_hooks as default_hooks,
     default_setup as default_setup,
-    default_writers as default_writers,
 )
 from hooktrain.engine.launch import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT, launch as launch
 from hooktrain.engine.train_loop import HookBase as HookBase, TrainerBase as TrainerBase

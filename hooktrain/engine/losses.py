@@ -1,12 +1,9 @@
-"""The losses of the steps: how they are recorded, checked, and brought together across ranks."""
+"""The losses of the steps: recorded, checked, and brought together across ranks."""
 
-import logging
 import math
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import reduce
 from operator import add
-from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -16,130 +13,94 @@ from torch import Tensor
 
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
-
-logger = logging.getLogger(__name__)
+from hooktrain.utils.names import is_loss
 
 
 def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a model returned in training, as the loss to go backward from and the values to record.
+    """Split what a model returned in training into the loss and the values to record.
 
-    A tensor is the loss. Of an object with ``loss``, such as the outputs of Hugging Face's models,
-    only that is. Of a dict all tensors are added up, as in detectron2, but for those that have
-    neither a gradient nor "loss" in their names: these are metrics, as in MMEngine, such as an
-    accuracy.
+    - A tensor is the loss.
+    - Of an object with ``loss``, such as the outputs of Hugging Face's models, that is.
+    - Of a dict all tensors are added up, as in detectron2. Left out are metrics, as in
+      MMEngine: those without a gradient and without "loss" in their names.
 
     Returns:
-        The loss, and all values by name. The sum is among them where metrics are.
+        The loss to go backward from, and all values by name. If there are metrics, the
+        sum of the losses is among the values, as ``total_loss``.
 
     Raises:
         TypeError: if there is no loss, or a value is not a tensor with one element.
-        ValueError: if the loss has no gradient; or if the sum is among several values, so that all
-            would count twice.
+        ValueError: if no loss has a gradient, or ``total_loss`` is one of several values.
     """
-    if isinstance(output, Tensor):
-        if output.numel() == 1 and output.requires_grad:
-            return output, {"total_loss": output}
-        values: dict[str, Tensor] = {"total_loss": output}
-    # A dict may have an attribute for each item; that of a class is another matter.
-    elif hasattr(type(output) if isinstance(output, Mapping) else output, "loss"):
-        values = {"total_loss": output.loss}
-    else:
-        values = dict(output) if isinstance(output, Mapping) else {}
+    if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+        return output, {"total_loss": output}
+    values = _values_by_name(output)
     if "total_loss" in values and len(values) > 1:
         raise ValueError(
             f"'total_loss' is the name of the sum: leave it out of {list(values)}"
         )
     for value in values.values() or [None]:
         if not isinstance(value, Tensor) or value.numel() != 1:
-            text = "a model in training must return a loss or a dict of losses, of one element each"
-            raise TypeError(f"{text}, not {describe(output)}")
-    losses = [
-        value for name, value in values.items() if value.requires_grad or "loss" in name
-    ]
+            raise TypeError(
+                "a model in training must return a loss or a dict of losses, of one "
+                f"element each, not {describe(output)}"
+            )
+    losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):
         raise ValueError(f"no loss has a gradient: {describe(output)}")
     loss = reduce(add, losses)
-    return loss, values if len(losses) == len(values) else {
-        "total_loss": loss,
-        **values,
-    }
+    if len(losses) < len(values):
+        values = {"total_loss": loss, **values}
+    return loss, values
 
 
-def note_batch(error: Exception) -> None:
-    """Let an error of a step say what the last batch was: types, keys and shapes."""
-    for frame, _ in walk_tb(error.__traceback__):
-        if (
-            frame.f_code.co_name in ("run_step", "_accumulate")
-            and "data" in frame.f_locals
-        ):
-            text = f"The last batch: {describe(frame.f_locals['data'])}"
-            getattr(error, "add_note", logger.error)(
-                text
-            )  # there are notes since Python 3.11
+def _values_by_name(output: Any) -> dict[str, Any]:
+    if isinstance(output, Tensor):
+        return {"total_loss": output}
+    # Some dicts have an attribute for each item. Only one of their class is meant.
+    owner = type(output) if isinstance(output, Mapping) else output
+    if hasattr(owner, "loss"):
+        return {"total_loss": output.loss}
+    return dict(output) if isinstance(output, Mapping) else {}
 
 
-class _Describer(reprlib.Repr):
-    """Short texts of nested values; of a tensor its shape and more, never the elements."""
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        if isinstance(x, Mapping):
-            return f"{type(x).__name__}({self.repr_dict(dict(x), level)})"
-        if isinstance(x, Tensor):
-            return f"{type(x).__name__}({tuple(x.shape)}, {x.dtype}, {x.device})"
-        return repr(x) if x is None or isinstance(x, float) else f"<{type(x).__name__}>"
-
-
-describe = _Describer().repr
-
-
-RESERVED = frozenset({"data_time", "rank_data_time"})
+def describe(value: Any) -> str:
+    """A short text: of a tensor the shape, of a dict what is in it, else the type."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, Mapping):
+        items = [f"{name!r}: {describe(item)}" for name, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    return type(value).__name__
 
 
 class LossRecorder:
-    """Records the losses of each step, and checks that they are finite.
+    """Records the losses of each step of a run, and checks that they are finite.
 
-    A single process puts them into the trainer's storage. With several ranks they wait in another
-    storage until :meth:`exchange` puts the means over the ranks into the trainer's.
+    A single process puts them into the trainer's storage. With several ranks they wait in
+    a storage of this rank until :meth:`exchange` puts the means over the ranks into the
+    trainer's.
 
-    On the CPU of a single process a loss is checked when it is recorded, before the update.
-    Elsewhere the host would have to wait for the device or for other ranks, so :meth:`check` does
-    it at the end of a period.
+    On the CPU of a single process a loss is checked when it is recorded, before the
+    update. Elsewhere the host would have to wait for the device or for other ranks, so
+    :meth:`check` does it at the end of a period.
 
     Args:
-        check_at_once: whether to check a loss when it is recorded, where that is free.
+        iteration: the first iteration of the run.
     """
 
-    def __init__(self, check_at_once: bool = True) -> None:
-        self.check_at_once = check_at_once
-        self._alone = True
+    def __init__(self, iteration: int = 0) -> None:
+        self._alone = comm.get_world_size() == 1
         self._waiting = EventStorage()
-        self._names: dict[
-            str, int
-        ] = {}  # those that all ranks know, with their columns
-        self._together = (
-            0  # the ranks have brought together the iterations before this one
-        )
-        self._checked = 0  # the iterations before this one are checked
-        self._checked_names: set[str] = set()
+        self._columns: dict[str, int] = {}  # the names that all ranks know
+        self._exchanged = iteration  # the iterations before this one are exchanged
+        self._checked = iteration  # the iterations before this one are checked
+        self._to_check: set[str] = set()
         self._tolerated: set[int] = set()
-
-    def reset(self, iteration: int) -> None:
-        """Forget everything: the next iteration is ``iteration``."""
-        self._waiting = EventStorage()
-        self._tolerated.clear()
-        self._together = self._checked = iteration
-
-    def begin(self, iteration: int) -> None:
-        """Begin a run, perhaps by doing again an ``iteration`` that broke off."""
-        self._alone = (
-            comm.get_world_size() == 1
-        )  # once a run, since it takes a microsecond
-        self._names.clear()
-        self._checked = min(self._checked, iteration)
-        self._tolerated = {i for i in self._tolerated if i < iteration}
 
     def tolerate(self, iteration: int) -> None:
         """Let the losses of an iteration be infinite or NaN: no update is made of them."""
+        self._tolerated = {i for i in self._tolerated if i >= self._checked}
         self._tolerated.add(iteration)
 
     def record(
@@ -149,53 +110,44 @@ class LossRecorder:
         losses: Mapping[str, Any],
         data_time: float,
         total: str | None = "total_loss",
+        check_now: bool = True,
     ) -> None:
         """Record one step.
 
         Args:
             storage: the trainer's storage.
             iteration: the iteration.
-            losses: losses by name.
+            losses: numbers, or tensors with one element, by name.
             data_time: the seconds that the step waited for data.
-            total: the name of their sum, which must be finite; it may be one of them. None means
-                that ``losses`` are metrics of any kind: they are not summed, and those with "loss"
-                in their names must be finite.
+            total: the name of the sum, which must be finite. It may be one of ``losses``.
+                None means that there are metrics of any kind among them: they are not
+                summed, and those with "loss" in their names must be finite.
+            check_now: whether to check at once, where that is free.
 
         Raises:
-            FloatingPointError: if a loss is not finite, where it costs nothing to know.
-            TypeError: for a tensor with several elements.
-            ValueError: for a name that is used here.
+            FloatingPointError: if a loss is not finite.
         """
-        if not RESERVED.isdisjoint(losses):
-            raise ValueError(
-                f"no loss may be named {' or '.join(RESERVED)}: those are measured"
-            )
-        check_now = self._alone and self.check_at_once
+        check_now = check_now and self._alone
         values = {}
         for name, value in losses.items():
-            if isinstance(value, Tensor):
-                if value.numel() != 1:
-                    raise TypeError(
-                        f"{name!r} must be one number: it has shape {[*value.shape]}"
-                    )
-                if value.is_cpu:
-                    value = value.item()  # no synchronisation on the CPU
-                else:
-                    value, check_now = value.detach(), False
+            if isinstance(value, Tensor) and value.is_cpu:
+                value = value.item()  # no synchronisation on the CPU
+            elif isinstance(value, Tensor):
+                value = value.detach()
+                check_now = False
             values[name] = value
-        names: Sequence[str] = (
-            (total,) if total else [name for name in values if "loss" in name]
-        )
-        if total and total not in values:
-            # The sum comes first where metrics are shown.
-            values = {total: reduce(add, values.values()), **values}
-        if check_now:
-            for name in names:
-                if not math.isfinite(values[name]) and iteration not in self._tolerated:
-                    raise _non_finite(iteration, values)
-            self._checked = iteration + 1
+        if total is None:
+            checked = [name for name in values if is_loss(name)]
         else:
-            self._checked_names.update(names)
+            checked = [total]
+            if total not in values:  # the sum comes first where metrics are shown
+                values = {total: reduce(add, values.values()), **values}
+        if not check_now:
+            self._to_check.update(checked)
+        elif iteration not in self._tolerated:
+            if not all(math.isfinite(values[name]) for name in checked):
+                raise _non_finite(iteration, values)
+            self._checked = iteration + 1
         target = storage if self._alone else self._waiting
         for name, value in values.items():
             target.put_scalar(name, value, True, iteration)
@@ -206,9 +158,9 @@ class LossRecorder:
     def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
-        One maximum says what needs more words (new names, a request to stop) and finds the
-        slowest data time of each iteration; one sum adds up the values and how many there are.
-        A collective, which every rank calls after the same iteration.
+        One maximum tells whether a rank has new names or a request to stop, and the
+        slowest data time of each iteration. One sum adds up the values and how many there
+        are. A collective, which every rank calls after the same iteration.
 
         Args:
             storage: the trainer's storage.
@@ -218,83 +170,74 @@ class LossRecorder:
         Returns:
             The highest rank that asks for something, -1 if none does.
         """
-        first, count = self._together, finished - self._together
+        first = self._exchanged
+        count = finished - first
         histories = {n: h.since(first) for n, h in self._waiting.histories().items()}
-        self._together, self._waiting = finished, EventStorage()
+        self._exchanged = finished
+        self._waiting = EventStorage()
         rank = comm.get_rank()
+        # Who has new names, who asks for something, and the data time of each iteration.
         largest = torch.full((2 + count,), -1.0, dtype=torch.float64)
         largest[1] = rank if asks else -1
         for seconds, i in histories.pop("data_time", []):
             largest[2 + i - first] = seconds
         while True:
-            new = [name for name in histories if name not in self._names]
+            new = [name for name in histories if name not in self._columns]
             largest[0] = rank if new else -1
-            speaker, asking, *slowest = comm.all_reduce(
-                largest, dist.ReduceOp.MAX
-            ).tolist()
+            comm.all_reduce(largest, dist.ReduceOp.MAX)
+            speaker, asking, *slowest = largest.tolist()
             if speaker < 0:
                 break
             for name in comm.broadcast(new, int(speaker)):
-                self._names[name] = len(self._names)
-        sums = np.zeros(
-            (2, count, len(self._names))
-        )  # of the values, and how many there are
+                self._columns[name] = len(self._columns)
+        # The sums of the values, and how many there are.
+        sums = np.zeros((2, count, len(self._columns)))
         for name, entries in histories.items():
-            column = self._names[name]
             for value, i in entries:
-                sums[:, i - first, column] += (value, 1)
+                sums[:, i - first, self._columns[name]] += (value, 1)
         if sums.size:
             comm.all_reduce(torch.from_numpy(sums))
-        for i, values, counts, seconds in zip(
-            range(count), *sums.tolist(), slowest, strict=True
-        ):
-            for name, value, ranks in zip(self._names, values, counts, strict=True):
+        for step, (values, counts) in enumerate(zip(*sums.tolist(), strict=True)):
+            for name, value, ranks in zip(self._columns, values, counts, strict=True):
                 if ranks:
-                    storage.put_scalar(name, value / ranks, cur_iter=first + i)
-            if seconds >= 0:
-                storage.put_scalar("data_time", seconds, cur_iter=first + i)
+                    storage.put_scalar(name, value / ranks, cur_iter=first + step)
+            if slowest[step] >= 0:
+                storage.put_scalar("data_time", slowest[step], cur_iter=first + step)
         return int(asking)
 
     def check(self, storage: EventStorage, finished: int) -> None:
         """Check the losses of the finished iterations that were not checked yet.
 
-        With several ranks those that are not brought together yet are only looked at: the ranks
+        With several ranks those that are not exchanged yet are only looked at: the ranks
         come to the same verdict at the next exchange.
 
         Raises:
             FloatingPointError: for the first one that is not finite, with its iteration.
         """
-        if self._checked >= finished or not self._checked_names:
+        if self._checked >= finished or not self._to_check:
             return
         for source in (storage, self._waiting):
-            # Host-device synchronisation: reads what was recorded since the last reading.
-            histories = source.histories()
-            bad = [
-                i
-                for name in self._checked_names & set(histories)
-                for value, i in histories[name].since(self._checked)
-                if not math.isfinite(value) and i not in self._tolerated
-            ]
-            if bad:
-                first = min(bad)
-                losses = [
-                    (n, h.since(first)) for n, h in histories.items() if "loss" in n
-                ]
-                raise _non_finite(
-                    first, {n: v for n, h in losses for v, i in h if i == first}
-                )
-        self._checked = finished if self._alone else self._together
-        self._tolerated = {i for i in self._tolerated if i >= self._checked}
+            losses: dict[int, dict[str, float]] = {}  # by iteration
+            # Host-device synchronisation: reads what was recorded since the last time.
+            for name, history in source.histories().items():
+                if is_loss(name) or name in self._to_check:
+                    for value, i in history.since(self._checked):
+                        losses.setdefault(i, {})[name] = value
+            for i in sorted(losses.keys() - self._tolerated):
+                checked = [losses[i].get(name, 0.0) for name in self._to_check]
+                if not all(map(math.isfinite, checked)):
+                    raise _non_finite(i, losses[i])
+        self._checked = finished if self._alone else self._exchanged
+
+
+def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
+    return FloatingPointError(
+        f"Loss became infinite or NaN at iteration={iteration}!\n"
+        f"loss_dict = {dict(losses)}\n{LOOK_AGAIN}"
+    )
 
 
 LOOK_AGAIN = (
     "To see in which layer that begins, compute the iteration again: docs/guide.md, "
     '"When a run goes wrong"'
 )
-
-
-def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
-    return FloatingPointError(
-        f"Loss became infinite or NaN at iteration={iteration}!\nloss_dict = {dict(losses)}\n"
-        f"{LOOK_AGAIN}"
-    )

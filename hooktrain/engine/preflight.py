@@ -1,77 +1,76 @@
-"""Do the parts of a run belong together? Asked once, before the first step."""
+"""Do model and optimizer belong together? Asked once, before the first step of a run."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from hooktrain.engine.hooks import EMA
 from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper import wrappers_by_name
 
 logger = logging.getLogger(__name__)
 
 
-def check_parts(trainer: Any) -> None:
-    """Refuse what cannot be meant, and warn of what can.
-
-    It compares names and identities: nothing is computed, and no device is waited for.
+def check_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse what cannot be meant, and warn of what can. Nothing is computed.
 
     Args:
-        trainer: a :class:`~hooktrain.engine.trainers.ModelTrainer`. One with its own ``run_step``
-            may mean what others cannot: it gets warnings.
+        model: the model.
+        optimizers: those that are to train it.
 
     Raises:
-        ValueError: if optimizer, checkpointer and model have no parameter in common.
+        ValueError: if the optimizers have no parameter of the model.
     """
-    for module in trainer.model.modules():
-        if hasattr(
-            type(module), "reshard"
-        ):  # it may have whole tensors since an evaluation
-            module.reshard()
-    names = parameter_names(trainer.model)
-    optimizers = [w.optimizer for w in wrappers_by_name(trainer.optim_wrapper).values()]
-    stepped = {
-        p for each in optimizers for group in each.param_groups for p in group["params"]
-    }
-    averages = [
-        next(h.average.parameters(), None) for h in trainer._hooks if isinstance(h, EMA)
-    ]
-    known = {*names, *averages}
-    strangers = [hook for hook in trainer._hooks if _has_another_model(hook, known)]
-    if names and stepped.isdisjoint(names):
-        strangers.append(trainer.optim_wrapper)
-    for stranger in strangers:
-        text = f"{type(stranger).__name__} has the parameters of another model than the trainer"
-        if type(trainer).run_step.__module__.startswith("hooktrain."):
-            raise ValueError(f"{text}: build it from the model that is trained")
-        logger.warning(text)
-    for path, module in trainer.model.named_modules(prefix="model"):
+    groups = [group for each in optimizers for group in each.param_groups]
+    parameters = {p for group in groups for p in group["params"]}
+    for check in CHECKS:
+        check(model, parameters)
+
+
+def refuse_another_model(model: nn.Module, parameters: set[Any]) -> None:
+    """The optimizer was built from the parameters of another model."""
+    names = parameter_names(model)
+    if names and parameters.isdisjoint(names):
+        raise ValueError(
+            "the optimizer has the parameters of another model than the trainer: build "
+            "it from the model that is trained"
+        )
+
+
+def warn_of_unsaved_parameters(model: nn.Module, parameters: set[Any]) -> None:
+    """Some of what is trained is not in the model, and so in no checkpoint."""
+    others = parameters - parameter_names(model).keys()
+    if others:
+        text = "%d parameters of the optimizer are not the model's, nor saved"
+        logger.warning(text, len(others))
+
+
+def warn_of_untrained_parameters(model: nn.Module, parameters: set[Any]) -> None:
+    """Some parameters would be trained, and no optimizer has them."""
+    names = parameter_names(model)
+    left = [n for p, n in names.items() if p.requires_grad and p not in parameters]
+    if left:
+        text = (
+            "%d trainable parameters are in no optimizer, and stay as they are: %s, ..."
+        )
+        text += " If that is meant, set requires_grad_(False)"
+        logger.warning(text, len(left), left[:5])
+
+
+def warn_of_layers_in_lists(model: nn.Module, parameters: set[Any]) -> None:
+    """Layers in a plain list or tuple are no part of a model."""
+    for path, module in model.named_modules(prefix="model"):
         for key, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else ()
-            found = {
-                p for m in items if isinstance(m, nn.Module) for p in m.parameters()
-            }
-            if any(p.requires_grad and p not in names for p in found):
+            if any(isinstance(item, nn.Module) for item in items):
                 text = "%s.%s has layers that are not trained: use nn.ModuleList"
                 logger.warning(text, path, key)
-    left = [name for p, name in names.items() if p.requires_grad and p not in stepped]
-    if left:
-        text = "%d trainable parameters are in no optimizer, and stay as they are: %s, ... If that "
-        logger.warning(
-            text + "is meant, set requires_grad_(False)", len(left), left[:5]
-        )
-    if more := len(stepped - names.keys()):
-        logger.warning(
-            "%d parameters of the optimizer are not the model's, nor saved", more
-        )
 
 
-def _has_another_model(hook: Any, known: Collection[Any]) -> bool:
-    """Whether the model of a hook's checkpointer has parameters and none is known."""
-    saver = getattr(hook, "checkpointer", getattr(hook, "_checkpointer", None))
-    model: Any = getattr(saver, "model", None)
-    if not hasattr(model, "parameters") or next(model.parameters(), None) is None:
-        return False
-    return not any(p in known for p in model.parameters())
+CHECKS: list[Callable[[nn.Module, set[Any]], None]] = [
+    refuse_another_model,
+    warn_of_unsaved_parameters,
+    warn_of_untrained_parameters,
+    warn_of_layers_in_lists,
+]

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import length_hint
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooktrain.engine.batches import Batches
-from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder, parse_losses
+from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
 from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
@@ -22,12 +21,86 @@ from hooktrain.solver import (
     OptimWrapperDict,
     build_optim_wrapper,
 )
-from hooktrain.solver.optim_state import parameter_names, without_schedules
+from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.tensors import mover_to, non_finite, shard_like
+from hooktrain.utils.tensors import mover_to, non_finite
+from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
+
+
+class Batches(Iterator[Any]):
+    """The batches of a loader. A finite loader starts again when it is exhausted.
+
+    Before it starts again, ``set_epoch`` is called where the loader's ``sampler``, its
+    ``batch_sampler`` or the sampler of that one has it.
+
+    Args:
+        loader: an iterable of batches.
+
+    Attributes:
+        epoch: how often the loader was exhausted.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._iterator: Iterator[Any] | None = None
+
+    def start(self) -> Iterator[Any]:
+        """The loader's iterator. Starts its workers if they do not run."""
+        if self._iterator is None:
+            if self.epoch > 0:
+                self._set_epoch()
+            self._iterator = start_workers(self.loader)
+        return self._iterator
+
+    def _set_epoch(self) -> None:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        sampler = getattr(self.loader, "sampler", None)
+        inner = getattr(batch_sampler, "sampler", None)
+        for each in (sampler, inner, batch_sampler):
+            set_epoch = getattr(each, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+
+    def __next__(self) -> Any:
+        # The rest of an epoch, of which nothing may be left, and the next one.
+        for _ in range(2):
+            try:
+                return next(self.start())
+            except StopIteration:
+                self.epoch += 1
+                self._iterator = None
+        raise ValueError(
+            "the data loader is empty (perhaps by drop_last), or starts only once: "
+            f"{self.loader!r}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and the loader's own position if it has one."""
+        state: dict[str, Any] = {"epoch": self.epoch}
+        if hasattr(self.loader, "state_dict"):
+            state["loader"] = self.loader.state_dict()
+        return state
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the loader refuse the state of other data, if it can."""
+        if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
+            self.loader.check_state_dict(state_dict["loader"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; warn if the position cannot be restored."""
+        self.epoch = int(state_dict.get("epoch", 0))
+        self._iterator = None
+        if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state_dict["loader"])
+        else:
+            logger.warning(
+                "The position in the data could not be restored, so the loader starts at "
+                "its first batch. Loaders of hooktrain.data.build_train_loader continue"
+            )
 
 
 class ModelTrainer(TrainerBase):
@@ -35,31 +108,28 @@ class ModelTrainer(TrainerBase):
 
     Args:
         model: the model. It is put into training mode.
-        data_loader: an iterable of batches. A finite one starts again when it is exhausted, after
-            a call of ``set_epoch`` of its sampler or batch sampler, if there is one.
-        optimizer: a torch optimizer, or an :class:`~hooktrain.solver.OptimWrapper` around one; or
-            several of either, in a dict or an :class:`~hooktrain.solver.OptimWrapperDict`.
-        gather_metric_period: with several ranks, the values of their metrics are brought together
-            every so many iterations, or every ``"1 epoch"``. Until then they cannot be read.
+        data_loader: an iterable of batches; see :class:`Batches`.
+        optimizer: a torch optimizer, or an :class:`~hooktrain.solver.OptimWrapper` around
+            one; or several of either, in a dict or an
+            :class:`~hooktrain.solver.OptimWrapperDict`.
+        gather_metric_period: with several ranks, their metrics are brought together every
+            so many iterations, or every ``"1 epoch"``. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
-        async_write_metrics: never check a loss inside the step. On the CPU the loss is checked
-            before each update by default. With this it is checked at the end of the period, as
-            it always is on accelerators and with several ranks.
+        async_write_metrics: never check a loss inside the step. On the CPU the loss is
+            checked before each update by default. With this it is checked at the end of
+            the period, as it always is on accelerators and with several ranks.
 
     Attributes:
         optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
         updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
-        TypeError: if ``model`` is no module, or ``optimizer`` is neither a torch optimizer nor a
-            wrapper, or is several for a step that makes one update.
+        TypeError: if ``model`` is no module, or ``optimizer`` is neither a torch optimizer
+            nor a wrapper, or is several for a step that makes one update.
         ValueError: for a period below 1.
     """
 
-    state_parts = (*TrainerBase.state_parts, "optimizer", "data")
-    optim_wrapper: (
-        Any  # OptimWrapper; where a model owns its step also OptimWrapperDict
-    )
+    optim_wrapper: Any  # an OptimWrapper, or for StepTrainer an OptimWrapperDict
 
     def __init__(
         self,
@@ -72,33 +142,28 @@ class ModelTrainer(TrainerBase):
     ) -> None:
         super().__init__()
         unwrap_model(model)  # refuses what is no model
-        optimizer = build_optim_wrapper(None, optimizer)
-        is_simple = (
-            getattr(self, "_kind", type(self)).run_step is SimpleTrainer.run_step
-        )
-        if is_simple and isinstance(optimizer, OptimWrapperDict):
-            raise TypeError(
-                "SimpleTrainer has one optimizer: for several take StepTrainer"
-            )
-        if self.epoch_length is None and (length := length_hint(data_loader, 0)):
-            self.epoch_length = -(
-                -length // (optimizer.accumulative_counts if is_simple else 1)
-            )
+        self.optim_wrapper = self.updating = build_optim_wrapper(None, optimizer)
+        self.optim_wrapper.name_parameters(model)
+        if length := length_hint(data_loader, 0):
+            self.epoch_length = -(-length // self.batches_per_step)  # rounded up
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         if self.sync_period < 1:
-            text = f"gather_metric_period must be at least 1, but got {gather_metric_period!r}"
-            raise ValueError(f"{text} (train.log_period)")
+            raise ValueError(
+                "gather_metric_period (train.log_period) must be at least 1, but got "
+                f"{gather_metric_period!r}"
+            )
         self.model = init_weights_once(model).train()
-        self._batches = Batches(data_loader)
-        self.optim_wrapper = self.updating = optimizer
-        optimizer.name_parameters(model)
+        self.data_loader = data_loader
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        self._losses = LossRecorder(check_at_once=not async_write_metrics)
         self._move: Callable[[Any], Any] | None = None
-        self._meant_so: set[str] | None = (
-            None  # such as masks: not finite when the run began
-        )
+        # Such as masks: what is not finite when the run begins.
+        self._meant_so: set[str] | None = None
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches of the loader an iteration takes."""
+        return 1
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -107,31 +172,22 @@ class ModelTrainer(TrainerBase):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._begun is not None:
-            raise RuntimeError(
-                "replace the optimizer between two runs: schedules hold this one"
-            )
         self.optim_wrapper.optimizer = optimizer
 
     @property
     def data_loader(self) -> Iterable[Any]:
         """The loader. Another one is used from the next batch on."""
-        return self._batches.loader
+        return self._data_loader_iter.loader
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
-        self._batches = Batches(data_loader)
-
-    @property
-    def _data_loader_iter(self) -> Batches:
-        return (
-            self._batches
-        )  # detectron2's name, for steps of your own: next(...) of it
+        # detectron2's name, for steps of your own: next(self._data_loader_iter).
+        self._data_loader_iter = Batches(data_loader)
 
     def reset_data_loader(
         self, data_loader_builder: Callable[[], Iterable[Any]]
     ) -> None:
-        """Replace the loader during training. The old one is freed before the new one is built.
+        """Replace the loader. The old one is freed before the new one is built.
 
         Args:
             data_loader_builder: makes the new loader.
@@ -139,96 +195,74 @@ class ModelTrainer(TrainerBase):
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
-    def _prepare(self) -> None:
-        """See that the parts belong together."""
-        check_parts(self)
-
-    def before_train(self) -> None:
-        """Call the hooks, then start the loader: starting some loaders draws random numbers."""
-        super().before_train()
-        self._meant_so = non_finite(self.model.state_dict())
-        self._move = None  # the model may have been moved between two runs
-        if self.start_iter < self.max_iter:
-            self._batches.start()
-
     def prepare_batch(self, data: Any) -> Any:
         """Bring a batch to the model's device; see :func:`~hooktrain.utils.tensors.mover_to`.
 
-        Override it to do more. A ``run_step`` of your own decides by itself whether to call it.
+        Override it to do more. A ``run_step`` of your own may call it.
         """
-        self._move = self._move or mover_to(self.model)
+        if self._move is None:
+            self._move = mover_to(self.model)
         return self._move(data)
+
+    def begin_steps(self) -> None:
+        """See that the parts belong together, and start the loader.
+
+        Starting some loaders draws random numbers, so it is not left to the first step.
+        """
+        wrappers = wrappers_by_name(self.optim_wrapper).values()
+        check_parts(self.model, [wrapper.optimizer for wrapper in wrappers])
+        self._move = None  # the model may have been moved between two runs
+        self._meant_so = non_finite(self.model.state_dict())
+        if self.start_iter < self.max_iter:
+            self._data_loader_iter.start()
 
     def _check_mode(self) -> None:
         if not self.model.training:
             raise RuntimeError(
-                "the model is in evaluation mode; whoever called model.eval() during training "
-                "must call model.train() afterwards"
+                "the model is in evaluation mode; whoever called model.eval() during "
+                "training must call model.train() afterwards"
             )
 
-    def tolerate_losses(self) -> None:
-        """Let the losses of this iteration be infinite or NaN, since no update is made of them.
-
-        For a hook, at the latest in ``after_backward``, and on all ranks alike.
-        """
-        self._losses.tolerate(self.iter)
-
-    def _check_finite(self) -> None:
-        self._losses.check(self.storage, self._finished)
+    def check_weights(self) -> None:
+        """Raise if a parameter or buffer is not finite that was so when the run began."""
         if self._meant_so is None:  # no run has begun
             return
-        if broken := non_finite(self.model.state_dict()) - self._meant_so:
-            iteration = self._finished - 1
+        broken = non_finite(self.model.state_dict()) - self._meant_so
+        if broken:
             raise FloatingPointError(
-                f"Weights or buffers became infinite or NaN at or before iteration={iteration}, "
-                f"and are not saved: {sorted(broken)[:10]}\n{LOOK_AGAIN}"
+                "Weights or buffers became infinite or NaN at or before "
+                f"iteration={self.iter}, and are not saved: {sorted(broken)[:10]}\n"
+                f"{LOOK_AGAIN}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """That of :class:`TrainerBase`, with the optimizer and the position in the data.
-
-        Raises:
-            FloatingPointError: if a loss was not finite, or a parameter or buffer of the model's
-                state is not that was so when the run began.
-        """
+    def step_state_dict(self) -> dict[str, Any]:
+        """The optimizer, and the position in the data."""
         return {
-            **super().state_dict(),
             "optimizer": self.optim_wrapper.state_dict(),
-            "data": self._batches.state_dict(),
+            "data": self._data_loader_iter.state_dict(),
         }
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+    def check_step_state(
+        self, state: Mapping[str, Any], parts: Collection[str]
     ) -> None:
-        """Load what :meth:`state_dict` returned; the states of detectron2's trainers load too.
+        """Refuse a state without an optimizer, or of another optimizer or other data."""
+        if "optimizer" in parts:
+            if "optimizer" not in state:
+                raise ValueError(f"the state has no optimizer, only {sorted(state)}")
+            self.optim_wrapper.check_state_dict(state["optimizer"])
+        if "data" in parts:
+            self._data_loader_iter.check_state_dict(state.get("data", {}))
 
-        Without ``"hooks"`` schedules begin anew. Then learning rates and whatever else was
-        scheduled are not loaded with the optimizer.
-
-        Raises:
-            ValueError: see :meth:`TrainerBase.load_state_dict`; also if the state has no
-                optimizer though it was to be loaded, or belongs to other data.
-        """
-        # detectron2's DefaultTrainer nests an inner trainer's state.
-        state = {**state_dict.get("_trainer", {}), **state_dict}
-        chosen = set(self.state_parts if only is None else only)
-        if "optimizer" in chosen and "optimizer" not in state:
-            raise ValueError(
-                f"there is no optimizer in the state, only {sorted(state)}"
-            )
-        if (
-            "data" in chosen
-        ):  # first, since other data is refused: then nothing has changed
-            begun = state.get("iteration", -1) >= 0
-            self._batches.load_state_dict(state.get("data", {}), begun=begun)
-        super().load_state_dict(state, only=only)
-        if "optimizer" in chosen:
+    def load_step_state(self, state: Mapping[str, Any], parts: Collection[str]) -> None:
+        """Load optimizer and position; without ``"hooks"`` no rates and the like."""
+        if "data" in parts and "data" in state:
+            self._data_loader_iter.load_state_dict(state["data"])
+        if "optimizer" in parts:
+            optimizer = dict(state["optimizer"])
             # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
-            scaler = (
-                {"grad_scaler": state["grad_scaler"]} if "grad_scaler" in state else {}
-            )
-            optimizer = {**scaler, **state["optimizer"]}
-            if "hooks" not in chosen:  # schedules that begin anew
+            if "grad_scaler" in state:
+                optimizer.setdefault("grad_scaler", state["grad_scaler"])
+            if "hooks" not in parts:  # schedules that begin anew
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
 
@@ -236,14 +270,24 @@ class ModelTrainer(TrainerBase):
 class SimpleTrainer(ModelTrainer):
     """The training of one model by one optimizer.
 
-    An iteration is one update: it takes a batch from the loader (``accumulative_counts`` batches
-    where the wrapper accumulates), computes the losses, goes backward and updates. The model, in
-    training mode, takes what the loader yields and returns a loss, or a dict of losses to add up,
-    perhaps with metrics beside them: :func:`~hooktrain.engine.losses.parse_losses` has the rule.
+    An iteration is one update: it takes a batch from the loader (``accumulative_counts``
+    batches where the wrapper accumulates), computes the losses, goes backward and updates.
+    The model, in training mode, takes what the loader yields and returns a loss, or a dict
+    of losses to add up, perhaps with metrics beside them:
+    :func:`~hooktrain.engine.losses.parse_losses` has the rule.
 
-    For anything else write a subclass with your own :meth:`run_step`. The arguments are those of
-    :class:`ModelTrainer`.
+    For anything else write a subclass with your own :meth:`run_step`. The arguments are
+    those of :class:`ModelTrainer`.
     """
+
+    @property
+    def batches_per_step(self) -> int:
+        """As many as make one update."""
+        if isinstance(self.optim_wrapper, OptimWrapperDict):
+            raise TypeError(
+                "SimpleTrainer has one optimizer: for several take StepTrainer"
+            )
+        return self.optim_wrapper.accumulative_counts  # type: ignore[no-any-return]
 
     def run_step(self) -> None:
         """Batches, losses, gradients, hooks, metrics, update."""
@@ -264,7 +308,7 @@ class SimpleTrainer(ModelTrainer):
         data_time = 0.0
         for batch in range(count):
             start = time.perf_counter()
-            data = self.prepare_batch(next(self._batches))
+            data = self.prepare_batch(next(self._data_loader_iter))
             data_time += time.perf_counter() - start
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()
@@ -287,38 +331,41 @@ class SimpleTrainer(ModelTrainer):
         prefix: str = "",
         iter: int | None = None,
     ) -> None:
-        """Record the losses of an iteration. Call it once in a step of your own, before the update.
+        """Record the losses of an iteration. A step of your own calls it before the update.
 
         Args:
-            loss_dict: losses by name. Their sum is recorded as ``total_loss``, unless that is one
-                of them.
+            loss_dict: losses by name. Their sum is recorded as ``total_loss``, unless that
+                is one of them.
             data_time: seconds that the step waited for data.
             prefix: put before each name.
             iter: the iteration; None is the current one.
 
         Raises:
             FloatingPointError: if the sum is not finite, where it costs nothing to know.
-            ValueError: for a name that the trainer itself writes.
         """
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}
-        iteration = self.iter if iter is None else iter
         self._losses.record(
-            self.storage, iteration, loss_dict, data_time, prefix + "total_loss"
+            self.storage,
+            self.storage.iter if iter is None else iter,
+            loss_dict,
+            data_time,
+            total=prefix + "total_loss",
+            check_now=not self.async_write_metrics,
         )
 
 
 class AMPTrainer(SimpleTrainer):
     """A :class:`SimpleTrainer` in mixed precision.
 
-    It wraps the optimizer in an :class:`~hooktrain.solver.AmpOptimWrapper`. Give such a wrapper
-    to ``SimpleTrainer`` for accumulation or clipping.
+    It wraps the optimizer in an :class:`~hooktrain.solver.AmpOptimWrapper`. Give such a
+    wrapper to ``SimpleTrainer`` for accumulation or clipping.
 
     Args:
         grad_scaler: the scaler; None makes one where ``precision`` is float16.
         precision: ``torch.float16`` or ``torch.bfloat16``.
-        log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``. It costs
-            a host-device synchronisation.
+        log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``. It
+            costs a host-device synchronisation.
 
     The other arguments are those of :class:`ModelTrainer`.
     """
@@ -335,12 +382,18 @@ class AMPTrainer(SimpleTrainer):
         log_grad_scaler: bool = False,
         async_write_metrics: bool = False,
     ) -> None:
-        wrapper = AmpOptimWrapper(
-            optimizer, precision, loss_scale=grad_scaler or "dynamic"
+        scale = grad_scaler or "dynamic"
+        wrapper = AmpOptimWrapper(optimizer, precision, loss_scale=scale)
+        super().__init__(
+            model,
+            data_loader,
+            wrapper,
+            gather_metric_period,
+            zero_grad_before_forward,
+            async_write_metrics,
         )
-        options = (gather_metric_period, zero_grad_before_forward, async_write_metrics)
-        super().__init__(model, data_loader, wrapper, *options)
-        self.grad_scaler, self.precision = wrapper.grad_scaler, precision
+        self.grad_scaler = wrapper.grad_scaler
+        self.precision = precision
         self.log_grad_scaler = log_grad_scaler
 
     def after_backward(self) -> None:
@@ -355,15 +408,17 @@ class AMPTrainer(SimpleTrainer):
 class StepTrainer(ModelTrainer):
     """The training of a model with ``train_step(data, optim_wrapper)``.
 
-    An iteration is one call of it with one batch. The model decides what is updated, how often and
-    by which optimizer; it returns a dict of values to log, or None. ``accumulative_counts`` counts
-    calls of ``update_params``, and the hooks' ``after_backward`` runs in each update.
+    An iteration is one call of it with one batch. The model decides what is updated, how
+    often and by which optimizer; it returns a dict of values to log, or None.
+    ``accumulative_counts`` counts calls of ``update_params``, and the hooks'
+    ``after_backward`` runs in each update.
 
-    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has left the
-    update to the trainer.
+    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has
+    left the update to the trainer.
 
-    The arguments are those of :class:`ModelTrainer`. The check for losses that are not finite comes
-    after the update, and always before a checkpoint.
+    The arguments are those of :class:`ModelTrainer`. The check for losses that are not
+    finite comes after the update, and always before a checkpoint. Gradients are not saved:
+    a resumed run is exact if no gradients live from one step to the next.
 
     Attributes:
         last_batch: the batch of the last step, for hooks.
@@ -372,74 +427,28 @@ class StepTrainer(ModelTrainer):
 
     last_batch: Any = None
     last_outputs: Mapping[str, Any] | None = None
-    _gradients: Mapping[str, Tensor] | None = (
-        None  # of a checkpoint, for the first step
-    )
-
-    def _wrappers(self) -> Mapping[str, OptimWrapper]:
-        return wrappers_by_name(self.optim_wrapper)
 
     @property
     def can_save(self) -> bool:
-        """Whether no gradients are being accumulated: they are not saved."""
-        return all(wrapper.should_update() for wrapper in self._wrappers().values())
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of :class:`ModelTrainer`, and the gradients that live on after ``train_step``.
-
-        The next backward passes add to them, unless it begins with ``optim_wrapper.zero_grad()``.
-        To keep them out of checkpoints, end ``train_step`` with that.
-        """
-        state = super().state_dict()
-        # Their after_backward is set while this trainer makes the steps.
-        if self.can_save and any(
-            wrapper.after_backward for wrapper in self._wrappers().values()
-        ):
-            names = parameter_names(self.model)
-            state["gradients"] = {
-                n: p.grad for p, n in names.items() if p.grad is not None
-            }
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
-    ) -> None:
-        """Load what :meth:`state_dict` returned; see :class:`ModelTrainer`."""
-        super().load_state_dict(state_dict, only=only)
-        if only is None or "optimizer" in only:
-            self._gradients = state_dict.get("gradients")
+        """Whether accumulated gradients are all used up: they are not saved."""
+        return all(wrapper.should_update() for wrapper in self._wrappers())
 
     def run_step(self) -> None:
         """One batch for the model's own step."""
         self._check_mode()
-        is_first = self.iter == self.start_iter
-        if is_first:
-            self._begin_run()
-            counts = {name: w.inner_count for name, w in self._wrappers().items()}
         start = time.perf_counter()
-        self.last_batch = data = next(self._batches)
+        self.last_batch = next(self._data_loader_iter)
         data_time = time.perf_counter() - start
-        self.last_outputs = outputs = self._call_step(data)
-        if is_first and all(
-            w.inner_count == counts[name] for name, w in self._wrappers().items()
-        ):
-            logger.warning(
-                "train_step has not called update_params: nothing may be trained"
-            )
-        self._losses.record(self.storage, self.iter, outputs, data_time, total=None)
-
-    def _begin_run(self) -> None:
-        """Set the wrappers up. What a step that broke off has left is forgotten."""
-        self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iter)
-        self.optim_wrapper.zero_grad()
-        loaded, self._gradients = self._gradients or {}, None
-        for parameter, name in parameter_names(self.model).items():
-            if name in loaded:
-                parameter.grad = shard_like(
-                    loaded[name].to(parameter.device), parameter
-                )
-        for wrapper in self._wrappers().values():
-            wrapper.after_backward = partial(self._before_update, wrapper)
+        outputs = self._call_step(self.last_batch)
+        self.last_outputs = outputs
+        self._losses.record(
+            self.storage,
+            self.storage.iter,
+            outputs,
+            data_time,
+            total=None,
+            check_now=not self.async_write_metrics,
+        )
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
         outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
@@ -458,19 +467,30 @@ class StepTrainer(ModelTrainer):
             log_vars.setdefault("loss", outputs["loss"])
         return log_vars
 
+    def begin_steps(self) -> None:
+        """Set the wrappers up. What a step that broke off has left is forgotten."""
+        super().begin_steps()
+        # As in MMEngine, one update_params an iteration is taken for granted, so that the
+        # last update may have fewer passes. Of several optimizers it is not known.
+        done = getattr(self.optim_wrapper, "inner_count", 0)
+        self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
+        self.optim_wrapper.zero_grad()
+        for wrapper in self._wrappers():
+            wrapper.after_backward = partial(self._before_update, wrapper)
+
+    def end_steps(self) -> None:
+        """Let go of the wrappers; say so if accumulated gradients made no update."""
+        for wrapper in self._wrappers():
+            wrapper.after_backward = None
+        if self.succeeded and not self.can_save:
+            logger.warning(
+                "The run ended inside gradient accumulation: its last backward passes "
+                "made no update, and are lost"
+            )
+
+    def _wrappers(self) -> Iterable[OptimWrapper]:
+        return wrappers_by_name(self.optim_wrapper).values()
+
     def _before_update(self, wrapper: OptimWrapper) -> None:
         self.updating = wrapper
         self.after_backward()
-
-    def after_train(self) -> None:
-        """Call the hooks; say so if the last accumulation made no update."""
-        try:
-            super().after_train()
-        finally:
-            for wrapper in self._wrappers().values():
-                wrapper.after_backward = None
-        if self.succeeded and not self.can_save:
-            logger.warning(
-                "The run ended inside of an accumulation: its last backward passes made no "
-                "update, and are lost"
-            )

@@ -59,43 +59,6 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
             raise TypeError(text)
 
 
-def refuse_signatures(
-    kind: type,
-    base: type,
-    on_class: Sequence[str],
-    hint: str = "",
-) -> None:
-    """Say at once, when a class is defined, that a method does not take what it is called with.
-
-    For ``__init_subclass__``.
-
-    Args:
-        kind: The class.
-        base: The one whose methods it overrides; what they need is what they are called with.
-        on_class: The class methods that are called on the class, and never on an object.
-        hint: More to say.
-
-    Raises:
-        TypeError: If it defines one of them for other arguments.
-    """
-    for name in vars(kind).keys() & vars(base).keys():
-        if name.startswith("_") or not callable(original := getattr(base, name)):
-            continue
-        parameters = inspect.signature(original).parameters.values()
-        given = [p.name for p in parameters if p.default is p.empty]
-        plain = [inspect.isfunction(vars(c)[name]) for c in (kind, base)]
-        called = (
-            ["self", *given]
-            if plain == [True, False] and name not in on_class
-            else given
-        )
-        try:
-            inspect.signature(getattr(kind, name)).bind(*called)
-        except TypeError as error:
-            text = f"{kind.__qualname__}.{name} is called with ({', '.join(given)}): {error}"
-            raise TypeError(text + hint) from None
-
-
 def locate(name: str) -> Any:
     """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
 

@@ -126,7 +126,7 @@ def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(
 
 @pytest.mark.parametrize("event", ["before_step", "after_backward", "after_step"])
 def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_do(
-    event: str, caplog: pytest.LogCaptureFixture
+    event: str,
 ) -> None:
     def trained(**interrupt: Any) -> SimpleTrainer:
         trainer = make(Stream())
@@ -153,9 +153,6 @@ def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_
         RuntimeError, match=r"broke off inside iteration 2.* load a checkpoint"
     ):
         broken.train(max_iter=5)
-    assert "inexact" not in caplog.text
-    broken.state_dict()
-    assert "broke off inside iteration 2: its state is inexact" in caplog.text
     broken.model.load_state_dict(states[0][0])
     broken.load_state_dict(states[0][1])
     broken.train(max_iter=5)

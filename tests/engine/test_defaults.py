@@ -100,24 +100,6 @@ def test_the_printed_configuration_loads(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_resume_says_what_has_changed_in_the_configuration(folder: Path) -> None:
-    for resume, overrides in [
-        (False, ()),
-        (True, ()),
-        (True, ("train.max_iter=8", "~train.ema")),
-    ]:
-        default_setup(config(folder, *overrides), Namespace(resume=resume))
-    _, *said = (
-        (folder / "log.txt").read_text().split("What has changed since the last start:")
-    )
-    assert len(said) == 1
-    assert said[0].splitlines()[1:4] == [
-        '-    "max_iter": 4,',
-        '+    "max_iter": 8,',
-        '-    "ema": {',
-    ]
-
-
 @pytest.mark.parametrize("level", [None, "normal", "debug"])
 def test_setup_saves_the_configuration_and_logs_into_the_folder(
     level: str | None, folder: Path, capsys: pytest.CaptureFixture[str]

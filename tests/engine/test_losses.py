@@ -26,9 +26,9 @@ Values = list[tuple[float, int]]
 
 
 def test_a_loss_that_is_not_finite_is_found_when_the_period_is_checked() -> None:
-    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
+    recorder, storage = LossRecorder(), EventStorage()
     for i, value in enumerate([1.0, math.nan, 2.0]):
-        recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0)
+        recorder.record(storage, i, {"loss": torch.tensor(value)}, 0.0, check_now=False)
     with pytest.raises(
         FloatingPointError, match=r"iteration=1!\nloss_dict = .*'loss': nan"
     ):
@@ -36,9 +36,11 @@ def test_a_loss_that_is_not_finite_is_found_when_the_period_is_checked() -> None
 
 
 def test_the_first_of_several_bad_iterations_is_named() -> None:
-    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
+    recorder, storage = LossRecorder(), EventStorage()
     for i, (a, b) in enumerate([(1.0, 1.0), (2.0, math.inf), (math.nan, 3.0)]):
-        recorder.record(storage, i, {"loss_a": a, "loss_b": b}, 0.0, total=None)
+        recorder.record(
+            storage, i, {"loss_a": a, "loss_b": b}, 0.0, total=None, check_now=False
+        )
     with pytest.raises(
         FloatingPointError, match=r"iteration=1!\n.*'loss_a': 2.0, 'loss_b': inf"
     ):
@@ -46,16 +48,16 @@ def test_the_first_of_several_bad_iterations_is_named() -> None:
 
 
 def test_a_finite_period_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
-    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
+    recorder, storage = LossRecorder(), EventStorage()
+    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0, check_now=False)
     recorder.check(storage, 1)
     monkeypatch.setattr(storage, "histories", lambda: pytest.fail("read again"))
     recorder.check(storage, 1)
 
 
 def test_a_metric_that_is_no_loss_may_be_infinite() -> None:
-    recorder, storage = LossRecorder(check_at_once=False), EventStorage()
-    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0)
+    recorder, storage = LossRecorder(), EventStorage()
+    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0, check_now=False)
     storage.put_scalar("ratio", math.inf)
     recorder.check(storage, 1)
     assert storage.latest()["ratio"] == (math.inf, 0)
@@ -71,7 +73,9 @@ class Period:
     def exchange(self, name: str, *steps: dict[str, float], asks: bool = False) -> None:
         storage, rank = EventStorage(), comm.get_rank()
         for losses in steps:
-            self.recorder.record(storage, self.finished, losses, 0.5 + rank, total=None)
+            self.recorder.record(
+                storage, self.finished, losses, 0.5 + rank, total=None, check_now=False
+            )
             self.finished += 1
         with Collectives() as collectives:
             asking = self.recorder.exchange(storage, self.finished, asks)
@@ -86,7 +90,6 @@ class Period:
 def play() -> dict[str, Any]:
     """All kinds of periods in a row."""
     rank, period = comm.get_rank(), Period()
-    period.recorder.begin(0)
     period.exchange("before the first step")
     period.exchange("first", {"a": rank, "b": 1.0}, {"a": 2.0 * rank, "b": 1.0})
     period.exchange("second", {"b": 0.1, "a": rank}, {"a": rank, "b": 0.1})

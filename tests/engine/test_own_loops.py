@@ -92,20 +92,6 @@ def test_an_own_loop_that_fails_is_not_evaluated_as_finished(tmp_path: Path) -> 
     assert (seen, trainer.succeeded) == ([2], False)
 
 
-class Asks(HookBase):
-    def after_step(self) -> None:
-        self.trainer.storage.put_scalar("asked", self.trainer.iter)
-
-
-def test_the_list_of_hooks_can_be_changed_before_a_run(tmp_path: Path) -> None:
-    trainer, _ = make(SimpleTrainer, tmp_path, seen := [])
-    trainer._hooks.insert(0, Asks())
-    trainer._hooks = trainer._hooks[:-2] + trainer._hooks[-2:][::-1]
-    trainer.train(max_iter=3)
-    assert seen == [3]
-    assert trainer.storage.history("asked").latest() == 2
-
-
 def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | None]:
     trainer, checkpointer = make(SimpleTrainer, folder, [])
     trainer.register_hooks([hooks.EvalHook(2, lambda: {"score": trainer.iter})])

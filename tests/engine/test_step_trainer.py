@@ -150,15 +150,14 @@ def test_several_optimizers_each_accumulate_on_their_own() -> None:
         a=OptimWrapper(sgd(model.a), accumulative_counts=2),
         b=OptimWrapper(sgd(model.b), accumulative_counts=4),
     )
-    StepTrainer(model, data(), wrappers).train(0, 4)
-    assert [w.inner_count for w in wrappers.values()] == [4, 8]
-    assert [w.should_update() for w in wrappers.values()] == [True, True]
-    # By hand: two updates each, of 2 and of 4 passes.
+    StepTrainer(model, data(), wrappers).train(0, 6)
+    assert [w.inner_count for w in wrappers.values()] == [6, 12]
+    stream = [data()[i % 4] for i in range(6)]
     for name, size, repeat in (("a", 2, 1), ("b", 4, 2)):
         reference = LinearLoss()
         optimizer = sgd(reference)
-        passes = [batch for batch in data() for _ in range(repeat)]
-        for _ in range(2):
+        passes = [batch for batch in stream for _ in range(repeat)]
+        while passes:
             for _ in range(size):
                 (reference(passes.pop(0)) / size).backward()
             optimizer.step()
@@ -166,9 +165,22 @@ def test_several_optimizers_each_accumulate_on_their_own() -> None:
         assert torch.equal(weights(getattr(model, name)), weights(reference))
 
 
+def test_the_last_update_of_one_optimizer_takes_what_is_left() -> None:
+    model, reference = Plain(), LinearLoss()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=2)
+    StepTrainer(model, data(), wrapper).train(0, 3)
+    optimizer = sgd(reference)
+    for group in (data()[:2], data()[2:3]):
+        for batch in group:
+            (reference(batch) / len(group)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(weights(model), weights(reference))
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stops", [[6], [2, 5]])
-def test_a_run_that_stops_at_the_end_of_an_accumulation_resumes_bit_for_bit(
+def test_a_run_that_is_asked_to_stop_inside_a_window_stops_at_its_end_and_resumes_bit_for_bit(
     tmp_path: Path, kind: str, stops: list[int]
 ) -> None:
     def make() -> tuple[StepTrainer, Checkpointer]:
@@ -209,7 +221,7 @@ def test_a_run_that_stops_at_the_end_of_an_accumulation_resumes_bit_for_bit(
     assert losses == [v for v, i in whole.storage.history("loss").values() if i >= 6]
 
 
-def test_a_run_that_ends_inside_an_accumulation_says_so(
+def test_a_run_that_ends_inside_of_a_window_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Rarely(Plain):
@@ -230,7 +242,7 @@ def test_a_run_that_ends_inside_an_accumulation_says_so(
     assert "its last backward passes made no update" in caplog.text
 
 
-def test_a_step_that_broke_off_leaves_nothing_in_the_next_accumulation() -> None:
+def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
     def failing(at: int) -> Callable[..., Any]:
         calls = [0]
 
@@ -261,13 +273,6 @@ def test_a_step_that_broke_off_leaves_nothing_in_the_next_accumulation() -> None
         reference, batch, OptimWrapper(sgd(reference), accumulative_counts=2)
     ).train(0, 4)
     assert torch.equal(weights(model), weights(reference))
-
-
-class Idle(LinearLoss):
-    def train_step(
-        self, data: Tensor, optim_wrapper: OptimWrapper
-    ) -> dict[str, Tensor]:
-        return {"loss": self(data)}
 
 
 class Silent(Plain):
@@ -327,59 +332,3 @@ def test_a_dict_of_torch_optimizers_is_what_several_wrappers_are() -> None:
     trainer.train(0, 4)
     assert isinstance(trainer.optim_wrapper, OptimWrapperDict)
     assert torch.equal(weights(model), weights(expected))
-
-
-class Adversaries(Two):
-    """A GAN whose first part's pass goes through the second, as in MMEngine's guide."""
-
-    clears = True
-
-    def train_step(
-        self, data: Tensor, optim_wrapper: OptimWrapperDict
-    ) -> dict[str, Tensor]:
-        optim_wrapper["b"].update_params(self.b(data))
-        loss = self.a(data) * self.b(data)
-        optim_wrapper["a"].update_params(loss)
-        if self.clears:
-            optim_wrapper.zero_grad(set_to_none=True)
-        return {"loss": loss}
-
-
-def adversaries(folder: Path) -> tuple[StepTrainer, Checkpointer]:
-    torch.manual_seed(0)
-    model = Adversaries()
-    wrappers = OptimWrapperDict(
-        a=OptimWrapper(sgd(model.a)), b=OptimWrapper(sgd(model.b))
-    )
-    trainer = StepTrainer(model, Stream(), wrappers)
-    return trainer, Checkpointer(model, folder, trainer=trainer)
-
-
-@pytest.mark.parametrize("clears", [True, False])
-def test_a_run_whose_gradients_live_on_after_a_step_resumes_exactly(
-    clears: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Adversaries, "clears", clears)
-    whole, checkpointer = adversaries(tmp_path)
-    whole.register_hooks(
-        [CallbackHook(after_step=lambda t: checkpointer.save(f"at_{t.iter}"))]
-    )
-    whole.train(0, 5)
-    resumed, checkpointer = adversaries(tmp_path)
-    checkpointer.load(tmp_path / "at_2.pth")
-    resumed.train(max_iter=5)
-    assert torch.equal(weights(resumed.model), weights(whole.model))
-    content = torch.load(tmp_path / "at_2.pth", weights_only=True)["trainer"]
-    assert len(content["gradients"]) == (0 if clears else 2)
-
-
-def test_a_step_that_updates_nothing_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = Idle()
-    StepTrainer(model, data(), sgd(model)).train(0, 3)
-    (record,) = caplog.records
-    assert (
-        record.getMessage()
-        == "train_step has not called update_params: nothing may be trained"
-    )

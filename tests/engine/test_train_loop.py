@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 import random
 import weakref
 from pickle import dumps, loads
@@ -123,11 +122,6 @@ def test_a_start_outside_of_the_run_is_refused_with_both_numbers(
 ) -> None:
     with pytest.raises(ValueError, match=f"start_iter={start}.*max_iter={end}"):
         Trainer().train(start, end)
-
-
-def test_train_without_max_iter_says_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="max_iter"):
-        Trainer().train()
 
 
 def test_a_failing_step_leaves_iter_there_and_every_hook_still_ends() -> None:
@@ -279,13 +273,6 @@ def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> Non
     assert keys == ["zeroth", "first", "second", "third", "fourth", "Recorder"]
 
 
-def test_a_place_that_is_not_there_is_refused() -> None:
-    trainer = Trainer()
-    trainer.register_hooks([Counter()])
-    with pytest.raises(ValueError, match=r"'Missing'.*Counter"):
-        trainer.register_hooks([Counter()], before="Missing")
-
-
 def test_describe_hooks_shows_who_runs_when() -> None:
     trainer = Trainer()
     trainer.register_hooks([Counter(), Counter()])
@@ -338,8 +325,6 @@ def test_a_hook_that_is_registered_during_a_run_begins_at_once_and_ends_with_the
 
 def test_a_hook_has_one_place_in_one_trainer() -> None:
     trainer, hook = Trainer(), Counter()
-    with pytest.raises(ValueError, match="registered already"):
-        trainer.register_hooks([hook, hook])
     trainer.register_hooks([hook])
     for other in (trainer, Trainer()):
         with pytest.raises(ValueError, match="registered already"):
@@ -355,32 +340,6 @@ def test_a_copy_of_a_hook_has_its_state_and_no_trainer(copied: Any) -> None:
     same = copied(hook)
     assert (same.count, same.trainer) == (3, None)
     trainer.register_hooks([same])
-
-
-def test_methods_that_resemble_events_are_warned_about(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    names = ("after_steps", "before_steps", "after_train_iter", "on_train_start")
-    others = ("measure", "_after_step", "after_step")
-    methods = dict.fromkeys((*names, *others), lambda _: None)
-    hook = type("Mine", (HookBase,), {**methods, "on_cpu": True})
-    Trainer().register_hooks([hook()])
-    told = [record.getMessage() for record in caplog.records]
-    assert [line.split()[0] for line in told] == [
-        f"Mine.{name}" for name in sorted(names)
-    ]
-    assert "did you mean 'after_step'?" in told[0]
-
-
-def test_a_trainer_that_was_not_constructed_is_told_so() -> None:
-    class Mine(TrainerBase):
-        def __init__(self) -> None:
-            pass
-
-    with pytest.raises(
-        RuntimeError, match=r"Mine.__init__ must call super\(\).__init__\(\)"
-    ):
-        Mine().register_hooks([])
 
 
 def test_two_stateful_hooks_of_one_class_both_come_back() -> None:
@@ -493,18 +452,6 @@ def test_random_numbers_go_on_after_a_resume_as_if_nothing_had_happened() -> Non
     assert first.log + second.log == whole.log
 
 
-def test_run_step_must_be_defined() -> None:
-    with pytest.raises(NotImplementedError, match="run_step"):
-        TrainerBase().train(0, 1)
-
-
-def test_a_failed_run_logs_the_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="broken at 0"):
-        Trainer(fail_at=0).train(0, 1)
-    assert "Exception during training:" in caplog.text
-    assert "broken at 0" in caplog.text
-
-
 def stop_on_one_rank() -> tuple[int, str | None]:
     class Stopper(HookBase):
         def after_step(self) -> None:
@@ -564,17 +511,6 @@ def test_hooks_on_the_main_rank_only_resume_exactly_and_each_rank_draws_its_own_
     assert other[0] == other[1]
     assert len({*main[0], *other[0]}) == 8
     assert (main[2], other[2]) == ([True, False], [True])
-
-
-def period_after_training() -> int:
-    trainer = Trainer()
-    trainer.sync_period = 20 + comm.get_rank()
-    trainer.train(0, 1)
-    return trainer.sync_period
-
-
-def test_all_ranks_exchange_at_the_main_process_period() -> None:
-    assert run_ranks(period_after_training, 2) == [20, 20]
 
 
 def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> None:

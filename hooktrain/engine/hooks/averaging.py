@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.engine.batches import Batches
 from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.trainers import Batches
 from hooktrain.events import EventStorage
 from hooktrain.model import (
     BaseAveragedModel,
@@ -157,7 +157,7 @@ class PreciseBN(HookBase):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
-        self._batches.load_state_dict(state_dict, begun=False)
+        self._batches.load_state_dict(state_dict)
 
 
 def is_trained(model: Any, trainer: Any) -> bool:

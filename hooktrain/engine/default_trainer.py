@@ -1,0 +1,461 @@
+"""The default writers and hooks, and the trainer that a configuration describes."""
+
+import inspect
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hooktrain import evaluation, events, solver
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
+from hooktrain.engine import hooks
+from hooktrain.engine.train_loop import TrainerBase
+from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
+from hooktrain.evaluation import DatasetEvaluator
+from hooktrain.events import EventWriter
+from hooktrain.model import init_weights_once
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
+from hooktrain.utils import comm
+from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.file_io import on_disk
+
+logger = logging.getLogger(__name__)
+
+
+def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
+    """Writers to the console, to ``metrics.json`` and to TensorBoard.
+
+    The last one is left out where ``tensorboard`` is not installed.
+
+    Args:
+        output_dir: the folder to write to; it is made if needed.
+        max_iter: see :class:`~hooktrain.events.CommonMetricPrinter`.
+    """
+    output_dir = on_disk(output_dir)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
+    writers: list[EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
+    if find_spec("tensorboard") is not None:
+        writers.append(events.TensorboardXWriter(output_dir))
+    return writers
+
+
+def default_hooks(
+    *,
+    scheduler: Any,
+    checkpointer: Checkpointer,
+    checkpoint_period: int | str,
+    max_to_keep: int | None = None,
+    eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
+    eval_period: int | str = 0,
+    best_metric: str | None = None,
+    best_mode: str | None = None,
+    best_ema: hooks.EMA | None = None,
+    writers: Sequence[EventWriter] = (),
+    log_period: int | str = 20,
+    watchdog_s: float = 0,
+    time_limit_s: float = 0,
+    sanity_batches: int = 0,
+) -> list[hooks.HookBase]:
+    """The usual hooks in the order that makes resuming exact.
+
+    Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
+    metric files are complete up to it. Last come those that end a run before its time. Put hooks of
+    your own in with ``trainer.register_hooks(..., before=hooks.EvalHook)`` or the like.
+
+    Args:
+        scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
+        checkpointer: what saves.
+        checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
+        max_to_keep: how many periodic checkpoints to keep; None keeps all.
+        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
+        eval_period: 0 evaluates at the end only.
+        best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
+        best_mode: ``"max"``, ``"min"`` or None; see
+            :class:`~hooktrain.engine.hooks.BestCheckpointer`.
+        best_ema: the average whose weights ``model_best.pth`` holds; None saves the raw
+            ones.
+        writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
+        log_period: of the writers.
+        watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
+            iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
+            ends the process. 0 watches nothing.
+        time_limit_s: after how many seconds the run saves and ends; see
+            :class:`~hooktrain.engine.hooks.Preemption`. 0 is no limit.
+        sanity_batches: evaluate on so many batches before the first step.
+    """
+    found: list[hooks.HookBase] = [
+        hooks.IterationTimer(),
+        hooks.LRScheduler(scheduler=scheduler),
+    ]
+    if eval_function is not None:
+        evaluate = hooks.EvalHook(
+            eval_period, eval_function, sanity_batches=sanity_batches
+        )
+        found.append(evaluate)
+        if best_metric is not None:
+            best = hooks.BestCheckpointer(
+                eval_period, checkpointer, best_metric, best_mode, ema=best_ema
+            )
+            found.append(best)
+    found += [
+        hooks.PeriodicWriter(writers, period=log_period),
+        hooks.PeriodicCheckpointer(
+            checkpointer, checkpoint_period, max_to_keep=max_to_keep
+        ),
+        hooks.Preemption(checkpointer, time_limit_s=time_limit_s),
+    ]
+    if watchdog_s > 0:
+        found.append(hooks.Watchdog(watchdog_s))
+    return found
+
+
+def of_inner_trainer(name: str) -> Any:
+    """A property that is that of the trainer inside, which may also be set."""
+    return property(
+        lambda self: getattr(self._trainer, name),
+        lambda self, value: setattr(self._trainer, name, value),
+        doc=f"``{name}`` of the trainer inside.",
+    )
+
+
+class DefaultTrainer(TrainerBase):
+    """A trainer with the default hooks, built from a lazy configuration.
+
+    The trainer inside, ``_trainer``, makes the steps: a
+    :class:`~hooktrain.engine.StepTrainer` for models with ``train_step``, a
+    :class:`~hooktrain.engine.SimpleTrainer` for others.
+
+    The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
+    ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists
+    what ``train`` can hold. Without ``lr_multiplier`` the rate stays as it is, and without
+    test data or an evaluator nothing is evaluated. In place of ``optimizer`` and
+    ``lr_multiplier`` it may have ``optim_wrapper`` and ``param_scheduler``, as
+    :func:`~hooktrain.solver.build_optim_wrapper` and
+    :func:`~hooktrain.solver.build_param_scheduler` take them: for several optimizers, or
+    for schedules of anything but the learning rate. ``hooks`` is a list of further hooks,
+    which run right before the evaluation; ``writers`` is a list of further writers.
+
+    To change one part, override the method that builds it. To change more, write the dozen
+    lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
+
+    Attributes:
+        cfg: the configuration.
+        strategy: where the model lives: device, processes, sharding, compilation.
+        checkpointer: saves and loads the model and this trainer.
+        ema: the hook with the averaged model, or None.
+        last_results: of the last evaluation.
+
+    Examples::
+
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=args.resume)
+        trainer.train()
+    """
+
+    model = of_inner_trainer("model")
+    data_loader = of_inner_trainer("data_loader")
+    optimizer = of_inner_trainer("optimizer")
+    optim_wrapper = of_inner_trainer("optim_wrapper")
+    updating = of_inner_trainer("updating")
+    last_batch = of_inner_trainer("last_batch")
+    last_outputs = of_inner_trainer("last_outputs")
+    prepare_batch = of_inner_trainer("prepare_batch")
+    reset_data_loader = of_inner_trainer("reset_data_loader")
+    _data_loader_iter = of_inner_trainer("_data_loader_iter")
+    _write_metrics = of_inner_trainer("_write_metrics")
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = resolve(cfg)  # what refers to what a script has changed
+        train = cfg.train
+        self.strategy = self.build_strategy(cfg)
+        self._trainer = self._build_inner_trainer(cfg)
+        self.epoch_length = train.get("epoch_length") or self._trainer.epoch_length
+        self.seed = self.strategy.seed
+        self.checkpointer = self.build_checkpointer()
+        if train.get("max_epochs") is not None:
+            epochs = f"{train.max_epochs} epochs"
+            train.max_iter = in_iterations(epochs, self.epoch_length)
+            resolve(cfg)
+        self.max_iter = train.max_iter
+        self.ema: hooks.EMA | None = None
+        if train.ema.enabled:
+            self.ema = hooks.EMA(self.model, train.ema.decay)
+        self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.seed}
+        self.last_results: dict[str, Any] = {}
+        self._evaluator: DatasetEvaluator | None = None
+        self.register_hooks(self.build_hooks())
+        count = sum(p.numel() for p in self.model.parameters())
+        ranks, device = comm.get_world_size(), self.strategy.device.type
+        logger.info("%s parameters, on %d x %s", f"{count:,}", ranks, device)
+
+    def _build_inner_trainer(self, cfg: Any) -> SimpleTrainer | StepTrainer:
+        model = self.strategy.prepare(
+            lambda: init_weights_once(self.build_model(cfg)),
+            compile=cfg.train.get("compile", False),
+            # As in detectron2, the constructor of other models has initialised them.
+            dispatch_kwargs={"init_weights_for_test_or_val": False},
+        )
+        bare = unwrap_model(model)
+        loader = self.build_train_loader(cfg)
+        _, optim_wrapper = self.strategy.prepare(
+            model,
+            optim_wrapper=self.build_optimizer(cfg, bare),
+            dispatch_kwargs={"train_micro_batch_size_per_gpu": _batch_size(loader)},
+        )
+        period = cfg.train.log_period
+        if cfg.train.get("epoch_length"):
+            period = in_iterations(period, cfg.train.epoch_length)
+        kind = StepTrainer if hasattr(bare, "train_step") else SimpleTrainer
+        return kind(model, loader, optim_wrapper, period)
+
+    def run_step(self) -> None:
+        """One iteration, by the trainer inside."""
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
+
+    @classmethod
+    def build_strategy(cls, cfg: Any) -> BaseStrategy:
+        """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``.
+
+        Raises:
+            TypeError: if ``train.strategy`` is an object: it gets device, seed and more from
+                ``train``.
+            KeyError: for an unknown strategy or wrapper.
+        """
+        train = cfg.train
+        strategy = train.get("strategy", "auto")
+        if isinstance(strategy, BaseStrategy):
+            raise TypeError(
+                f"train.strategy must be a name, or a dict with type: {strategy!r}"
+            )
+        if isinstance(strategy, Mapping) and "_target_" in strategy:
+            strategy = dict(strategy)  # it is built with what follows
+            strategy["type"] = strategy.pop("_target_")
+        wrapper = dict(train.ddp)
+        compression = wrapper.pop("fp16_compression", False)
+        return build_strategy(
+            instantiate(strategy),
+            ddp={"fp16_compression": compression, "model_wrapper": wrapper},
+            sync_bn=train.get("sync_bn"),
+            work_dir=train.output_dir,
+            device=train.device,
+            auto_scale_lr=train.get("auto_scale_lr"),
+            env_kwargs={"seed": train.seed, "diff_rank_seed": True},
+        )
+
+    @classmethod
+    def build_model(cls, cfg: Any) -> nn.Module:
+        """The model; the strategy brings it to its device and wraps it."""
+        model: nn.Module = instantiate(cfg.model)
+        logger.debug("Model:\n%s", model)
+        return model
+
+    @classmethod
+    def build_optimizer(
+        cls, cfg: Any, model: nn.Module
+    ) -> OptimWrapper | OptimWrapperDict:
+        """The optimizer in its wrapper: precision, accumulation and clipping."""
+        if "optim_wrapper" in cfg:
+            if "optimizer" in cfg:
+                raise ValueError(
+                    "the configuration has both optimizer and optim_wrapper"
+                )
+            return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
+        # A copy with the model in it: the configuration stays plain data.
+        params = {**cfg.optimizer.params, "model": model}
+        optimizer = instantiate({**cfg.optimizer, "params": params})
+        train = cfg.train
+        options = {
+            "accumulative_counts": train.accumulative_counts,
+            "clip_grad": train.clip_grad,
+        }
+        if train.amp.enabled:
+            return solver.AmpOptimWrapper(optimizer, train.amp.dtype, **options)
+        return OptimWrapper(optimizer, **options)
+
+    @classmethod
+    def build_lr_scheduler(
+        cls, cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict
+    ) -> Any:
+        """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
+        if "param_scheduler" not in cfg:
+            return instantiate(cfg.get("lr_multiplier", []))
+        if "lr_multiplier" in cfg:
+            raise ValueError(
+                "the configuration has both lr_multiplier and param_scheduler"
+            )
+        run = {"max_iters": cfg.train.max_iter}
+        length = cfg.train.get("epoch_length")
+        if length:
+            run["epoch_length"] = length
+            run["max_epochs"] = math.ceil(cfg.train.max_iter / length)
+        return solver.build_param_scheduler(
+            instantiate(cfg.param_scheduler), optim_wrapper, run
+        )
+
+    @classmethod
+    def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
+        """The endless stream of training batches."""
+        loader: Iterable[Any] = instantiate(cfg.dataloader.train)
+        return loader
+
+    @classmethod
+    def build_test_loader(cls, cfg: Any) -> Iterable[Any] | None:
+        """The batches to evaluate on; None evaluates nothing."""
+        loader: Iterable[Any] | None = instantiate(cfg.dataloader.get("test"))
+        return loader
+
+    @classmethod
+    def build_evaluator(cls, cfg: Any) -> DatasetEvaluator | None:
+        """What judges the model's outputs; None evaluates nothing."""
+        evaluator: DatasetEvaluator | None = instantiate(
+            cfg.dataloader.get("evaluator")
+        )
+        return evaluator
+
+    def build_checkpointer(self) -> Checkpointer:
+        """What saves and loads the model and this trainer."""
+        options = self.cfg.train.checkpointer
+        return Checkpointer(
+            self.model,
+            self.cfg.train.output_dir,
+            background=options.get("background", False),
+            sharded=options.get("sharded", False) or self.strategy.saves_shards,
+            # A proxy: the trainer owns the checkpointer, not the other way round.
+            trainer=weakref.proxy(self),
+        )
+
+    def build_writers(self) -> list[EventWriter]:
+        """Where metrics are written to: the default writers, and those of the configuration."""
+        writers = default_writers(self.cfg.train.output_dir)
+        return [*writers, *instantiate(self.cfg.get("writers", []))]
+
+    def build_hooks(self) -> list[hooks.HookBase]:
+        """The default hooks, with the averaged model's if it is asked for."""
+        train = self.cfg.train
+        # A proxy: a cycle of strong references would keep the model alive.
+        me = weakref.proxy(self)
+        known = ConfigDict(self.cfg, train={**train, "epoch_length": self.epoch_length})
+        is_of_average = str(train.best_metric).startswith("ema/")  # see _evaluate
+        found = default_hooks(
+            scheduler=self.build_lr_scheduler(known, self.optim_wrapper),
+            checkpointer=self.checkpointer,
+            checkpoint_period=train.checkpointer.period,
+            max_to_keep=train.checkpointer.max_to_keep,
+            eval_function=lambda: me._evaluate(),
+            eval_period=train.eval_period,
+            best_metric=train.best_metric,
+            best_mode=train.get("best_mode"),
+            best_ema=self.ema if is_of_average else None,
+            writers=self.build_writers(),
+            log_period=train.log_period,
+            watchdog_s=train.get("watchdog_s", 0),
+            time_limit_s=train.get("time_limit_s", 0),
+            sanity_batches=train.get("sanity_batches", 0),
+        )
+        more: list[hooks.HookBase] = [] if self.ema is None else [self.ema]
+        more += instantiate(self.cfg.get("hooks", []))
+        kinds = [type(hook) for hook in found]
+        place = kinds.index(hooks.EvalHook)
+        return [*found[:place], *more, *found[place:]]
+
+    def _evaluate(self) -> dict[str, Any]:
+        if self._evaluator is None:  # it may take long to build
+            self._evaluator = self.build_evaluator(self.cfg)
+        results = self._test_now()
+        if self.ema is not None:
+            logger.info("Evaluating the averaged model")
+            with self.ema.swap():
+                results = {**results, "ema": self._test_now()}
+        self.last_results = results
+        return results
+
+    def _test_now(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"evaluators": self._evaluator, "step": "val_step"}
+        # Overridden as in detectron2, it may take none or one of these.
+        known = inspect.signature(self.test).parameters
+        options = {name: value for name, value in options.items() if name in known}
+        # So that all ranks evaluate what a checkpoint holds.
+        broadcast_buffers(self.model)
+        return self.test(self.cfg, self.model, **options)
+
+    @classmethod
+    def test(
+        cls,
+        cfg: Any,
+        model: nn.Module,
+        evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
+        step: str = "test_step",
+    ) -> dict[str, Any]:
+        """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
+
+        Args:
+            cfg: the configuration.
+            model: the model.
+            evaluators: one or several; None is that of :meth:`build_evaluator`.
+            step: see :func:`~hooktrain.evaluation.inference_on_dataset`.
+        """
+        loader = cls.build_test_loader(cfg)
+        if evaluators is None:
+            evaluators = cls.build_evaluator(cfg)
+        if loader is None or evaluators is None:
+            return {}
+        results = evaluation.inference_on_dataset(model, loader, evaluators, step=step)
+        # While training, writers show the results.
+        if comm.is_main_process() and step == "test_step":
+            evaluation.print_csv_format(results)
+        return results
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Continue the run in the output folder, or start from ``train.init_checkpoint``.
+
+        Args:
+            resume: whether to continue. Without a checkpoint the run starts from the
+                beginning, so the same command can be submitted again and again.
+        """
+        self.checkpointer.resume_or_load(
+            self.cfg.train.init_checkpoint,
+            resume=resume,
+            checkpointables=self.cfg.train.resume_parts,
+        )
+
+    def train(  # type: ignore[override]
+        self,
+        start_iter: int | None = None,
+        max_iter: int | None = None,
+        *,
+        max_epochs: float | None = None,
+    ) -> dict[str, Any]:
+        """Train up to ``train.max_iter``, or to ``max_iter`` or ``max_epochs`` if given.
+
+        Returns:
+            The results of the last evaluation.
+
+        Raises:
+            ValueError: if ``train.expected_results`` are given and not reached.
+        """
+        if max_iter is None and max_epochs is None:
+            max_iter = self.cfg.train.max_iter
+        super().train(start_iter, max_iter, max_epochs=max_epochs)
+        expected = self.cfg.train.expected_results
+        if expected and comm.is_main_process():
+            evaluation.verify_results(expected, self.last_results)
+        return self.last_results
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Of one rank, as far as the loader says."""
+    total = getattr(loader, "total_batch_size", None)
+    if total:
+        return int(total) // comm.get_world_size()
+    return getattr(loader, "batch_size", None)
