@@ -377,6 +377,14 @@ class AmpOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of the scaled loss."""
         super().backward(self.grad_scaler.scale(loss), **kwargs)
+
+    def start_accumulation(self) -> None:
+        """Also make a scaler ready again that an error left after unscaling."""
+        super().start_accumulation()
+        if self._unscaled and self.grad_scaler.is_enabled():
+            # Host-device synchronisation, after a step that failed only. Given a scale,
+            # update() forgets what it knew of the gradients, and changes nothing else.
+            self.grad_scaler.update(self.grad_scaler.get_scale())
         self._unscaled = False
 
     def unscale_gradients(self) -> None:
@@ -387,6 +395,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def _apply(self, **kwargs: Any) -> bool:
         scaler = self.grad_scaler
+        self._unscaled = False
         if not scaler.is_enabled():
             return super()._apply(**kwargs)
         # Host-device synchronisation: reads the overflow flag.
