@@ -79,8 +79,7 @@ class DefaultOptimWrapperConstructor:
         # Plain containers: what an optimizer gets, a checkpoint must hold.
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
-        is_mapping = isinstance(self.optimizer_cfg, Mapping)
-        if not is_mapping or "type" not in self.optimizer_cfg:
+        if "type" not in (self.optimizer_cfg or {}):
             raise ValueError(
                 f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}"
             )
@@ -270,17 +269,15 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     if str(kind).endswith("Momentum") and kind not in PARAM_SCHEDULERS:
         raise KeyError(f"for {kind!r} import hooktrain.compat.mmengine")
     target: Any = PARAM_SCHEDULERS.find(kind)
-    is_of_family = isinstance(target, type) and issubclass(target, GroupParamScheduler)
-    if is_of_family and arguments.get("end") is None:
+    # Those of MMEngine's family have a range, which ends with the run.
+    needs = getattr(target, "NEEDS", None)
+    if needs is not None and arguments.get("end") is None:
         length = max_epochs if arguments.get("by_epoch", True) else max_iters
-        if (
-            length is None
-            and target.NEEDS
-            and not any(map(arguments.get, target.NEEDS))
-        ):
+        is_given = not needs or any(map(arguments.get, needs))
+        if length is None and not is_given:
             raise ValueError(
-                f"{target.__name__} needs {' or '.join(target.NEEDS)}, or the run's "
-                "max_epochs or max_iters"
+                f"{target.__name__} needs {' or '.join(needs)}, or the run's max_epochs or "
+                "max_iters"
             )
         arguments["end"] = length or INF
     if arguments.pop("convert_to_iter_based", False):

@@ -297,8 +297,8 @@ class OptimWrapper:
         :func:`~hooktrain.solver.optim_state.load_optimizer_state`.
         """
         load_optimizer_state(self.optimizer, state_dict, self._parameter_names())
-        self.inner_count = int(state_dict.get("inner_count", 0))
-        self.skipped_updates = int(state_dict.get("skipped_updates", 0))
+        self.inner_count = state_dict.get("inner_count", 0)
+        self.skipped_updates = state_dict.get("skipped_updates", 0)
         self.start_accumulation()
 
 

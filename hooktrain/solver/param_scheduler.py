@@ -92,8 +92,7 @@ class GroupParamScheduler:
 
     # One of these arguments must be given for the scheduler to know where it ends.
     NEEDS: ClassVar[tuple[str, ...]] = ()
-    # The arguments that lie in [0, 1], and those that are one of a few words.
-    SHARES: ClassVar[tuple[str, ...]] = ()
+    # The arguments that are one of two words.
     CHOICES: ClassVar[Mapping[str, tuple[str, str]]] = {}
     # More attributes that change from step to step, and are part of the state.
     PROGRESS: ClassVar[tuple[str, ...]] = ()
@@ -127,10 +126,6 @@ class GroupParamScheduler:
             raise ValueError(
                 f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}"
             )
-        for name in self.SHARES:
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} must lie in [0, 1]: {value!r}")
         for name, known in self.CHOICES.items():
             value = getattr(self, name)
             if value not in known:
@@ -310,9 +305,7 @@ class GroupParamScheduler:
                 self._write(group, value)
         else:
             logger.warning("%r had %d parameter groups when saved", self, len(values))
-            initial = f"initial_{self.param_name}"
-            first = [float(g.get(initial, self._read(g))) for g in groups]
-            per_group = {"base_values": first}
+            per_group = {}
         # MMEngine's states lack some of these: they follow from the values.
         unknown = [None] * len(groups)
         self.base_values = [*per_group.get("base_values", self.base_values)]
@@ -325,9 +318,7 @@ _ParamScheduler = GroupParamScheduler  # MMEngine's name
 
 @dataclass(eq=False)
 class ConstantParamScheduler(GroupParamScheduler):
-    """``base * factor``, with ``factor`` in [0, 1], and the base at the last step."""
-
-    SHARES = ("factor",)
+    """``base * factor``, and the base at the last step."""
 
     factor: float = 1.0 / 3
 
@@ -337,10 +328,9 @@ class ConstantParamScheduler(GroupParamScheduler):
 
 @dataclass(eq=False)
 class LinearParamScheduler(GroupParamScheduler):
-    """A line from ``base * start_factor`` to ``base * end_factor``; both factors in [0, 1]."""
+    """A line from ``base * start_factor`` to ``base * end_factor``."""
 
     NEEDS = ("end",)
-    SHARES = ("start_factor", "end_factor")
 
     start_factor: float = 1.0 / 3
     end_factor: float = 1.0
@@ -491,7 +481,6 @@ class OneCycleParamScheduler(GroupParamScheduler):
     """
 
     NEEDS = ("end", "total_steps")
-    SHARES = ("pct_start",)
     CHOICES: ClassVar = {"anneal_strategy": ("cos", "linear")}
 
     eta_max: float | Sequence[float]
@@ -505,6 +494,8 @@ class OneCycleParamScheduler(GroupParamScheduler):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         self._for_each_group(self.eta_max)
+        if not 0 <= self.pct_start <= 1:
+            raise ValueError(f"pct_start must lie in [0, 1]: {self.pct_start!r}")
 
     def _share(self, k: int) -> float:
         total = self.total_steps or self.end - self.begin

@@ -373,16 +373,6 @@ def several(**options: Any) -> tuple[LinearLoss, LinearLoss, OptimWrapperDict]:
     return a, b, OptimWrapperDict(a=wrap(a, **options), b=wrapper)
 
 
-def test_each_of_several_optimizers_updates_on_its_own() -> None:
-    a, b, wrappers = several(accumulative_counts=2)
-    data = batches(2)
-    assert not wrappers["a"].update_params(a(data[0]))
-    assert wrappers["a"].update_params(a(data[1]))
-    assert same(a, trained_by_hand([2], data))
-    assert same(b, LinearLoss())
-    assert wrappers["b"].inner_count == 0
-
-
 def test_rates_and_metrics_of_several_optimizers_have_their_names() -> None:
     a, b, wrappers = several(clip_grad={"max_norm": 1.0})
     batch = batches(1)[0]

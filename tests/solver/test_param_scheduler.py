@@ -266,7 +266,7 @@ def test_the_last_step_has_exactly_the_final_value(
     ("make", "message"),
     [
         (lambda o: StepLR(o, 2, begin=5, end=5), "begin=5, end=5"),
-        (lambda o: ConstantLR(o, 1.5), r"factor must lie in \[0, 1\]: 1.5"),
+        (lambda o: OneCycleLR(o, 1.0, pct_start=30), "pct_start must lie .*: 30"),
         (lambda o: CosineAnnealingLR(o, 5, 0.1, eta_min_ratio=0.2), "not both"),
         (lambda o: CosineRestartLR(o, [3, 3]), r"periods .*\[3, 3\], .*\(1,\)"),
         (lambda o: OneCycleLR(o, [1.0, 2.0]), r"each of the 1 .*\[1.0, 2.0\]"),
