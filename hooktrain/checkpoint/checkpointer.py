@@ -192,7 +192,6 @@ class Checkpointer:
         self,
         name: str,
         *,
-        state: State | None = None,
         tag: bool = True,
         on_saved: OnSaved = None,
         on_full: OnFull = None,
@@ -205,8 +204,6 @@ class Checkpointer:
 
         Args:
             name: of the checkpoint, without folder and ``.pth``.
-            state: what to write, the model's state under ``"model"``; by default the states of the
-                model and of all checkpointables.
             tag: False leaves the resume point where it is, as for the best model.
             on_saved: called with the path when the checkpoint is complete, in the process that
                 gives it its name; in the background in a thread. It must not call this object.
@@ -229,9 +226,8 @@ class Checkpointer:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
         self._worker.wait()  # first, since what failed may change a state
-        if state is None:
-            state = {"model": self.model.state_dict(), **self._states()}
-        state = storable(state | extra, shards=True)
+        state = {"model": self.model.state_dict(), **self._states(), **extra}
+        state = storable(state, shards=True)
         if not self.sharded:
             name += ".pth"
             if dist.is_initialized():  # without a process group nothing is sharded

@@ -117,18 +117,15 @@ def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
 
     Raises:
         CorruptCheckpointError: naming the first file that is missing, truncated or altered.
-        FileNotFoundError: if there is no such folder; other ``OSError`` if it cannot be read.
+        OSError: if one cannot be read.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint {str(folder)!r}")
-    names = [STATE]
-    if (folder / STATE).is_file():
-        names += map(shards_of, range(_read_state(folder, "meta")["ranks"])[part])
-    for name in names:
-        if not (folder / name).is_file():
-            raise CorruptCheckpointError(f"{folder / name} is missing")
-        verify_file(folder / name)
+    try:
+        ranks = _read_state(folder, "meta")["ranks"]
+        for rank in range(ranks)[part]:
+            verify_file(folder / shards_of(rank))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{error.filename} is missing") from error
 
 
 def read_folder(
@@ -158,12 +155,13 @@ def read_folder(
         for keys, offsets, part in read["parts"]:
             parts[keys].append((part, offsets))
     in_model = {} if model is None else model.state_dict()
+    sharded = {name: t for name, t in in_model.items() if is_sharded(t)}
 
     def fill(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        like = _namesake(keys, leaf.shape, in_model)
-        if is_sharded(like):
+        like = _namesake(keys, leaf.shape, sharded)
+        if like is not None:
             tensor = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False)
             start = _offsets(tensor)
         else:
@@ -246,12 +244,9 @@ def _copy_overlap(
     return overlap.numel()
 
 
-def _namesake(keys: Keys, shape: torch.Size, in_model: Mapping[str, Any]) -> Any:
-    """The tensor of a model whose name is in the dotted keys, if it has the shape."""
-    parts = ".".join(map(str, keys)).split(".")
-    for start in range(len(parts)):
-        for end in range(len(parts), start, -1):
-            found = in_model.get(".".join(parts[start:end]))
-            if isinstance(found, Tensor) and found.shape == shape:
-                return found
-    return None
+def _namesake(keys: Keys, shape: torch.Size, tensors: Mapping[str, Tensor]) -> Any:
+    """The tensor whose name is in the dotted keys, if it has the shape; the longest counts."""
+    dotted = ".".join(map(str, ("", *keys, "")))
+    names = [name for name in tensors if f".{name}." in dotted]
+    found = tensors[max(names, key=len)] if names else None
+    return found if found is not None and found.shape == shape else None

@@ -181,31 +181,28 @@ def load_model_state(
     loadable = revise_names(state, ())  # a copy
     if _is_wrapped(loadable) and not _is_wrapped(in_model):
         loadable = take_prefix(loadable, "module")
-    saved = {name: _shape(value) for name, value in loadable.items()}
-    ours = {name: _shape(value) for name, value in in_model.items()}
     incorrect = []
-    for name in in_model:  # in one order on all ranks
+    for name, ours in in_model.items():  # in one order on all ranks
         if name not in loadable:
             continue
-        if _differ(saved[name], ours[name]):
-            incorrect.append((name, saved[name], ours[name]))
-            del loadable[name]
+        if _fits(loadable[name], ours):
+            loadable[name] = shard_like(loadable[name], ours)
         else:
-            loadable[name] = shard_like(loadable[name], in_model[name])
+            incorrect.append((name, _shape(loadable.pop(name)), _shape(ours)))
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     result = model.load_state_dict(loadable, strict=False)
     if not strict and in_model and in_model.keys() <= set(result.missing_keys):
         raise ValueError(
-            f"nothing in the state fits the model: it has {list(saved)[:3]}, ..., and the "
-            f"model {list(ours)[:3]}, .... If a prefix differs, load by load_checkpoint() "
-            "with prefix= or revise_keys="
+            f"nothing in the state fits the model: it has {list(state)[:3]}, ..., and the "
+            f"model {list(in_model)[:3]}, .... If a prefix differs, load by "
+            "load_checkpoint() with prefix= or revise_keys="
         )
-    known = _names_of_same_tensors(model, ours.keys() - result.missing_keys)
-    known |= {name for name, *_ in incorrect}
+    known = _names_of_same_tensors(model, in_model.keys() - result.missing_keys)
+    known.update(name for name, *_ in incorrect)
     missing = [name for name in result.missing_keys if name not in known]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
     if any(found):
-        table = _table_of(found, saved, ours)
+        table = _table_of(found, loadable, in_model)
         if strict:
             raise RuntimeError(f"the file and the model differ:\n{table}")
         logger.warning("Not loaded, since the file and the model differ:\n%s", table)
@@ -216,13 +213,14 @@ def _is_wrapped(state: Mapping[str, Any]) -> bool:
     return bool(state) and all(name.startswith("module.") for name in state)
 
 
+def _fits(value: Any, ours: Any) -> bool:
+    if is_lazy(ours) or not torch.is_tensor(value):
+        return True
+    return bool(value.shape == ours.shape)
+
+
 def _shape(value: Any) -> Any:
-    """The shape of a tensor, "-" if it has none yet."""
     return tuple(value.shape) if torch.is_tensor(value) and not is_lazy(value) else "-"
-
-
-def _differ(saved: Any, ours: Any) -> bool:
-    return "-" not in (saved, ours) and saved != ours
 
 
 def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]:
@@ -234,16 +232,14 @@ def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]
 
 
 def _table_of(
-    found: IncompatibleKeys, saved: Mapping[str, Any], ours: Mapping[str, Any]
+    found: IncompatibleKeys, loaded: Mapping[str, Any], in_model: Mapping[str, Any]
 ) -> str:
     """The differences with the shapes in the file and in the model."""
-    differences = [(name, "reshaped") for name, *_ in found.incorrect_shapes]
-    differences += [(name, "missing") for name in found.missing_keys]
-    differences += [(name, "unexpected") for name in found.unexpected_keys]
-    rows = [
-        (name, difference, str(saved.get(name, "-")), str(ours.get(name, "-")))
-        for name, difference in differences
-    ]
+    rows = [(name, "reshaped", *shapes) for name, *shapes in found.incorrect_shapes]
+    for name in found.missing_keys:
+        rows.append((name, "missing", "-", _shape(in_model.get(name))))
+    for name in found.unexpected_keys:
+        rows.append((name, "unexpected", _shape(loaded.get(name)), "-"))
     headers = ["name", "difference", "shape in file", "shape in model"]
     return tabulate(rows, headers, disable_numparse=True)
 

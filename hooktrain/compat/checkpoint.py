@@ -20,7 +20,7 @@ from hooktrain.utils.file_io import AnyPath
 
 State = dict[str, Any]
 
-_OPTIONS = {"state", "tag", "on_saved", "on_full"}
+_OPTIONS = {"tag", "on_saved", "on_full"}
 
 
 def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
