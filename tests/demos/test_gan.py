@@ -146,7 +146,7 @@ def test_three_steps_are_those_of_a_hand_written_loop_bit_for_bit(
         grads = parameter.grad, expected.grad
         assert grads == (None, None) or torch.equal(
             *grads
-        )  # those of an open window too
+        )  # also those that are being accumulated
 
 
 def test_a_trainer_logs_its_values() -> None:
