@@ -280,7 +280,8 @@ class DefaultTrainer(TrainerBase):
             "clip_grad": train.clip_grad,
         }
         if train.amp.enabled:
-            return solver.AmpOptimWrapper(optimizer, train.amp.dtype, **options)
+            dtype = instantiate(train.amp.dtype)  # in a saved file, a call
+            return solver.AmpOptimWrapper(optimizer, dtype, **options)
         return OptimWrapper(optimizer, **options)
 
     @classmethod
