@@ -36,7 +36,9 @@ class JSONWriter(EventWriter):
     """
 
     def __init__(
-        self, json_file: str | os.PathLike[str], window_size: int = 20
+        self,
+        json_file: str | os.PathLike[str],
+        window_size: int = 20,
     ) -> None:
         self._path = Path(json_file)
         self._unwritten = UnwrittenScalars(self._path.name, window_size)
@@ -85,17 +87,21 @@ class JSONWriter(EventWriter):
             return
         kept = []
         if self._path.exists():
-            lines = _read_lines(self._path)
-            kept = [line for line in lines if line["iteration"] < iteration]
+            for line in _read_lines(self._path):
+                if line["iteration"] < iteration:
+                    kept.append(line)
             with atomic_write(self._path) as file:
-                file.writelines(_encode(line).encode() for line in kept)
+                for line in kept:
+                    file.write(_encode(line).encode())
         in_file: set[tuple[str, int]] = set()
         last = -1
         for line in kept:
-            in_file.update((name, line["iteration"]) for name in line)
             last = max(last, line["iteration"])
+            for name in line:
+                in_file.add((name, line["iteration"]))
         self._unwritten.rewind(lambda *entry: entry in in_file)
-        before = get_event_storage().written.get(self._path.name, -1)
+        storage = get_event_storage()
+        before = storage.written.get(self._path.name, -1)
         if last < before:
             text = "METRICS ARE LOST: %s ends at iteration %d, but was written up to %d"
             logger.error(text, self._path, last, before)

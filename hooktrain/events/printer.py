@@ -38,7 +38,11 @@ class CommonMetricPrinter(EventWriter):
 
     logger = logging.getLogger(__name__)
 
-    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
+    def __init__(
+        self,
+        max_iter: int | None = None,
+        window_size: int = 20,
+    ) -> None:
         if not self.logger.hasHandlers():
             setup_logger(distributed_rank=comm.get_rank())
         self.max_iter = max_iter
@@ -88,7 +92,8 @@ class CommonMetricPrinter(EventWriter):
             kind = _kind(name)
             value = metrics[name]
             if kind == _TIME:
-                value = storage.history(name).avg(self._window_size)
+                history = storage.history(name)
+                value = history.avg(self._window_size)
             text = f"{name}: {value:.4g}"
             if kind in _RESULTS and not hints[name]:
                 results.append(text)

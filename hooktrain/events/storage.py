@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice, takewhile
+from itertools import islice
 from numbers import Real
 from typing import Any
 
@@ -107,10 +107,12 @@ class HistoryBuffer:
 
     def since(self, iteration: int) -> list[Entry]:
         """The pairs (value, iteration) after the last one older than ``iteration``."""
-        newest_first = takewhile(
-            lambda pair: pair[1] >= iteration, reversed(self._data)
-        )
-        return list(newest_first)[::-1]
+        newest_first = []
+        for entry in reversed(self._data):
+            if entry[1] < iteration:
+                break
+            newest_first.append(entry)
+        return newest_first[::-1]
 
     def recent(self, window_size: int) -> list[float]:
         """The values of the last ``window_size`` iterations, up to the last value."""
@@ -441,22 +443,23 @@ class EventStorage:
         """Replace the iteration and all metrics by what :meth:`state_dict` gave."""
         histories = {}
         for name, state in state_dict["metrics"].items():
-            histories[name] = HistoryBuffer()
-            histories[name].load_state_dict(state)
+            history = HistoryBuffer()
+            history.load_state_dict(state)
+            histories[name] = history
         self.iter = state_dict["iteration"]
         self.written = dict(state_dict.get("written", {}))
         self._histories = histories
 
     def _fetch_pending(self) -> None:
         """Add what is waiting to the histories, the tensors in one transfer."""
-        waiting = [h for h in self._histories.values() if h.pending]
+        histories = self._histories.values()
         tensors = []
-        for history in waiting:
-            tensors += [
-                value for value, _ in history.pending if type(value) is not float
-            ]
+        for history in histories:
+            for value, _ in history.pending:
+                if type(value) is not float:
+                    tensors.append(value)
         fetched = iter(_to_floats(tensors))
-        for history in waiting:
+        for history in histories:
             entries = []
             for value, iteration in history.pending:
                 if type(value) is not float:

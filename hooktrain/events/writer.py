@@ -73,8 +73,12 @@ class UnwrittenScalars:
         if new and history.smoothing_hint:
             median = history.recent_median(self._window_size)
             return [(median, new[-1][1])]
-        followed = {iteration - 1 for _, iteration in new}
-        return [entry for entry in new if entry[1] not in followed]
+        iterations = {iteration for _, iteration in new}
+        last_of_series = []
+        for value, iteration in new:
+            if iteration + 1 not in iterations:
+                last_of_series.append((value, iteration))
+        return last_of_series
 
     def mark_written(self, storage: EventStorage, found: Metrics) -> None:
         """Remember that what was found is written."""
@@ -116,7 +120,11 @@ class FunctionWriter(EventWriter):
         window_size: the number of iterations to smooth over, at least 1.
     """
 
-    def __init__(self, log: Callable[..., Any], window_size: int = 20) -> None:
+    def __init__(
+        self,
+        log: Callable[..., Any],
+        window_size: int = 20,
+    ) -> None:
         self._log = log
         self._unwritten = UnwrittenScalars("function", window_size)
 
