@@ -82,7 +82,9 @@ class CommonMetricPrinter(EventWriter):
         self.logger.info("  ".join(fields))
 
     def _fields(
-        self, storage: EventStorage, metrics: dict[str, float]
+        self,
+        storage: EventStorage,
+        metrics: dict[str, float],
     ) -> tuple[list[str], list[str]]:
         """What to show of a step, and of an evaluation."""
         step: list[str] = []

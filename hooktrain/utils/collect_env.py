@@ -2,7 +2,6 @@
 
 import os
 import platform
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +52,11 @@ def collect_env() -> dict[str, str]:
 
 
 def _devices() -> str:
-    """The names of the accelerators, each with how many there are."""
+    """The names of the accelerators."""
     module = device_module()
     if module is None:
         return "none"
     # Not every kind of device has names (mps).
     name_of = getattr(module, "get_device_name", lambda _: module.__name__)
-    names = Counter(map(name_of, range(torch.accelerator.device_count())))
-    return ", ".join(f"{number} x {name}" for name, number in names.items())
+    names = [name_of(index) for index in range(torch.accelerator.device_count())]
+    return ", ".join(names)

@@ -107,7 +107,10 @@ def synchronize() -> None:
         dist.barrier(object_group())
 
 
-def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
+def all_gather(
+    data: T,
+    group: ProcessGroup | None = None,
+) -> list[T]:
     """Bring every rank's picklable object to every rank. Collective within the group.
 
     Move tensors to the CPU first: others come back on the device of their sender.
@@ -200,7 +203,8 @@ def shared_random_seed() -> int:
 
 
 def reduce_dict(
-    input_dict: dict[str, Tensor], average: bool = True
+    input_dict: dict[str, Tensor],
+    average: bool = True,
 ) -> dict[str, Tensor]:
     """Sum or average the values of a dictionary over all ranks. Collective.
 
@@ -252,7 +256,8 @@ def _from_torchrun(variable: str, alone: int) -> int:
 
 
 def on_all_ranks(
-    function: Callable[[], T], group: ProcessGroup | None = None
+    function: Callable[[], T],
+    group: ProcessGroup | None = None,
 ) -> list[T]:
     """Call a function on every rank; an error of one is raised on all. Collective.
 
@@ -283,7 +288,10 @@ def on_all_ranks(
     return [outcome for outcome, _ in everywhere]
 
 
-def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+def on_main_process(
+    function: Callable[[], T],
+    group: ProcessGroup | None = None,
+) -> T:
     """Call a function on the main process; return or raise the same on all. Collective.
 
     Args:

@@ -8,6 +8,8 @@ from torch import nn
 
 from hooktrain.utils.names import call, did_you_mean, locate
 
+Names = str | Sequence[str] | None
+
 
 class Registry:
     """A table from names to objects, for what a config chooses by name.
@@ -35,7 +37,7 @@ class Registry:
         self,
         obj: Any = None,
         *,
-        name: str | Sequence[str] | None = None,
+        name: Names = None,
         force: bool = False,
     ) -> Any:
         """Register an object, or return a decorator that does.
@@ -67,7 +69,7 @@ class Registry:
 
     def register_module(
         self,
-        name: str | Sequence[str] | None = None,
+        name: Names = None,
         force: bool = False,
         module: Any = None,
     ) -> Any:
