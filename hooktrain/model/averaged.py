@@ -3,13 +3,15 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils.tensors import local_tensor
+
+Tensors: TypeAlias = dict[str, Tensor]
 
 
 class BaseAveragedModel(nn.Module):
@@ -139,12 +141,13 @@ class BaseAveragedModel(nn.Module):
                 for name, weight in weights.items():
                     weight.copy_(own[name])
 
-    def _matched(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _matched(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         """The tensors of the average and of the model, by the same names."""
         averages = _tensors(self.module)
         weights = _tensors(unwrap_model(model))
-        if averages.keys() != weights.keys():
-            names = sorted(averages.keys() ^ weights.keys())[:5]
+        different = averages.keys() ^ weights.keys()
+        if different:
+            names = sorted(different)[:5]
             raise ValueError(f"the model and its average differ in {names}")
         return averages, weights
 
@@ -186,9 +189,10 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
     def blending_weight(self, steps: int) -> float:
         """``momentum``, or more during the warm-up."""
-        if self.warmup:
-            return max(self.momentum, 1 - (1 + steps) / (10 + steps))
-        return self.momentum
+        if not self.warmup:
+            return self.momentum
+        decay = (1 + steps) / (10 + steps)
+        return max(self.momentum, 1 - decay)
 
 
 class StochasticWeightAverage(BaseAveragedModel):
@@ -228,7 +232,7 @@ def _is_sharded(module: nn.Module) -> bool:
     return hasattr(type(module), "reshard")  # a method of torch's FSDPModule
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _tensors(model: nn.Module) -> Tensors:
     """Parameters and buffers by name, each once; of sharded ones this rank's part."""
     for module in model.modules():
         if _is_sharded(module):  # an evaluation leaves the tensors whole

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from hooktrain.utils.names import is_loss
 from hooktrain.utils.registry import MODELS
 from hooktrain.utils.tensors import can_move, map_items
+
+# The values of a step to log.
+Values: TypeAlias = dict[str, Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ class BaseModel(nn.Module, ABC):
                 whatever is useful.
         """
 
-    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> Values:
         """One batch: preprocess it, compute the losses, and give their sum to the optimizer.
 
         Preprocessing and forward are inside the context that decides on the precision,
@@ -174,7 +177,7 @@ class BaseModel(nn.Module, ABC):
             f"data_preprocessor must return a dict, list or tuple, not {type(data)}"
         )
 
-    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def parse_losses(self, losses: Any) -> tuple[Tensor, Values]:
         """The sum of the losses, and the values to log.
 
         Every entry that has "loss" anywhere in its name is added up; the others, such as
@@ -226,12 +229,12 @@ def init_weights_once(model: nn.Module) -> nn.Module:
 
 def _mean(name: str, value: Any) -> Tensor:
     parts = value if isinstance(value, list | tuple) else [value]
-    if not parts or not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(
-            f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
-        )
     means = []
-    for part in parts:
+    for part in parts or [None]:
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
+            )
         # What is counted, such as correct answers, may be whole numbers or booleans.
         numbers = part if part.is_floating_point() else part.float()
         means.append(numbers.mean())

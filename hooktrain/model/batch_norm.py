@@ -18,8 +18,13 @@ from hooktrain.utils.workers import start_workers
 
 def get_bn_modules(model: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers in training mode that keep running statistics."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
-    return [norm for norm in norms if norm.running_mean is not None]
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.training and module.running_mean is not None:
+            found.append(module)
+    return found
 
 
 @torch.no_grad()
@@ -52,7 +57,7 @@ def update_bn_stats(
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
-    batches = map(mover_to(model), islice(start_workers(data_loader), num_iters))
+    batches = islice(start_workers(data_loader), num_iters)
     sums, seen = _sums(model, layers, batches)
     if comm.any_rank(seen < num_iters):
         raise ValueError(
@@ -61,7 +66,8 @@ def update_bn_stats(
     merged = torch.cat(sums, 1)
     if comm.get_world_size() > 1:
         dist.all_reduce(merged)
-    parts = torch.split(merged, [each.shape[1] for each in sums], 1)
+    sizes = [each.shape[1] for each in sums]
+    parts = torch.split(merged, sizes, 1)
     for layer, (count, total, square) in zip(layers, parts, strict=True):
         if count[0] > 0:  # waits for the device
             mean = total / count
@@ -79,8 +85,11 @@ def _sums(
     squares. No buffer is changed.
     """
     seen = 0
+    move = mover_to(model)
     forward = _training_forward(model)
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    buffers: list[Tensor] = []
+    for layer in layers:
+        buffers += layer.buffers(recurse=False)
     saved = [buffer.clone() for buffer in buffers]
     reached: set[nn.Module] = set()  # in the current forward pass
     sums = {layer: _zeros(layer) for layer in layers}
@@ -104,7 +113,7 @@ def _sums(
     try:
         for batch in batches:
             reached.clear()
-            forward(batch)
+            forward(move(batch))
             timer.beat()
             seen += 1
     finally:
@@ -118,7 +127,12 @@ def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
     bare = unwrap_model(model)
     if not isinstance(bare, BaseModel):
         return model
-    return lambda data: bare._run_forward(bare.data_preprocessor(data, True), "loss")
+
+    def losses(data: Any) -> Any:
+        arguments = bare.data_preprocessor(data, True)
+        return bare._run_forward(arguments, mode="loss")
+
+    return losses
 
 
 def _zeros(layer: Any) -> Tensor:
@@ -136,4 +150,5 @@ def _sums_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     var = var.to(dtype)
     mean = mean.to(dtype)
     count = values.numel() // values.shape[1]
-    return count * torch.stack([torch.ones_like(mean), mean, var + mean**2])
+    ones = torch.ones_like(mean)
+    return count * torch.stack([ones, mean, var + mean**2])

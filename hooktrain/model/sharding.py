@@ -6,6 +6,7 @@ are.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -144,10 +145,11 @@ def select_modules(
         chosen = [module for name, module in inner if rule(name, module)]
     else:
         classes = tuple(kind for kind in rule if isinstance(kind, type))
-        chosen = [
-            m for _, m in inner if isinstance(m, classes) or type(m).__name__ in rule
-        ]
-    if not chosen and (callable(rule) or len(rule) > 0):
+        chosen = []
+        for _, module in inner:
+            if isinstance(module, classes) or type(module).__name__ in rule:
+                chosen.append(module)
+    if rule and not chosen:
         kinds = sorted({type(module).__name__ for _, module in inner})
         raise ValueError(
             f"{argument}={rule!r} selects none of the model's modules: {kinds}"
@@ -166,19 +168,23 @@ def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
 
     if isinstance(options, MixedPrecisionPolicy):
         return options
-    typed = {}
-    for name, value in (options or {}).items():
-        typed[name] = getattr(torch, value) if isinstance(value, str) else value
+    typed: dict[str, Any] = dict(options or {})
+    for name, value in typed.items():
+        if isinstance(value, str):
+            typed[name] = getattr(torch, value)
     return MixedPrecisionPolicy(**typed)
 
 
 def on_meta(model: nn.Module) -> bool:
     """Whether a part of a model is on the meta device."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    parameters = module.parameters(recurse=False)
+    buffers = module.buffers(recurse=False)
+    return [*parameters, *buffers]
 
 
 def _reset_method(module: nn.Module) -> Callable[[], None] | None:
@@ -207,8 +213,9 @@ def _initialise(module: nn.Module, device: str) -> None:
         return
     module.to_empty(device=device, recurse=False)
     for tensor in _own_tensors(module):
-        # So that what is forgotten is seen in the first loss.
-        tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+        if tensor.is_floating_point():
+            # So that what is forgotten is seen in the first loss.
+            tensor.fill_(math.nan)
     reset = _reset_method(module)
     if reset is not None:
         reset()

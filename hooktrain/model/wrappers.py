@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.model.base_model import BaseModel
+from hooktrain.model.base_model import BaseModel, Values
 from hooktrain.utils.registry import MODEL_WRAPPERS
 
 
@@ -57,7 +57,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
 
     _run_forward = BaseModel._run_forward
 
-    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> Values:
         """The step of :meth:`BaseModel.train_step <hooktrain.model.BaseModel>`.
 
         Returns:
@@ -79,9 +79,9 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         """What the model's own makes of a batch."""
         return self.module.data_preprocessor(data, training)
 
-    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def parse_losses(self, losses: Any) -> tuple[Tensor, Values]:
         """The model's own."""
-        parsed: tuple[Tensor, dict[str, Tensor]] = self.module.parse_losses(losses)
+        parsed: tuple[Tensor, Values] = self.module.parse_losses(losses)
         return parsed
 
     def val_step(self, data: Any) -> Any:
@@ -127,7 +127,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         # A DDP by type, so that all who look for one to get at its `module` find it. The
         # DDPs around the children do the work: this has none of a DDP's attributes.
         nn.Module.__init__(self)
-        own = [name for name, _ in _trained(module, recurse=False)]
+        own = _trained(module, recurse=False)
         if own:
             raise ValueError(
                 f"move {own} of {type(module).__name__} itself into a child"
@@ -144,23 +144,25 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
                 module._modules[name] = parts[inner]
         self.module = module
         # DDP has done so for what is in it.
-        inside = {tensor for part in parts.values() for tensor in _tensors(part)}
+        inside: set[Tensor] = set()
+        for part in parts.values():
+            inside.update(_tensors(part))
+        group = kwargs.get("process_group")
         for tensor in _tensors(module):
             if tensor not in inside:
-                group = kwargs.get("process_group")
                 dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.module(*inputs, **kwargs)
 
-    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> Values:
         """The model's own; it calls the children, and so their ranks communicate.
 
         Returns:
             The values to log.
         """
-        values: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)
+        values: Values = self.module.train_step(data, optim_wrapper)
         return values
 
     @contextmanager
@@ -197,9 +199,10 @@ class _Part(StepDistributedDataParallel):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-def _trained(module: nn.Module, recurse: bool = True) -> list[tuple[str, nn.Parameter]]:
+def _trained(module: nn.Module, recurse: bool = True) -> list[str]:
+    """The names of the trainable parameters."""
     named = module.named_parameters(recurse=recurse)
-    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    return [name for name, parameter in named if parameter.requires_grad]
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

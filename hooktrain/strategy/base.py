@@ -584,12 +584,11 @@ class BaseStrategy(ABC):
     ) -> Checkpointer:
         parts: dict[str, Any] = {}
         if with_optimizer and hasattr(self, "optim_wrapper"):
-            parts["optimizer"] = _Part(
-                self.optim_state_dict,
-                self.load_optim_state_dict
-                if with_schedulers
-                else self._load_without_schedules,
-            )
+            load: Callable[[Any], None] = self.load_optim_state_dict
+            if not with_schedulers:
+                load = self._load_without_schedules
+            check = self.optim_wrapper.check_state_dict
+            parts["optimizer"] = _Part(self.optim_state_dict, load, check)
         if with_schedulers and hasattr(self, "param_schedulers"):
             parts["param_schedulers"] = _Part(
                 self.scheduler_state_dict, self.load_scheduler_state_dict
@@ -621,6 +620,7 @@ class _Part:
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
+    check_state_dict: Callable[[Any], None] = lambda _: None
 
 
 def broadcast_buffers(model: nn.Module) -> None:

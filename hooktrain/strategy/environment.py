@@ -89,8 +89,7 @@ def find_place(launcher: Launcher) -> Place:
     The processes of SLURM and MPI meet at ``MASTER_ADDR`` and ``MASTER_PORT`` if these
     are set. Otherwise they meet at SLURM's first node, or on this machine if MPI uses no
     other one, at port 29500. Each of two runs on one machine needs a port that is not
-    the other's. Without ``LOCAL_WORLD_SIZE`` there is one process for each accelerator of
-    a machine, or one machine.
+    the other's.
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -101,20 +100,14 @@ def find_place(launcher: Launcher) -> Place:
     if launcher == "none":
         return Place()
     names = _variables_of(launcher)
-    values = dict(os.environ)
-    if launcher == "pytorch" and "LOCAL_RANK" in values and "WORLD_SIZE" in values:
-        # Who does not set it uses all devices of a machine.
-        size = int(values["WORLD_SIZE"])
-        devices = torch.accelerator.device_count() or size
-        values.setdefault("LOCAL_WORLD_SIZE", str(min(size, devices)))
-    missing = ", ".join(name for name in names if name not in values)
+    missing = ", ".join(name for name in names if name not in os.environ)
     if missing:
         raise ValueError(
             f"{launcher!r} has not set {missing}: set them, or unset {names[2]}"
         )
     # SLURM writes 2(x3) for two tasks on each of three machines.
     rank, local_rank, size, local_size = (
-        int(values[name].partition("(")[0]) for name in names
+        int(os.environ[name].partition("(")[0]) for name in names
     )
     url = "env://"
     if launcher != "pytorch":

@@ -110,18 +110,6 @@ def test_slurm_says_who_and_scontrol_says_where(
     assert find_place("slurm").url == "tcp://[fe80::1]:99"
 
 
-def test_without_the_number_on_a_machine_it_is_that_of_the_devices_or_all(
-    started_by: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started_by(TORCHRUN)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    for devices, expected in ((0, 4), (2, 2), (8, 4)):
-        monkeypatch.setattr(
-            torch.accelerator, "device_count", lambda devices=devices: devices
-        )
-        assert find_place("pytorch") == Place(3, 1, 4, expected)
-
-
 def test_mpi_needs_no_address_on_one_machine_and_one_on_several(
     started_by: Any,
 ) -> None:
