@@ -14,15 +14,12 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.demos.gan import DigitsGAN
 from hooktrain.model import (
-    ExponentialMovingAverage,
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
-    is_model_wrapper,
 )
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.solver.build import get_default_optimizer_params
-from hooktrain.utils.registry import MODEL_WRAPPERS, Registry
+from hooktrain.utils.registry import MODEL_WRAPPERS
 
 State = dict[str, Tensor]
 
@@ -145,24 +142,6 @@ def test_a_models_own_train_step_is_not_passed_over(ranks: Any) -> None:
     assert values == ["loss"]
 
 
-def predict_on_one_rank() -> tuple[bool, list[str]]:
-    model = StepDistributedDataParallel(toy(0))
-    same = True
-    if dist.get_rank() == 1:
-        img, label = batch(3)
-        for step in (model.val_step, model.test_step):
-            same = same and torch.equal(
-                torch.stack(step([img, label])), model.module.linear(img)
-            )
-    return same, list(model.state_dict())
-
-
-def test_prediction_is_the_models_own_and_needs_no_other_rank(ranks: Any) -> None:
-    for same, names in (rank["predict_on_one_rank"] for rank in ranks):
-        assert same
-        assert names == ["module.linear.weight", "module.linear.bias"]
-
-
 def buffers_of_the_ranks() -> list[list[float]]:
     seen = []
     for broadcast in (False, True):
@@ -176,7 +155,7 @@ def buffers_of_the_ranks() -> list[list[float]]:
     return seen
 
 
-def test_buffers_are_the_first_ranks_at_the_start_and_later_where_that_is_asked_for(
+def test_buffers_are_the_first_ranks(
     ranks: Any,
 ) -> None:
     assert ranks[0]["buffers_of_the_ranks"] == [[0, 1], [0, 1]]
@@ -277,7 +256,7 @@ def gradients_inside_of_no_sync() -> tuple[list[Tensor], list[Tensor], bool, boo
     return alone, together, trained, evaluated
 
 
-def test_no_sync_covers_all_parts_and_ends(ranks: Any) -> None:
+def test_no_sync_covers_all_parts(ranks: Any) -> None:
     (alone_0, together_0, trained, evaluated), (alone_1, together_1, _, _) = (
         rank["gradients_inside_of_no_sync"] for rank in ranks
     )
@@ -318,34 +297,6 @@ def test_the_state_is_that_of_the_bare_model(ranks: Any, folder: Path) -> None:
     assert same(again.state_dict(), toy_gan(5).state_dict())
 
 
-def average_and_groups() -> tuple[list[str], list[str], Tensor, Tensor]:
-    model = separate(0)
-    ema = ExponentialMovingAverage(model, 0.5)
-    with torch.no_grad():
-        model.module.discriminator.module.weight += 2
-    ema.update_parameters(model)
-    groups = get_default_optimizer_params(model)
-    names = [name for group in groups for name in group["param_names"]]
-    average = ema.module.state_dict()
-    return (
-        list(average),
-        names,
-        average["discriminator.weight"],
-        ema.module(torch.ones(2, 3)),
-    )
-
-
-def test_averages_and_parameter_groups_have_the_names_of_the_bare_model(
-    ranks: Any,
-) -> None:
-    bare = toy_gan(0)
-    keys, names, weight, drawn = ranks[0]["average_and_groups"]
-    assert keys == list(bare.state_dict())
-    assert set(names) == {n for n, p in bare.named_parameters() if p.requires_grad}
-    assert torch.equal(weight, bare.discriminator.weight.detach() + 1)
-    assert torch.equal(drawn, bare.eval()(torch.ones(2, 3)))
-
-
 class Aliased(nn.Module):
     """One child under two names."""
 
@@ -368,7 +319,7 @@ def wrap_aliased_and_step() -> tuple[bool, bool, list[str]]:
     )
 
 
-def test_a_child_with_two_names_stays_one_and_options_are_passed_on(ranks: Any) -> None:
+def test_a_child_with_two_names_stays_one(ranks: Any) -> None:
     one, passed_on, values = ranks[0]["wrap_aliased_and_step"]
     assert one
     assert passed_on
@@ -402,21 +353,6 @@ def test_wrappers_are_registered_by_both_names() -> None:
         assert MODEL_WRAPPERS.get(name) is wrapper
 
 
-class Mine(nn.Module):
-    """To be registered as a wrapper."""
-
-
-def test_a_wrapper_is_told_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_model_wrapper(DataParallel(nn.Linear(1, 1)))
-    assert not is_model_wrapper(nn.Linear(1, 1))
-    assert not is_model_wrapper(Mine())
-    registry = Registry("model wrappers")
-    registry.register(lambda model: model, name="a function")
-    registry.register(Mine)
-    monkeypatch.setattr("hooktrain.model.wrappers.MODEL_WRAPPERS", registry)
-    assert is_model_wrapper(Mine())
-
-
 def everything(folder: Path) -> dict[str, Any]:
     warnings.simplefilter("error")
     functions = (
@@ -424,12 +360,10 @@ def everything(folder: Path) -> dict[str, Any]:
         accumulate_whole,
         unused,
         wrap_a_model_with_its_own_step,
-        predict_on_one_rank,
         buffers_of_the_ranks,
         train_parts,
         accumulate_parts,
         gradients_inside_of_no_sync,
-        average_and_groups,
         wrap_aliased_and_step,
     )
     results = {function.__name__: function() for function in functions}

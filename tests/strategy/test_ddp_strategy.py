@@ -179,7 +179,7 @@ def test_losses_on_two_ranks_are_those_of_one_with_the_whole_batch(ranks: Any) -
     assert mean.tolist() == pytest.approx(train(model, wrapper, range(5)), abs=1e-6)
 
 
-def test_weights_are_those_of_the_first_rank_after_one_coalesced_broadcast(
+def test_weights_are_those_of_the_first_rank(
     ranks: Any,
 ) -> None:
     (seed, calls, first, weight), other = (rank["weights"] for rank in ranks)

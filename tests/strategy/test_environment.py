@@ -86,14 +86,14 @@ def test_the_launcher_is_inferred_from_what_it_sets(
     assert infer_launcher() == launcher
 
 
-def test_torchrun_says_everything_and_counts_its_restarts(started_by: Any) -> None:
+def test_torchrun_says_everything(started_by: Any) -> None:
     assert restart_count() == 0
     started_by(TORCHRUN, TORCHELASTIC_RESTART_COUNT="2")
     assert find_place("pytorch") == Place(3, 1, 4, 2, "env://")
     assert restart_count() == 2
 
 
-def test_slurm_says_who_and_scontrol_says_where(
+def test_scontrol_says_where_the_tasks_of_slurm_meet(
     started_by: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started_by(SLURM)
@@ -110,7 +110,7 @@ def test_slurm_says_who_and_scontrol_says_where(
     assert find_place("slurm").url == "tcp://[fe80::1]:99"
 
 
-def test_mpi_needs_no_address_on_one_machine_and_one_on_several(
+def test_mpi_needs_an_address_on_several_machines(
     started_by: Any,
 ) -> None:
     started_by(MPICH)
@@ -309,7 +309,7 @@ def torchrun(world_size: int = 1) -> dict[str, str]:
     return {**who, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
 
 
-def test_a_process_of_torchrun_joins_and_leaves(started_by: Any) -> None:
+def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:
     started_by(torchrun())
     strategy = DDPStrategy(device="cpu", env_kwargs={"dist_cfg": {"timeout": 90}})
     strategy.setup()

@@ -199,7 +199,7 @@ def test_the_states_are_whole_on_the_main_process_only(
     assert set(two[1]["full"]["states"]["model"].values()) == {None}
 
 
-def test_an_optimizer_built_before_goes_over_to_the_shards_and_the_model_compiles(
+def test_an_optimizer_built_before_goes_over_to_the_shards(
     two: list[dict[str, Any]],
 ) -> None:
     assert two[0]["prebuilt"]["same"]
@@ -221,9 +221,7 @@ def test_a_model_that_was_evaluated_is_prepared_for_training(
     assert all(result["prepared again"] for result in two)
 
 
-def test_arguments_are_checked_at_once_and_one_process_alone_is_told_what_to_use() -> (
-    None
-):
+def test_wrong_arguments_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="must be 'full' or 'sharded', got 'shraded'"):
         FSDPStrategy(state_dict_cfg="shraded")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
