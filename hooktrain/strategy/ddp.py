@@ -43,9 +43,10 @@ class SingleDeviceStrategy(BaseStrategy):
 def wrapper_for(model: nn.Module) -> str:
     """The name in ``MODEL_WRAPPERS`` of the DistributedDataParallel that fits a model.
 
-    ``NamingDistributedDataParallel``, which is torch's with better messages, except for models
-    that own their training step: ``StepDistributedDataParallel`` for one with the step of
-    :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for others.
+    ``NamingDistributedDataParallel``, which is torch's with better messages, except for
+    models that own their training step: ``StepDistributedDataParallel`` for one with the
+    step of :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for
+    others.
     """
     step = getattr(type(model), "train_step", None)
     if step is None:

@@ -1,4 +1,4 @@
-"""The model, its gradients and the optimizer's state sharded over the processes (FSDP2)."""
+"""The model, its gradients and the optimizer's state sharded over processes."""
 
 from typing import Any
 
@@ -15,39 +15,41 @@ from hooktrain.utils.registry import STRATEGIES
 
 @STRATEGIES.register_module()
 class FSDPStrategy(BaseStrategy):
-    """Each process holds a part of the model, of its gradients and of the optimizer's state.
+    """Each process holds a part of the model, of its gradients and of the optimizer.
 
     By torch's ``fully_shard``, over all processes; see
-    :func:`hooktrain.model.sharding.shard_model`. The batch of each process is its own, as with
-    :class:`DDPStrategy`, and losses are the same. The model keeps its names and is not wrapped, so
-    that its checkpoints fit every other strategy.
+    :func:`hooktrain.model.sharding.shard_model`. The batch of each process is its own, as
+    with :class:`DDPStrategy`, and losses are the same. The model keeps its names and is
+    not wrapped, so that its checkpoints fit every other strategy.
 
-    A model on the meta device, or one that ``deferred_init`` builds there, gets its weights when it
-    is sharded already; see :func:`hooktrain.model.sharding.init_deferred`. Any other must fit the
-    memory of one device until it is sharded. An optimizer that was built of the model's parameters
-    before, and has made no step, goes over to the sharded ones.
+    A model on the meta device, or one that ``deferred_init`` builds there, is initialised
+    while it is sharded. Any other must fit the memory of one device until it is sharded.
+    An optimizer that was built of the model's parameters before, and has made no step,
+    goes over to the sharded ones.
 
     Args:
-        wrap: module classes, or a function of name and module that chooses them: the modules to
-            bring together one at a time, such as ``{Block}``.
+        wrap: module classes, or a function of name and module that chooses them: the
+            modules to bring together one at a time, such as ``{Block}``.
         mp_policy: the precision to compute and to exchange gradients in, such as
             ``dict(param_dtype="bfloat16", reduce_dtype="float32")``.
-        offload: keep parameters, gradients and the optimizer's state in the CPU's memory. The
-            process group needs a backend for the CPU then: ``backend="cpu:gloo,cuda:nccl"``.
-        activation_checkpointing: the modules that compute again what the backward pass needs,
-            chosen as for ``wrap``; True means those of ``wrap``.
+        offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
+            The process group needs a backend for the CPU then:
+            ``backend="cpu:gloo,cuda:nccl"``.
+        activation_checkpointing: the modules that compute again what the backward pass
+            needs, chosen as for ``wrap``; True means those of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
         deferred_init: build the model of a configuration on the meta device.
-        state_dict_cfg: ``"full"`` saves one file, as other strategies do, and the states are whole
-            on the main process and empty on the others; ``"sharded"`` saves a folder that each rank
-            writes its part of, and the states hold shards. Both are read in either case.
+        state_dict_cfg: ``"full"`` saves one file, as other strategies do; the states are
+            whole on the main process, and sharded tensors are None on the others.
+            ``"sharded"`` (MMEngine's ``"local"``) saves a folder that each rank writes
+            its part of, and the states hold shards. Both are read in either case.
         kwargs: see :class:`BaseStrategy`.
 
     Raises:
         TypeError: for an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in it.
-        ValueError: for another ``state_dict_cfg``; or in :meth:`wrap_model`, if the rule does not
-            fit.
+        ValueError: for another ``state_dict_cfg``; or in :meth:`wrap_model`, if the rule
+            does not fit.
         RuntimeError: in :meth:`wrap_model`, without a process group.
     """
 
@@ -76,7 +78,6 @@ class FSDPStrategy(BaseStrategy):
             "reshard_after_forward": reshard_after_forward,
         }
         self.deferred_init = deferred_init
-        # MMEngine says "local" for "sharded".
         self.saves_shards = state_dict_cfg != "full"
         # By the parameters as they were before.
         self._shards: Any = WeakIdKeyDictionary()
