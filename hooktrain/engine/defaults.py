@@ -135,10 +135,10 @@ def default_setup(cfg: Any, args: Any) -> None:
             is an address such as ``s3://...``.
         OSError: if the folder cannot be written to.
     """
-    if yacs := [key for key in ("OUTPUT_DIR", "SEED") if key in cfg]:
+    if "OUTPUT_DIR" in cfg:
         raise ValueError(
-            f"{yacs} would not be used: take train.output_dir and train.seed, or "
-            "default_setup of hooktrain.compat.detectron2"
+            "OUTPUT_DIR would not be used: take train.output_dir, or default_setup of "
+            "hooktrain.compat.detectron2"
         )
     if getattr(args, "print_config", False):
         if comm.is_main_process():
@@ -164,6 +164,10 @@ def default_setup(cfg: Any, args: Any) -> None:
     if path and comm.is_main_process() and not eval_only:
         LazyConfig.save(cfg, path)
         logger.info("Full config saved to %s", path)
+    _set_backends(train, eval_only)
+
+
+def _set_backends(train: Any, eval_only: bool) -> None:
     if not eval_only and train.get("cudnn_benchmark") is not None:
         torch.backends.cudnn.benchmark = bool(train["cudnn_benchmark"])
     if train.get("float32_precision"):

@@ -8,8 +8,8 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import SpawnProcess
@@ -141,42 +141,30 @@ def _run_processes(
     ranks: range, variables: dict[str, str], work: tuple[Any, ...]
 ) -> list[Any]:
     """Start a process for each rank, wait until all have ended, and return their results."""
-    failure, outcomes = "", []
-    signals: list[int] = []
-    started: list[Any] = []
-
-    def pass_on(signum: int, _frame: object = None) -> None:
-        signals.append(signum)
-        for process in filter(SpawnProcess.is_alive, started):
-            os.kill(process.pid, signum)
-
-    with (
-        tempfile.TemporaryDirectory(prefix="hooktrain-") as folder,
-        ExitStack() as stack,
-    ):
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # the others have no handlers
-            for number in ENDING:
-                stack.callback(signal.signal, number, signal.signal(number, pass_on))
-        arguments = (ranks, variables, folder, work)
-        context: ProcessContext = start_processes(
-            _child, arguments, len(ranks), join=False
-        )  # type: ignore[no-untyped-call]
-        started += context.processes
-        for early in signals[:]:  # they came when not all processes were there
-            pass_on(early)
-        try:
-            while not context.join(grace_period=_GRACE_SECONDS):
-                pass
-            outcomes = [pickle.loads(Path(folder, str(r)).read_bytes()) for r in ranks]
-        except ProcessException as error:
-            failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
-    for file in context.error_files:  # torch leaves them behind
-        Path(file).unlink(missing_ok=True)
-    if (
-        failure and signals
-    ):  # that is what the process died of, so let it end this one too
+    failure = ""
+    outcomes: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="hooktrain-") as folder:
+        with _passing_on_signals() as (started, signals):
+            arguments = (ranks, variables, folder, work)
+            context: ProcessContext = start_processes(
+                _child, arguments, len(ranks), join=False
+            )  # type: ignore[no-untyped-call]
+            started += context.processes
+            for early in signals[:]:  # they came when not all processes were there
+                _signal_all(started, early)
+            try:
+                while not context.join(grace_period=_GRACE_SECONDS):
+                    pass
+            except ProcessException as error:
+                rank = ranks[error.error_index]
+                failure = f"rank {rank} failed: {error.msg.strip()}"
+        if not failure:
+            files = [Path(folder, str(rank)) for rank in ranks]
+            outcomes = [pickle.loads(file.read_bytes()) for file in files]
+    for left in context.error_files:  # torch leaves them behind
+        Path(left).unlink(missing_ok=True)
+    if failure and signals:
+        # That is what the process died of, so let it end this one too.
         logger.error("%s", failure)
         signal.raise_signal(signals[0])
     if failure:
@@ -185,6 +173,32 @@ def _run_processes(
         if isinstance(outcome, SystemExit | KeyboardInterrupt):
             raise outcome
     return outcomes
+
+
+@contextmanager
+def _passing_on_signals() -> Iterator[tuple[list[SpawnProcess], list[int]]]:
+    """Pass signals on to the processes of a list; yields it, and the signals that came."""
+    started: list[SpawnProcess] = []
+    signals: list[int] = []
+
+    def pass_on(signum: int, _frame: object) -> None:
+        signals.append(signum)
+        _signal_all(started, signum)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = ENDING if is_main else ()  # other threads have no handlers
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield started, signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_all(processes: list[SpawnProcess], signum: int) -> None:
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signum)  # type: ignore[arg-type]
 
 
 def _child(

@@ -127,22 +127,15 @@ class LossRecorder:
         Raises:
             FloatingPointError: if a loss is not finite.
         """
-        check_now = check_now and self._alone
-        values = {}
-        for name, value in losses.items():
-            if isinstance(value, Tensor) and value.is_cpu:
-                value = value.item()  # no synchronisation on the CPU
-            elif isinstance(value, Tensor):
-                value = value.detach()
-                check_now = False
-            values[name] = value
+        values = {name: _on_host_if_free(value) for name, value in losses.items()}
+        on_device = any(isinstance(value, Tensor) for value in values.values())
         if total is None:
             checked = [name for name in values if is_loss(name)]
         else:
             checked = [total]
             if total not in values:  # the sum comes first where metrics are shown
                 values = {total: reduce(add, values.values()), **values}
-        if not check_now:
+        if on_device or not check_now or not self._alone:
             self._to_check.update(checked)
         elif iteration not in self._tolerated:
             if not all(math.isfinite(values[name]) for name in checked):
@@ -197,13 +190,18 @@ class LossRecorder:
                 sums[:, i - first, self._columns[name]] += (value, 1)
         if sums.size:
             comm.all_reduce(torch.from_numpy(sums))
-        for step, (values, counts) in enumerate(zip(*sums.tolist(), strict=True)):
-            for name, value, ranks in zip(self._columns, values, counts, strict=True):
-                if ranks:
-                    storage.put_scalar(name, value / ranks, cur_iter=first + step)
+        for step in range(count):
+            self._put_means(storage, first + step, sums[:, step].tolist())
             if slowest[step] >= 0:
                 storage.put_scalar("data_time", slowest[step], cur_iter=first + step)
         return int(asking)
+
+    def _put_means(
+        self, storage: EventStorage, iteration: int, sums: list[list[float]]
+    ) -> None:
+        for name, total, ranks in zip(self._columns, *sums, strict=True):
+            if ranks:
+                storage.put_scalar(name, total / ranks, cur_iter=iteration)
 
     def check(self, storage: EventStorage, finished: int) -> None:
         """Check the losses of the finished iterations that were not checked yet.
@@ -228,6 +226,12 @@ class LossRecorder:
                 if not all(map(math.isfinite, checked)):
                     raise _non_finite(i, losses[i])
         self._checked = finished if self._alone else self._exchanged
+
+
+def _on_host_if_free(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.is_cpu else value.detach()
 
 
 def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:

@@ -55,14 +55,6 @@ def test_a_finite_period_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     recorder.check(storage, 1)
 
 
-def test_a_metric_that_is_no_loss_may_be_infinite() -> None:
-    recorder, storage = LossRecorder(), EventStorage()
-    recorder.record(storage, 0, {"loss": torch.tensor(1.0)}, 0.0, check_now=False)
-    storage.put_scalar("ratio", math.inf)
-    recorder.check(storage, 1)
-    assert storage.latest()["ratio"] == (math.inf, 0)
-
-
 class Period:
     """Records and exchanges as one of four ranks; notes the collectives and the result."""
 

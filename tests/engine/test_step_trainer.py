@@ -108,16 +108,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(
         train_and_save()
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(()), [1]])
-def test_a_step_that_returns_no_dict_is_told_what_to_return(wrong: Any) -> None:
-    model = Plain()
-    model.train_step = lambda data, optim_wrapper: wrong  # type: ignore[method-assign, assignment]
-    with pytest.raises(
-        TypeError, match="train_step must return a dict of values to log"
-    ):
-        StepTrainer(model, data(), sgd(model)).train(0, 1)
-
-
 def test_after_backward_hooks_run_in_each_update_with_the_true_gradients() -> None:
     norms: list[float] = []
 

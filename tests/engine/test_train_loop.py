@@ -176,16 +176,6 @@ def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised(
     assert not trainer.succeeded
 
 
-def test_hooks_that_never_began_are_not_ended() -> None:
-    log: list[str] = []
-    trainer = Trainer(log)
-    failing = Recorder(log, "b", fail_at="b before_train 0")
-    trainer.register_hooks([Recorder(log, "a"), failing, Recorder(log, "c")])
-    with pytest.raises(OSError, match="b before_train 0"):
-        trainer.train(0, 1)
-    assert log == ["a before_train 0", "b before_train 0", "a after_train 0"]
-
-
 def test_ctrl_c_ends_the_hooks_and_reaches_the_caller() -> None:
     log: list[str] = []
     trainer = Trainer(log)
@@ -214,18 +204,6 @@ def test_a_stop_completes_the_iteration_and_makes_it_the_end_of_the_run() -> Non
     assert trainer.stop_reason == "enough"
     trainer.train(max_iter=5)
     assert trainer.log[3:] == ["step 3", "step 4"]
-
-
-def test_a_stop_asked_for_before_the_first_step_runs_none() -> None:
-    class Stopper(HookBase):
-        def before_train(self) -> None:
-            self.trainer.request_stop("nothing to do")
-
-    trainer = Trainer()
-    trainer.register_hooks([Stopper()])
-    trainer.train(0, 10)
-    assert trainer.log == []
-    assert trainer.iter == trainer.max_iter == 0
 
 
 class Counter(HookBase):

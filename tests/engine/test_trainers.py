@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from trainer_toys import Net, Stream, batches, make, sgd
 
-from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.files import load_file, save_file
 from hooktrain.config import LazyConfig
@@ -24,7 +23,6 @@ from hooktrain.data import build_train_loader
 from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer, hooks
 from hooktrain.engine.trainers import Batches
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.events import EventStorage, EventWriter, get_event_storage
 
@@ -56,20 +54,6 @@ def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(
     losses, model = losses_by_hand(4, zero_first)
     assert [v for v, _ in trainer.storage.history("total_loss").values()] == losses
     assert torch.equal(trainer.model.fc.weight, model.fc.weight)
-
-
-def test_every_loss_of_every_iteration_is_kept_under_its_own_name_and_as_a_sum() -> (
-    None
-):
-    trainer = make(two_losses=True)
-    trainer.train(0, 4)
-    a, b, total = (
-        [v for v, _ in trainer.storage.history(n).values()]
-        for n in ("loss_a", "loss_b", "total_loss")
-    )
-    assert len(a) == 4
-    assert b == [2 * v for v in a]
-    assert total == [x + y for x, y in zip(a, b, strict=True)]
 
 
 def test_a_prefix_stands_before_every_name() -> None:
@@ -316,25 +300,6 @@ def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
     assert [scale for scale, _ in logged] == scales
 
 
-def test_amp_trainer_passes_all_its_arguments_on() -> None:
-    model = Net()
-    data = batches(2)
-    data[0][0, 0] = math.nan
-    trainer = AMPTrainer(
-        model,
-        data,
-        sgd(model),
-        gather_metric_period=2,
-        zero_grad_before_forward=True,
-        precision=torch.bfloat16,
-        async_write_metrics=True,
-    )
-    with pytest.raises(FloatingPointError, match="iteration=0"):
-        trainer.train(0, 2)
-    assert trainer.iter == 1  # asynchronous: noticed at the end of the period
-    assert trainer.zero_grad_before_forward
-
-
 def test_the_learned_state_resumes_bit_for_bit_with_momentum_and_dropout() -> None:
     whole = make(batches(6))
     torch.manual_seed(3)
@@ -395,66 +360,6 @@ def test_the_layouts_of_detectron2s_trainers_load() -> None:
         assert torch.equal(
             buffer, optimizer.state_dict()["state"][0]["momentum_buffer"]
         )
-
-
-def gathered_metrics() -> tuple[Any, ...]:
-    class OneMore(Net):
-        """Rank 1 has a loss that rank 0 has not."""
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            loss = self.fc(x).mean() * 0 + comm.get_rank() + 1
-            return (
-                {"loss": loss, "extra_loss": loss}
-                if comm.get_rank()
-                else {"loss": loss}
-            )
-
-    model = OneMore()
-    trainer = SimpleTrainer(model, batches(5), sgd(model), gather_metric_period=2)
-    read: list[list[int]] = []
-
-    class Read(HookBase):
-        def after_step(self) -> None:
-            histories = self.trainer.storage.histories()
-            read.append(
-                [i for _, i in histories["loss"].values()]
-                if "loss" in histories
-                else []
-            )
-
-    trainer.register_hooks([Read()])
-    trainer.train(0, 5)
-    values = {
-        n: h.values() for n, h in trainer.storage.histories().items() if "loss" in n
-    }
-    return read, values
-
-
-def test_metrics_of_a_period_become_the_means_over_the_ranks_that_have_them() -> None:
-    for read, values in run_ranks(gathered_metrics, 2):
-        assert read == [[], [0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-        assert values["loss"] == [(1.5, i) for i in range(5)]
-        assert values["extra_loss"] == [(2.0, i) for i in range(5)]
-        assert values["total_loss"] == [(2.5, i) for i in range(5)]
-
-
-def poisoned_rank() -> str:
-    data = batches(6)
-    if comm.get_rank() == 1:
-        data[2][0, 0] = math.nan
-    model = Net()
-    trainer = SimpleTrainer(model, data, sgd(model), gather_metric_period=4)
-    try:
-        trainer.train(0, 6)
-    except FloatingPointError as error:
-        return f"{trainer.iter}: {error}"
-    return "trained to the end"
-
-
-def test_all_ranks_reach_the_same_verdict_on_a_loss_that_is_not_finite_on_one() -> None:
-    first, second = run_ranks(poisoned_rank, 2)
-    assert first == second
-    assert first.startswith("3: Loss became infinite or NaN at iteration=2!")
 
 
 CONFIG = Path(__file__).parents[2] / "configs" / "digits_cnn.py"

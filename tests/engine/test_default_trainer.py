@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
 from hooktrain.config import LazyCall, LazyConfig
-from hooktrain.engine import DefaultTrainer, HookBase, create_ddp_model
+from hooktrain.engine import DefaultTrainer, HookBase
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
@@ -184,35 +183,6 @@ def test_a_run_of_two_ranks_goes_on_with_one_or_four(
         i: s for i, s in whole["samples"].items() if i >= 3
     }
     assert close(resumed[name]["model"], whole["model"], 1e-5)
-
-
-def test_compilation_is_asked_for_by_the_configuration(tmp_path: Path) -> None:
-    plain = train(str(tmp_path / "plain"), "digits_cnn")
-    options = "train.compile={'backend': 'eager'}"
-    made = train(str(tmp_path / "compiled"), "digits_cnn", options)
-    assert close(made["losses"], plain["losses"], 0.0)
-
-
-def test_learning_rates_are_scaled_by_the_batch_of_all_ranks(tmp_path: Path) -> None:
-    cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
-    scale = ["train.auto_scale_lr.enable=true", "train.auto_scale_lr.base_batch_size=4"]
-    options = [*SHORT, *scale, f"train.output_dir={tmp_path}", "optimizer.lr=0.25"]
-    trainer = DefaultTrainer(LazyConfig.apply_overrides(cfg, options))
-    assert {group["lr"] for group in trainer.optim_wrapper.param_groups} == {0.5}
-
-
-def ddp_model() -> tuple[bool, bool]:
-    model = create_ddp_model(
-        nn.Linear(2, 2), broadcast_buffers=False, fp16_compression=True
-    )
-    assert isinstance(model, DistributedDataParallel)
-    model(torch.ones(1, 2) * comm.get_rank()).sum().backward()
-    same = comm.all_gather(model.module.weight.grad)
-    return torch.equal(same[0], same[1]), model.broadcast_buffers
-
-
-def test_several_ranks_get_ddp_with_its_options_on_the_cpu_too() -> None:
-    assert run_ranks(ddp_model, 2) == [(True, False)] * 2
 
 
 def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
