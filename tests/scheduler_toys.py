@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from hypothesis import settings, strategies as st
 
-import hooktrain.solver.param_scheduler
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import mmengine.optim.scheduler
 
-ours, theirs = hooktrain.solver.param_scheduler, mmengine.optim.scheduler
+theirs = mmengine.optim.scheduler
 SAME_EACH_TIME = settings(
     deadline=None, derandomize=True, database=None, max_examples=40
 )

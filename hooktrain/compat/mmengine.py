@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 
 from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_checkpoint
-from hooktrain.compat.momentum import *
 from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.model import *
@@ -45,6 +44,7 @@ from hooktrain.compat.mmengine_model import (
 from hooktrain.compat.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
+from hooktrain.compat.schedulers import *
 
 barrier = comm.synchronize
 get_rank = comm.get_rank

@@ -22,7 +22,7 @@ from hooktrain.solver import (
     build_optim_wrapper,
 )
 from hooktrain.solver.optim_state import without_schedules
-from hooktrain.solver.optim_wrapper import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.tensors import mover_to, non_finite
 from hooktrain.utils.workers import start_workers

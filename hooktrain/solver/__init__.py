@@ -1,15 +1,13 @@
 """How a loss becomes an update: optimizer wrappers, schedules and parameter groups."""
 
+from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper as AmpOptimWrapper
 from hooktrain.solver.build import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
     build_optim_wrapper as build_optim_wrapper,
     build_param_scheduler as build_param_scheduler,
 )
-from hooktrain.solver.optim_wrapper import (
-    AmpOptimWrapper as AmpOptimWrapper,
-    OptimWrapper as OptimWrapper,
-    OptimWrapperDict as OptimWrapperDict,
-)
+from hooktrain.solver.optim_wrapper import OptimWrapper as OptimWrapper
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict as OptimWrapperDict
 from hooktrain.solver.param_groups import (
     expand_param_groups as expand_param_groups,
     get_default_optimizer_params as get_default_optimizer_params,
@@ -18,11 +16,9 @@ from hooktrain.solver.param_groups import (
 from hooktrain.solver.param_scheduler import (
     ConstantLR as ConstantLR,
     CosineAnnealingLR as CosineAnnealingLR,
-    CosineRestartLR as CosineRestartLR,
     ExponentialLR as ExponentialLR,
     LinearLR as LinearLR,
     MultiStepLR as MultiStepLR,
-    OneCycleLR as OneCycleLR,
     PolyLR as PolyLR,
     ReduceOnPlateauLR as ReduceOnPlateauLR,
     StepLR as StepLR,

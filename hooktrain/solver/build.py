@@ -11,13 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper import (
-    AmpOptimWrapper,
-    OptimWrapper,
-    OptimWrapperDict,
-    Options,
-)
+from hooktrain.solver.optim_wrapper import OptimWrapper, Options
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
 from hooktrain.solver.param_groups import (
     ParamGroup,
     get_default_optimizer_params as get_default_optimizer_params,
@@ -155,24 +152,22 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
     if isinstance(cfg.get("optimizer"), Optimizer):
         built = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
         return built
-    rest = dict(cfg)
-    if "optimizer" not in rest and "constructor" not in rest:
-        kind = rest.pop("type", OptimWrapperDict)
-        if OPTIM_WRAPPERS.find(kind) is not OptimWrapperDict or not rest:
-            raise ValueError(f"{kind!r} needs 'optimizer', but got {rest!r}")
-        each: Any = {
-            name: _build_wrapper(model, name, item) for name, item in rest.items()
-        }
+    if cfg and {"type", "optimizer", "constructor"}.isdisjoint(cfg):
+        each: Any = {}
+        for name, item in cfg.items():
+            each[name] = _build_wrapper(model, name, item)
         return OptimWrapperDict(**each)
     if model is None:
         raise ValueError(f"a model is needed to build an optimizer for, from {cfg!r}")
+    rest = dict(cfg)
     # By its name, since hooktrain.compat.mmengine registers another one.
     kind = rest.pop("constructor", None) or "DefaultOptimWrapperConstructor"
     rules = rest.pop("paramwise_cfg", None)
-    constructor = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)(
-        optim_wrapper_cfg=rest, paramwise_cfg=rules
-    )
-    built = constructor(unwrap_model(model).get_submodule(part) if part else model)
+    target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
+    constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
+    if part:
+        model = unwrap_model(model).get_submodule(part)
+    built = constructor(model)
     return built
 
 
@@ -201,21 +196,17 @@ def build_param_scheduler(
     Raises:
         TypeError: for something that is neither a configuration nor a scheduler.
         KeyError: for an unknown ``type``, or if the names are not those of the optimizers.
-        ValueError: if the end of a schedule is not known though it needs one, for
-            arguments out of range, or if one built scheduler is given for several
-            optimizers.
+        ValueError: if the end of a schedule is not known though it needs one, or for
+            arguments out of range.
     """
     each = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
     if not isinstance(optim_wrapper, OptimWrapperDict):
         defaults = default_args or {}
         return [_build_scheduler(one, optim_wrapper, defaults) for one in each]
     names = [*optim_wrapper]
+    by_name: Mapping[str, Any] = dict.fromkeys(names, scheduler)
     if isinstance(scheduler, Mapping) and "type" not in scheduler:
         by_name = scheduler
-    elif len(names) > 1 and any(isinstance(one, Built) for one in each):
-        raise ValueError(f"give built schedulers by name of the optimizer: {names}")
-    else:
-        by_name = dict.fromkeys(names, scheduler)
     if set(by_name) != set(names):
         raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
     return {
@@ -265,10 +256,11 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     max_epochs = arguments.pop("max_epochs", None)
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
-    kind = arguments.pop("type")
-    if str(kind).endswith("Momentum") and kind not in PARAM_SCHEDULERS:
-        raise KeyError(f"for {kind!r} import hooktrain.compat.mmengine")
-    target: Any = PARAM_SCHEDULERS.find(kind)
+    try:
+        target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
+    except KeyError as error:
+        hint = "others of MMEngine come with: import hooktrain.compat.mmengine"
+        raise KeyError(f"{error.args[0]}; {hint}") from None
     # Those of MMEngine's family have a range, which ends with the run.
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:

@@ -5,13 +5,11 @@ another group, positions mean other parameters; names do not.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mode
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,8 +23,6 @@ Names = Mapping[Tensor, str]
 # By name: the number of a parameter's group, and the parameter itself, or the key of its
 # state in a saved optimizer.
 Entries = dict[str, tuple[int, Any]]
-# Of a table: a parameter or group, what differs, the saved value, and the one here.
-Row = tuple[str, str, Any, Any]
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay.
 KERNEL_SETTINGS = ("foreach", "fused", "capturable")
@@ -35,10 +31,7 @@ WAY_OUT = "resume without the optimizer (train.resume_parts, or checkpointables=
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """The name of each parameter of a model, without what wrappers add to it."""
-    names: dict[Tensor, str] = {}
-    for names_of_one, _, parameter in walk_parameters(model):
-        names[parameter] = names_of_one[0]
-    return names
+    return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
 
 
 def optimizer_state_dict(
@@ -57,18 +50,18 @@ def optimizer_state_dict(
             the state has positions.
     """
     state = {"kind": _kind(optimizer), **optimizer.state_dict()}
-    entries = _by_name(optimizer.param_groups, names or {})
-    if entries is None:
+    name_at = _names_in(optimizer.param_groups, names or {})
+    if name_at is None:
         return state
-    name_of: dict[Any, str] = {}
-    in_order = iter(entries)
+    by_name = {}
+    for key, item in state["state"].items():
+        name = name_at[key] if isinstance(key, int) else key
+        by_name[name] = item
     groups = []
     for group in state["param_groups"]:
-        members = list(islice(in_order, len(group["params"])))
-        name_of |= zip(group["params"], members, strict=True)
+        members = [name_at[position] for position in group["params"]]
         groups.append({**settings_of(group), "params": members})
-    named = {name_of.get(key, key): item for key, item in state["state"].items()}
-    return {**state, "state": named, "param_groups": groups}
+    return {**state, "state": by_name, "param_groups": groups}
 
 
 def check_optimizer_state(
@@ -90,8 +83,8 @@ def load_optimizer_state(
     The state of a parameter (momentum, Adam's moments and step) goes to the parameter of
     the same name and shape, in whichever group it is now. The settings of a group
     (``lr``, ``initial_lr``, ``betas``, ...) come from the saved group that most of its
-    parameters were in. A warning tells in a table what differs. Where one side has no
-    names, groups of the same sizes match by position.
+    parameters were in. Warnings tell what differs. Where one side has no names, groups of
+    the same sizes match by position.
 
     For sharded parameters full tensors are split, which is collective.
 
@@ -106,23 +99,17 @@ def load_optimizer_state(
             sizes have no names, or no name is on both sides.
     """
     here, saved = _matched(optimizer, state_dict, names or {})
-    rows: list[Row] = []
-    state = _fitting_states(optimizer, state_dict["state"], here, saved, rows)
+    state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         members = [name for name, entry in here.items() if entry[0] == number]
-        origins = sorted(saved[name][0] for name in members if name in saved)
-        saved_settings: ParamGroup = {}
+        origins = [saved[name][0] for name in members if name in saved]
+        settings = settings_of(group)
         if origins:
-            [(origin, _)] = Counter(origins).most_common(1)
-            saved_settings = settings_of(state_dict["param_groups"][origin])
-        settings = _settings(number, group, saved_settings, rows)
+            origin = state_dict["param_groups"][mode(sorted(origins))]
+            settings = _settings(number, settings, settings_of(origin))
         groups.append({**settings, "params": members})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    if rows:
-        headers = ["", "difference", "checkpoint (used)", "here"]
-        table = tabulate(rows, headers, "pipe", disable_numparse=True)
-        logger.warning("The optimizer is not as in the checkpoint:\n%s", table)
 
 
 def without_schedules(state: State) -> dict[str, Any]:
@@ -134,11 +121,12 @@ def without_schedules(state: State) -> dict[str, Any]:
         return {name: without_schedules(one) for name, one in state.items()}
     groups = []
     for group in state["param_groups"]:
-        scheduled = {key for key in group if key.startswith("initial_")}
-        scheduled |= {key.removeprefix("initial_") for key in scheduled}
-        if "momentum" in scheduled:
-            scheduled.add("betas")
-        kept = {key: value for key, value in group.items() if key not in scheduled}
+        kept = {}
+        for key, value in group.items():
+            # The momentum of Adam is the first of its betas.
+            initial = "initial_momentum" if key == "betas" else f"initial_{key}"
+            if initial not in group and not key.startswith("initial_"):
+                kept[key] = value
         groups.append(kept)
     return {**state, "param_groups": groups}
 
@@ -151,25 +139,22 @@ def _kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _by_name(groups: Sequence[ParamGroup], known: Names) -> Entries | None:
-    """All parameters by their names; None unless each has one for itself."""
-    entries: dict[Any, Any] = {}
-    count = 0
-    for number, group in enumerate(groups):
+def _names_in(groups: Sequence[ParamGroup], known: Names) -> list[str] | None:
+    """The names of all parameters in order; None unless each has one for itself."""
+    names: list[Any] = []
+    for group in groups:
         own_names: Any = group.get("param_names", group["params"])
         for item, name in zip(group["params"], own_names, strict=True):
-            entries[known.get(item, name)] = (number, item)
-            count += 1
-    is_named = all(isinstance(name, str) for name in entries)
-    return entries if is_named and len(entries) == count else None
+            names.append(known.get(item, name))
+    is_named = all(isinstance(name, str) for name in names)
+    return names if is_named and len(set(names)) == len(names) else None
 
 
-def _by_position(groups: Sequence[ParamGroup]) -> Entries:
-    entries: Entries = {}
+def _entries(names: Iterable[str], groups: Sequence[ParamGroup]) -> Entries:
+    items = []
     for number, group in enumerate(groups):
-        for item in group["params"]:
-            entries[f"#{len(entries)}"] = (number, item)
-    return entries
+        items += [(number, item) for item in group["params"]]
+    return dict(zip(names, items, strict=True))
 
 
 def _matched(
@@ -186,13 +171,15 @@ def _matched(
         )
     groups = optimizer.param_groups
     saved_groups = state_dict["param_groups"]
-    here = _by_name(groups, known)
-    saved = _by_name(saved_groups, {})
-    if here is None or saved is None:
-        here = here or _by_position(groups)
-        names = _names_of_positions(here, groups, saved_groups, known)
-        saved = _by_position(saved_groups)
-        saved = dict(zip(names, saved.values(), strict=True))
+    names = _names_in(groups, known)
+    saved_names = _names_in(saved_groups, {})
+    if names is None or saved_names is None:
+        if names is None:
+            count = sum(len(group["params"]) for group in groups)
+            names = [f"#{position}" for position in range(count)]
+        saved_names = _names_of_positions(names, groups, saved_groups, known)
+    here = _entries(names, groups)
+    saved = _entries(saved_names, saved_groups)
     if here and here.keys().isdisjoint(saved):
         ours = [*here][:3]
         theirs = [*saved][:3]
@@ -201,7 +188,7 @@ def _matched(
 
 
 def _names_of_positions(
-    here: Entries,
+    here: list[str],
     groups: Sequence[ParamGroup],
     saved_groups: Sequence[ParamGroup],
     known: Names,
@@ -210,7 +197,7 @@ def _names_of_positions(
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes == saved_sizes:
-        return [*here]
+        return here
     # MMEngine's rules make a group for each parameter, in the model's order.
     in_order = [name for name in known.values() if name in here]
     if saved_sizes == [1] * len(in_order):
@@ -226,26 +213,33 @@ def _fitting_states(
     states: Mapping[Any, Any],
     here: Entries,
     saved: Entries,
-    rows: list[Row],
 ) -> dict[Any, Any]:
-    """The saved states by the names here; ``rows`` tell of those that do not fit."""
+    """The saved states by the names here, without those that do not fit."""
     fitting = dict(states)
-    for name, (_, key) in saved.items():
+    for _, key in saved.values():
         fitting.pop(key, None)
-        if name not in here:
-            rows.append((name, "missing", "dropped", "-"))
+    reshaped = []
     for name, (_, parameter) in here.items():
-        if name not in saved:
-            rows.append((name, "new", "-", "no state"))
-            continue
-        state = states.get(saved[name][1], {})
-        ours = tuple(parameter.shape)
-        theirs = _shape_of(optimizer, state)
-        if theirs not in (None, ours):
-            rows.append((name, "reshaped", f"{theirs}, dropped", ours))
+        key = saved[name][1] if name in saved else None
+        state = states.get(key, {})
+        shape = _shape_of(optimizer, state)
+        if shape not in (None, tuple(parameter.shape)):
+            reshaped.append(f"{name} {shape}")
         elif state:
             fitting[name] = {k: _like(parameter, v) for k, v in state.items()}
+    _warn(
+        "has state of parameters that are not here", [n for n in saved if n not in here]
+    )
+    _warn("has no state of", [name for name in here if name not in saved])
+    _warn("has state of other shapes, which is not loaded", reshaped)
     return fitting
+
+
+def _warn(text: str, names: Sequence[str]) -> None:
+    if names:
+        shown = ", ".join(names[:10])
+        dots = ", ..." if len(names) > 10 else ""
+        logger.warning("The optimizer's checkpoint %s: %s%s", text, shown, dots)
 
 
 def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
@@ -270,22 +264,23 @@ def _like(parameter: Tensor, value: Any) -> Any:
     return turned.copy_(value)
 
 
-def _settings(
-    number: int,
-    group: ParamGroup,
-    saved: ParamGroup,
-    rows: list[Row],
-) -> ParamGroup:
-    """The settings to use; ``rows`` tell which saved ones overrule the configured."""
-    ours = settings_of(group)
+def _settings(number: int, ours: ParamGroup, saved: ParamGroup) -> ParamGroup:
+    """The settings of a group: the saved ones, then ours."""
     used = {**ours, **saved}
     for key in KERNEL_SETTINGS:
         if key in ours:
             used[key] = ours[key]
+    configured = dict(ours)
     if "initial_lr" in saved and "lr" in ours:
         # A schedule moves lr all the time; initial_lr is what the configuration said.
-        ours["initial_lr"] = ours.pop("lr")
-    for key, value in ours.items():
+        configured["initial_lr"] = configured.pop("lr")
+    for key, value in configured.items():
         if used[key] != value:
-            rows.append((f"group {number}", key, used[key], value))
+            logger.warning(
+                "Optimizer group %d: %s is %s, as in the checkpoint, not %s",
+                number,
+                key,
+                used[key],
+                value,
+            )
     return used

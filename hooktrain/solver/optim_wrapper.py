@@ -1,11 +1,10 @@
 """How a loss becomes an update: accumulation, clipping, and the optimizer's step."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from hooktrain.solver.optim_state import (
     parameter_names,
 )
 from hooktrain.solver.param_groups import ParamGroup
-from hooktrain.utils.names import did_you_mean, refuse_overrides
+from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
@@ -101,6 +100,14 @@ class OptimWrapper:
     def get_lr(self) -> dict[str, list[float]]:
         """``{"lr": [one rate a group]}``."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """``{"momentum": [one a group]}``; of Adam the first beta, and 0 without any."""
+        momentums = []
+        for group in self.param_groups:
+            betas = group.get("betas", [0.0])
+            momentums.append(float(group.get("momentum", betas[0])))
+        return {"momentum": momentums}
 
     def name_parameters(self, model: nn.Module) -> None:
         """Let saved states have the parameters' names in a model; trainers call it."""
@@ -316,235 +323,3 @@ def _clipping(
             f"{type=}, {max_norm=}, {clip_value=}"
         )
     return type, limits[type], float(norm_type)
-
-
-class AmpOptimWrapper(OptimWrapper):
-    """An :class:`OptimWrapper` in lower precision, on any type of device.
-
-    The forward pass runs under :class:`torch.autocast`. float16 needs its gradients
-    scaled, by :class:`torch.amp.GradScaler`; bfloat16 has the range of float32 and needs
-    no scaler.
-
-    Args:
-        optimizer: the optimizer.
-        dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes torch's
-            default for the device: float16 on CUDA, bfloat16 on the CPU.
-        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has
-            that scaler's arguments (``init_scale``, ``growth_interval``, ...); a number
-            is a fixed scale; a scaler is used as it is.
-        device_type: such as ``"cuda"`` or ``"cpu"``. None takes the parameters' device.
-        accumulative_counts: see :class:`OptimWrapper`.
-        clip_grad: see :class:`OptimWrapper`; gradients are unscaled before.
-
-    Attributes:
-        grad_scaler: the scaler; a disabled one if the data type needs none.
-
-    Raises:
-        ValueError: for another dtype or loss scale.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        dtype: torch.dtype | str | None = None,
-        *,
-        loss_scale: str | float | Options | torch.amp.GradScaler = "dynamic",
-        device_type: str | None = None,
-        accumulative_counts: int = 1,
-        clip_grad: Options | None = None,
-    ) -> None:
-        super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = device_type or _device_type(optimizer)
-        dtype = dtype or torch.get_autocast_dtype(self.device_type)
-        self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
-        self.grad_scaler = _build_scaler(
-            loss_scale, self.device_type, enabled=self.dtype == torch.float16
-        )
-        self._fixed_scale: float | None = None
-        if isinstance(loss_scale, int | float):
-            self._fixed_scale = float(loss_scale)
-        self._unscaled = False
-
-    def optim_context(self, model: nn.Module) -> Context:
-        """That of :class:`OptimWrapper`, and autocast to the lower precision."""
-        exchange = super().optim_context(model)
-        precision = torch.autocast(self.device_type, self.dtype)
-        # Nearly all steps need autocast alone, which costs less without a generator.
-        return precision if exchange is NOTHING else _both(exchange, precision)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of the scaled loss."""
-        super().backward(self.grad_scaler.scale(loss), **kwargs)
-
-    def start_accumulation(self) -> None:
-        """Also make a scaler ready again that an error left after unscaling."""
-        super().start_accumulation()
-        if self._unscaled and self.grad_scaler.is_enabled():
-            # Host-device synchronisation, after a step that failed only. Given a scale,
-            # update() forgets what it knew of the gradients, and changes nothing else.
-            self.grad_scaler.update(self.grad_scaler.get_scale())
-        self._unscaled = False
-
-    def unscale_gradients(self) -> None:
-        """Divide the gradients by the scale, once in a step."""
-        if not self._unscaled:
-            self.grad_scaler.unscale_(self.optimizer)
-            self._unscaled = True
-
-    def _apply(self, **kwargs: Any) -> bool:
-        scaler = self.grad_scaler
-        self._unscaled = False
-        if not scaler.is_enabled():
-            return super()._apply(**kwargs)
-        # Host-device synchronisation: reads the overflow flag.
-        scaler.step(self.optimizer, **kwargs)
-        # And again. Fused optimizers skip the update inside their kernel, so only the
-        # scaler knows of it.
-        found_inf = scaler._found_inf_per_device(self.optimizer).values()
-        overflowed = any(flag.item() for flag in found_inf)
-        scaler.update(self._fixed_scale)
-        if overflowed:
-            self.count_skipped_update()
-        return not overflowed
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of :class:`OptimWrapper`, and the scaler's."""
-        return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
-
-    def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned; without a scaler's, ours stays as it is."""
-        super().load_state_dict(state_dict)
-        # The second is MMEngine's name.
-        scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")
-        if scaler:
-            self.grad_scaler.load_state_dict(scaler)
-
-
-@contextmanager
-def _both(outer: Context, inner: Context) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-def _device_type(optimizer: Optimizer) -> str:
-    """The type of the device that the first parameter is computed on."""
-    groups = optimizer.param_groups
-    parameter = next(p for group in groups for p in group["params"])
-    # Shards may be offloaded to the CPU, where nothing is computed.
-    mesh = getattr(parameter, "device_mesh", None)
-    return str(parameter.device.type if mesh is None else mesh.device_type)
-
-
-def _build_scaler(
-    loss_scale: Any,
-    device_type: str,
-    enabled: bool,
-) -> torch.amp.GradScaler:
-    """The scaler; one that is not enabled passes everything through."""
-    if isinstance(loss_scale, torch.amp.GradScaler):
-        return loss_scale
-    options: dict[str, Any] = {}
-    if isinstance(loss_scale, Mapping):
-        options.update(loss_scale)
-    elif isinstance(loss_scale, int | float) and loss_scale > 0:
-        options["init_scale"] = float(loss_scale)
-    elif loss_scale != "dynamic":
-        raise ValueError(
-            "loss_scale must be 'dynamic', a positive number, a dict of GradScaler's "
-            f"arguments or a GradScaler, but got {loss_scale!r}"
-        )
-    return torch.amp.GradScaler(device_type, enabled=enabled, **options)
-
-
-class OptimWrapperDict(dict[str, OptimWrapper]):
-    """Optimizer wrappers by name, each with its own precision and accumulation.
-
-    The model's ``train_step`` takes the one it needs::
-
-        optim_wrapper["generator"].update_params(loss)
-
-    Metrics of a member carry its name: ``generator.grad_norm``.
-
-    Args:
-        wrappers: one :class:`OptimWrapper` a keyword.
-
-    Raises:
-        TypeError: if a value is no wrapper.
-    """
-
-    def __init__(self, **wrappers: OptimWrapper) -> None:
-        for name, wrapper in wrappers.items():
-            if not isinstance(wrapper, OptimWrapper):
-                raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
-            wrapper.name = name
-        super().__init__(wrappers)
-
-    def __missing__(self, name: str) -> OptimWrapper:
-        hint = did_you_mean(name, self)
-        raise KeyError(f"there is no optimizer named {name!r}{hint}")
-
-    @property
-    def param_groups(self) -> dict[str, list[ParamGroup]]:
-        """The parameter groups of each."""
-        return {name: wrapper.param_groups for name, wrapper in self.items()}
-
-    def get_lr(self) -> dict[str, list[float]]:
-        """``{"<name>.lr": [one rate a group]}``."""
-        return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self.items()}
-
-    def name_parameters(self, model: nn.Module) -> None:
-        """See :meth:`OptimWrapper.name_parameters`."""
-        for wrapper in self.values():
-            wrapper.name_parameters(model)
-
-    def initialize_count_status(
-        self,
-        model: nn.Module,
-        init_counts: int,
-        max_counts: int,
-    ) -> None:
-        """Begin a new accumulation in each.
-
-        How often a step calls each of them is not known, so the counts are not used.
-        """
-        for wrapper in self.values():
-            wrapper.initialize_count_status(model, wrapper.inner_count, -1)
-
-    def zero_grad(self, **kwargs: Any) -> None:
-        """Forget the gradients of all; see :meth:`OptimWrapper.zero_grad`."""
-        for wrapper in self.values():
-            wrapper.zero_grad(**kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each, by name."""
-        return {name: wrapper.state_dict() for name, wrapper in self.items()}
-
-    def check_state_dict(self, state_dict: State) -> None:
-        """Refuse a state that :meth:`load_state_dict` would refuse; change nothing.
-
-        Raises:
-            ValueError: if the state has other names, or that of a member is refused.
-        """
-        if set(state_dict) != set(self):
-            raise ValueError(
-                f"the state has the optimizers {[*state_dict]}, not {[*self]}"
-            )
-        for name, wrapper in self.items():
-            wrapper.check_state_dict(state_dict[name])
-
-    def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned; see :meth:`check_state_dict`."""
-        self.check_state_dict(state_dict)
-        for name, wrapper in self.items():
-            wrapper.load_state_dict(state_dict[name])
-
-
-def wrappers_by_name(
-    optim_wrapper: OptimWrapper | OptimWrapperDict,
-) -> Mapping[str, OptimWrapper]:
-    """Several wrappers by their names; a single one by the name ``""``."""
-    if isinstance(optim_wrapper, OptimWrapper):
-        return {"": optim_wrapper}
-    return optim_wrapper

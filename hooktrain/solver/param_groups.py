@@ -135,20 +135,18 @@ def get_default_optimizer_params(
         )
     _check_overrides(model, overrides)
 
-    def learning_rate(name: str) -> ParamGroup:
-        if base_lr is None:
-            return {}
-        factor = 1.0 if lr_factor_func is None else lr_factor_func(name)
-        bias_factor = bias_lr_factor if _last_part(name) == "bias" else 1.0
-        return {"lr": base_lr * factor * bias_factor}
-
     def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
+        is_bias = _last_part(names[0]) == "bias"
+        found: ParamGroup = {}
+        if base_lr is not None:
+            factor = 1.0 if lr_factor_func is None else lr_factor_func(names[0])
+            bias_factor = bias_lr_factor if is_bias else 1.0
+            found["lr"] = base_lr * factor * bias_factor
         decay = weight_decay
         if weight_decay_norm is not None and isinstance(module, NORMS):
             decay = weight_decay_norm
-        if weight_decay_bias is not None and _last_part(names[0]) == "bias":
+        if weight_decay_bias is not None and is_bias:
             decay = weight_decay_bias
-        found = learning_rate(names[0])
         if decay is not None:
             found["weight_decay"] = decay
         for name in (*map(_last_part, names), *names):

@@ -11,8 +11,9 @@ chains, overlapping ranges multiply, and in a gap the value stays::
         scheduler.step()
 
 Each kind has two classes: ``XxxParamScheduler`` for any number that the parameter groups
-hold, and ``XxxLR`` for the learning rate. (``XxxMomentum`` is in
-``hooktrain.compat.mmengine``.) Five of the first are also names of pure functions in
+hold, and ``XxxLR`` for the learning rate. (``XxxMomentum``, OneCycle and CosineRestart are
+in ``hooktrain.compat.mmengine``; torch's ``OneCycleLR`` and
+``CosineAnnealingWarmRestarts`` do as well.) Five of the first are also names of pure functions in
 ``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
 
 Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
@@ -23,10 +24,8 @@ keyword.
 
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -34,7 +33,6 @@ from torch.optim import Optimizer
 
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.param_groups import ParamGroup
-from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 logger = logging.getLogger(__name__)
@@ -47,9 +45,6 @@ INF = 10**9  # The end of a range without one.
 
 # The arguments that count steps.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
-
-# What schedulers for MMEngine override.
-NOT_CALLED = ("print_value", "_annealing_cos", "_annealing_linear", "_format_param")
 
 
 @dataclass(eq=False)
@@ -84,7 +79,6 @@ class GroupParamScheduler:
         written_values: what this scheduler set last; None before, and for tensors.
 
     Raises:
-        TypeError: when a subclass is defined that overrides what only MMEngine calls.
         ValueError: for an argument out of range, or an empty range.
         KeyError: if a group does not have the parameter; or, with ``last_step``, its
             initial value.
@@ -92,8 +86,6 @@ class GroupParamScheduler:
 
     # One of these arguments must be given for the scheduler to know where it ends.
     NEEDS: ClassVar[tuple[str, ...]] = ()
-    # The arguments that are one of two words.
-    CHOICES: ClassVar[Mapping[str, tuple[str, str]]] = {}
     # More attributes that change from step to step, and are part of the state.
     PROGRESS: ClassVar[tuple[str, ...]] = ()
 
@@ -105,11 +97,6 @@ class GroupParamScheduler:
     last_step: int = -1
     by_epoch: bool = True
     verbose: bool = False
-
-    def __init_subclass__(cls) -> None:
-        refuse_overrides(
-            cls, dict.fromkeys(NOT_CALLED, "override _get_value() or step()")
-        )
 
     def __post_init__(self) -> None:
         self._check_arguments()
@@ -126,20 +113,17 @@ class GroupParamScheduler:
             raise ValueError(
                 f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}"
             )
-        for name, known in self.CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}: {value!r}")
 
     def _for_each_group(self, value: float | Sequence[float]) -> list[float]:
         """A number for each group."""
-        groups = len(self.optimizer.param_groups)
-        values = list(value) if isinstance(value, Sequence) else [value] * groups
-        if len(values) != groups:
+        count = len(self.optimizer.param_groups)
+        if not isinstance(value, Sequence):
+            return [value] * count
+        if len(value) != count:
             raise ValueError(
-                f"give a number, or one for each of the {groups} groups: {value!r}"
+                f"give a number, or one for each of the {count} groups: {value!r}"
             )
-        return values
+        return list(value)
 
     def _read(self, group: ParamGroup) -> Any:
         """The value of a group, a number or a tensor."""
@@ -191,7 +175,7 @@ class GroupParamScheduler:
             value = kwargs.get(name)
             if isinstance(value, Sequence):
                 kwargs[name] = [int(number * epoch_length) for number in value]
-            elif value is not None and value != INF:
+            elif value is not None:
                 kwargs[name] = int(value * epoch_length)
         return cls(optimizer, by_epoch=False, **kwargs)
 
@@ -298,19 +282,18 @@ class GroupParamScheduler:
         self.global_step = state_dict["_global_step"]
         self.last_step = max(min(self.global_step, self.end - 1) - self.begin, -1)
         groups = self._groups()
+        self.written_values = [None] * len(groups)
         values = state_dict["_last_value"]
-        if len(values) == len(groups):
-            per_group = state_dict
-            for group, value in zip(groups, values, strict=True):
-                self._write(group, value)
-        else:
+        if len(values) != len(groups):
             logger.warning("%r had %d parameter groups when saved", self, len(values))
-            per_group = {}
+            return
+        for group, value in zip(groups, values, strict=True):
+            self._write(group, value)
         # MMEngine's states lack some of these: they follow from the values.
-        unknown = [None] * len(groups)
-        self.base_values = [*per_group.get("base_values", self.base_values)]
-        self.start_values = [*per_group.get("start_values", self.base_values)]
-        self.written_values = per_group.get("written_values", unknown)
+        self.base_values = [*state_dict.get("base_values", self.base_values)]
+        self.start_values = [*state_dict.get("start_values", self.base_values)]
+        if "written_values" in state_dict:
+            self.written_values = [*state_dict["written_values"]]
 
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name
@@ -372,7 +355,7 @@ class ExponentialParamScheduler(GroupParamScheduler):
         return float(self.gamma**k)
 
 
-class _Falling(GroupParamScheduler):
+class Falling(GroupParamScheduler):
     """Its floor is ``eta_min``, or ``eta_min_ratio`` times the first value; 0 by default."""
 
     eta_min: float | None
@@ -393,7 +376,7 @@ class _Falling(GroupParamScheduler):
 
 
 @dataclass(eq=False)
-class PolyParamScheduler(_Falling):
+class PolyParamScheduler(Falling):
     """``eta_min + (base - eta_min) * (1 - k / T) ** power``, where ``T`` is the last step."""
 
     NEEDS = ("end",)
@@ -411,7 +394,7 @@ def half_cosine(k: float, length: float) -> float:
 
 
 @dataclass(eq=False)
-class CosineAnnealingParamScheduler(_Falling):
+class CosineAnnealingParamScheduler(Falling):
     """``floor + (base - floor) * (1 + cos(pi * k / T_max)) / 2``.
 
     It rises again after ``T_max``, which is the length of the range by default. The floor is
@@ -429,97 +412,6 @@ class CosineAnnealingParamScheduler(_Falling):
 
 
 @dataclass(eq=False)
-class CosineRestartParamScheduler(_Falling):
-    """Half a cosine in each of the ``periods``, whose lengths in steps are given.
-
-    Each starts at its ``restart_weights`` times the first value. After the last one the value
-    stays. The floor is that of :class:`CosineAnnealingParamScheduler`.
-    """
-
-    periods: Sequence[int]
-    restart_weights: Sequence[float] = (1,)
-    eta_min: float | None = None
-    eta_min_ratio: float | None = None
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if not 0 < len(self.periods) == len(self.restart_weights):
-            raise ValueError(
-                f"periods must be at least one, and restart_weights as many: {self!r}"
-            )
-
-    def _share(self, k: int) -> float:
-        starts = [*accumulate(self.periods, initial=0)]
-        k = min(k, starts[-1] - 1)
-        period = bisect_right(starts, k) - 1
-        return half_cosine(k - starts[period], self.periods[period])
-
-    def _base(self, i: int, value: Any) -> Any:
-        starts = [*accumulate(self.periods[:-1], initial=0)]
-        if self.last_step not in starts:
-            return super()._base(i, value)
-        period = starts.index(self.last_step)
-        return self.base_values[i] * self.restart_weights[period]
-
-
-@dataclass(eq=False)
-class OneCycleParamScheduler(GroupParamScheduler):
-    """From ``eta_max / div_factor`` up to ``eta_max``, then down to the final value.
-
-    It overwrites what others do to the value. Smith and Topin (Super-Convergence,
-    arXiv:1708.07120).
-
-    Args:
-        eta_max: the maximum, or one for each parameter group.
-        total_steps: the steps of a loop that steps after each iteration; one more raises
-            ValueError. By default the length of the range.
-        pct_start: the share of the steps that goes up, in [0, 1].
-        anneal_strategy: ``"cos"`` or ``"linear"``.
-        div_factor: the first value is the maximum divided by this.
-        final_div_factor: the final value is the first one divided by this.
-        three_phase: go down to the first value in as many steps as up, then to the final one.
-    """
-
-    NEEDS = ("end", "total_steps")
-    CHOICES: ClassVar = {"anneal_strategy": ("cos", "linear")}
-
-    eta_max: float | Sequence[float]
-    total_steps: int | None = None
-    pct_start: float = 0.3
-    anneal_strategy: str = "cos"
-    div_factor: float = 25.0
-    final_div_factor: float = 1e4
-    three_phase: bool = False
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        self._for_each_group(self.eta_max)
-        if not 0 <= self.pct_start <= 1:
-            raise ValueError(f"pct_start must lie in [0, 1]: {self.pct_start!r}")
-
-    def _share(self, k: int) -> float:
-        total = self.total_steps or self.end - self.begin
-        if k > total:
-            raise ValueError(
-                f"the cycle has total_steps={total!r}, and this is step {k}"
-            )
-        low, peak = 1 / self.div_factor, self.pct_start * total - 1
-        corners = [(0.0, low), (peak, 1.0), (total - 1, low / self.final_div_factor)]
-        if self.three_phase:
-            corners.insert(2, (2 * peak, low))
-        for (start, first), (end, last) in pairwise(corners):
-            if k <= end:
-                where = (k - start) / (end - start) if end > start else 1.0
-                if self.anneal_strategy == "cos":
-                    where = 1 - half_cosine(where, 1)
-                return first * (1 - where) + last * where
-        return corners[-1][1]
-
-    def _base(self, i: int, value: Any) -> Any:
-        return self._for_each_group(self.eta_max)[i]
-
-
-@dataclass(eq=False)
 class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     """Multiplies by ``factor`` after more than ``patience`` metrics without improvement.
 
@@ -529,7 +421,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     Args:
         monitor: the name of the metric.
         rule: ``"less"`` if less is better, ``"greater"`` if more is.
-        factor: what to multiply by, in [0, 1).
+        factor: what to multiply by, below 1.
         patience: how many values in a row may be no improvement.
         threshold: by how much a value must be better than the best one.
         threshold_rule: ``"rel"``, a share of the best value, or ``"abs"``.
@@ -543,10 +435,6 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
-    CHOICES: ClassVar = {
-        "rule": ("less", "greater"),
-        "threshold_rule": ("rel", "abs"),
-    }
     PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
@@ -568,8 +456,12 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         self._for_each_group(self.min_value)
-        if not 0 <= self.factor < 1:
-            raise ValueError(f"factor must lie in [0, 1): {self.factor!r}")
+        is_known = self.rule in ("less", "greater")
+        if not is_known or self.threshold_rule not in ("rel", "abs"):
+            raise ValueError(
+                "rule must be 'less' or 'greater', and threshold_rule 'rel' or 'abs': "
+                f"{self!r}"
+            )
         if not self.by_epoch:
             raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
 
@@ -661,16 +553,6 @@ class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
 @dataclass(eq=False)
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
-    """:class:`CosineRestartParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
-    """:class:`OneCycleParamScheduler` of the learning rate."""
 
 
 @dataclass(eq=False)

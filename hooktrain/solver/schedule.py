@@ -205,10 +205,10 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
     """``base_value * gamma ** int(w * (num_decays + 1))``, at most ``num_decays`` decays.
 
     Args:
-        base_value: positive.
-        num_decays: positive; the run has one more part than decays, all of equal length.
-        gamma: positive.
-        num_updates: positive; only there since fvcore has it.
+        base_value: the first value.
+        num_decays: the run has one more part than decays, all of equal length.
+        gamma: what each decay multiplies by.
+        num_updates: not used; it is there since fvcore has it.
 
     >>> schedule = StepWithFixedGammaParamScheduler(1.0, num_decays=2, gamma=0.5, num_updates=90)
     >>> [schedule(epoch / 90) for epoch in (0, 29, 30, 60, 90)]
@@ -220,21 +220,10 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
     gamma: float
     num_updates: int
 
-    def __post_init__(self) -> None:
-        if min(vars(self).values()) <= 0:
-            raise ValueError(f"all arguments must be positive: {self!r}")
-
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
         decays = int((where + ROUNDING) * (self.num_decays + 1))
         return float(self.base_value * self.gamma ** min(decays, self.num_decays))
-
-
-def _check_is_schedule(value: object) -> None:
-    if not isinstance(value, ParamScheduler):
-        raise TypeError(
-            f"a ParamScheduler is needed, a function of progress: {value!r}"
-        )
 
 
 @dataclass
@@ -265,8 +254,6 @@ class CompositeParamScheduler(ParamScheduler):
             raise ValueError(
                 f"each scheduler needs one length and one interval_scaling: {self!r}"
             )
-        for scheduler in self.schedulers:
-            _check_is_schedule(scheduler)
         if abs(sum(lengths) - 1) >= 1e-3:
             raise ValueError(f"lengths must sum to 1: {lengths!r}")
         if not {"rescaled", "fixed"}.issuperset(scalings):
@@ -353,7 +340,6 @@ class LRMultiplier(LRScheduler):
         last_iter: the last finished step of a run to continue; -1 starts a new one.
 
     Raises:
-        TypeError: ``multiplier`` is of another type.
         ValueError: ``max_iter`` is less than 1.
     """
 
@@ -365,7 +351,6 @@ class LRMultiplier(LRScheduler):
         last_iter: int = -1,
     ) -> None:
         # The constructor of torch is not called: it would replace optimizer.step by a slower one.
-        _check_is_schedule(multiplier)
         if max_iter <= 0:
             raise ValueError(f"max_iter must be at least 1: {max_iter!r}")
         self.optimizer = optimizer
@@ -376,12 +361,12 @@ class LRMultiplier(LRScheduler):
         self.step()
 
     def _initial_lrs(self) -> list[float | Tensor]:
-        # Synchronises with the device once, if the rates are tensors there.
-        groups = self.optimizer.param_groups
-        return [
-            float(group.setdefault("initial_lr", float(group["lr"])))
-            for group in groups
-        ]
+        rates: list[float | Tensor] = []
+        for group in self.optimizer.param_groups:
+            # Synchronises with the device once, if the rate is a tensor there.
+            group.setdefault("initial_lr", float(group["lr"]))
+            rates.append(float(group["initial_lr"]))
+        return rates
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""

@@ -19,7 +19,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_states
 from hooktrain.solver.optim_state import without_schedules
-from hooktrain.solver.optim_wrapper import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm

@@ -8,7 +8,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hooktrain.model import sharding
 from hooktrain.model.sharding import Precision, WrapRule
-from hooktrain.solver.optim_wrapper import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.base import BaseStrategy, ModelSource, Wrappers
 from hooktrain.utils.registry import STRATEGIES
 

@@ -249,7 +249,7 @@ def test_configurations_by_name_are_for_submodules() -> None:
     assert wrappers.get_lr()["generator.lr"] == [2e-4]
     compiled: Any = torch.compile(nn.DataParallel(gan), backend="eager")
     for wrapped in (compiled, nn.DataParallel(compiled)):
-        wrappers = built_dict(wrapped, {"type": "OptimWrapperDict", **GAN_CFG})
+        wrappers = built_dict(wrapped, GAN_CFG)
         assert list(wrappers) == [*GAN_CFG]
         (group,) = wrappers["generator"].optimizer.param_groups
         assert group["params"][0] is gan.generator.weight
@@ -259,9 +259,8 @@ def test_configurations_by_name_are_for_submodules() -> None:
     ("cfg", "error", "message"),
     [
         ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
-        ({}, ValueError, "needs 'optimizer', but got {}"),
-        ({"type": "OptimWrapper", "optimiser": 1}, ValueError, "got {'optimiser': 1}"),
-        ({"type": "OptimWraper"}, KeyError, "did you mean 'OptimWrapper'"),
+        ({}, ValueError, "give 'optimizer', .*, not {}"),
+        ({"type": "OptimWrapper", "optimiser": 1}, ValueError, "'optimiser': 1"),
         ({"constructor": "DefaultCnstructor"}, KeyError, "mean 'DefaultOptimWrapper"),
     ],
 )
@@ -337,10 +336,6 @@ def test_a_schedule_without_an_end_may_go_on(config: Any) -> None:
     [
         ({"type": "PolyLR", "by_epoch": False}, "PolyLR needs end, or the run's max_"),
         ({"type": "CosineAnnealingLR"}, "CosineAnnealingLR needs end or T_max"),
-        (
-            {"type": "OneCycleLR", "eta_max": 1.0},
-            "needs end or total_steps, or the run",
-        ),
     ],
 )
 def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
@@ -387,17 +382,12 @@ def test_each_of_several_optimizers_gets_schedulers_of_its_own() -> None:
     assert result["b"] == [different["b"]]
 
 
-def test_several_optimizers_need_schedulers_by_their_names_or_configurations() -> None:
+def test_schedulers_by_name_have_the_names_of_the_optimizers() -> None:
     for names in (["a"], ["a", "b", "c"], ["a", "B"]):
         with pytest.raises(KeyError, match=r"and optimizers are \['a', 'b'\]"):
             build_param_scheduler(
                 {name: {"type": "LinearLR"} for name in names}, two(), RUN
             )
-    wrappers = two()
-    with pytest.raises(ValueError, match=r"by name of the optimizer: \['a', 'b'\]"):
-        build_param_scheduler(
-            [{"type": "PolyLR"}, StepLR(wrappers["a"], 2)], wrappers, RUN
-        )
 
 
 @pytest.mark.parametrize(

@@ -78,25 +78,24 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.fixture
-def changes(caplog: pytest.LogCaptureFixture) -> Callable[[], list[list[str]]]:
-    """The rows of all tables that were logged, without their borders."""
-
-    def rows() -> list[list[str]]:
-        lines = [line for line in caplog.text.splitlines() if line.startswith("|")]
-        cells = [
-            [cell.strip() for cell in line.strip("|").split("|")] for line in lines
-        ]
-        return [row for row in cells if row[1] != "difference" and ":-" not in row[0]]
-
-    return rows
+def changes(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged."""
+    return lambda: [record.getMessage() for record in caplog.records]
 
 
-Changes = Callable[[], list[list[str]]]
+Changes = Callable[[], list[str]]
 
 
-def of(layer: str, *change: str) -> list[list[str]]:
-    """The rows of a table that tell of a layer."""
-    return [[f"{layer}.{kind}", *change] for kind in ("weight", "bias")]
+def words(text: str) -> list[str]:
+    """In an order that does not depend on that of the parameters."""
+    return sorted(text.replace(",", "").split())
+
+
+NEW = "The optimizer's checkpoint has no state of: {0}.weight, {0}.bias"
+MISSING = (
+    "The optimizer's checkpoint has state of parameters that are not here: "
+    "{0}.weight, {0}.bias"
+)
 
 
 def check_that_training_goes_on(
@@ -241,9 +240,7 @@ def test_a_layer_may_be_frozen(make: Make, changes: Changes) -> None:
     for before, after in ((old, new), (new, old)):
         groups = [get_default_optimizer_params(model) for model in (before, after)]
         check_that_training_goes_on(make, (before, groups[0]), (after, groups[1]))
-    assert changes() == of("a", "missing", "dropped", "-") + of(
-        "a", "new", "-", "no state"
-    )
+    assert changes() == [MISSING.format("a"), NEW.format("a")]
 
 
 @every_optimizer
@@ -251,13 +248,10 @@ def test_a_layer_may_be_frozen(make: Make, changes: Changes) -> None:
     ("before", "after", "told"),
     [
         (["a", "b"], ["a", "b"], []),
-        (["ac"], ["abc"], of("b", "new", "-", "no state")),
-        (["abc"], ["ac"], of("b", "missing", "dropped", "-")),
-        (
-            ["a", "b"],
-            ["b"],
-            of("a", "missing", "dropped", "-"),
-        ),  # b's group has another number
+        (["ac"], ["abc"], [NEW.format("b")]),
+        (["abc"], ["ac"], [MISSING.format("b")]),
+        # b's group has another number.
+        (["a", "b"], ["b"], [MISSING.format("a")]),
         (["ab"], ["b", "a"], []),
         (["a", "b"], ["ab"], []),
     ],
@@ -265,7 +259,7 @@ def test_a_layer_may_be_frozen(make: Make, changes: Changes) -> None:
 def test_layers_may_be_moved(
     before: list[str],
     after: list[str],
-    told: list[list[str]],
+    told: list[str],
     make: Make,
     changes: Changes,
 ) -> None:
@@ -277,7 +271,7 @@ def test_layers_may_be_moved(
     for group in split[1]:  # in another order
         group.update({key: values[::-1] for key, values in group.items()})
     check_that_training_goes_on(make, (old, split[0]), (new, split[1]))
-    assert sorted(changes()) == sorted(told)
+    assert list(map(words, changes())) == list(map(words, told))
 
 
 @every_optimizer
@@ -290,10 +284,8 @@ def test_the_state_of_a_parameter_of_another_shape_is_dropped(
     check_that_training_goes_on(
         make, (old, groups_of(old)), (new, groups_of(new)), without
     )
-    assert changes() == [
-        ["b.weight", "reshaped", "(1, 3), dropped", "(5, 3)"],
-        ["b.bias", "reshaped", "(1,), dropped", "(5,)"],
-    ]
+    [told] = changes()
+    assert told.endswith("not loaded: b.weight (1, 3), b.bias (1,)")
 
 
 def test_what_an_optimizer_of_others_keeps_is_not_judged(changes: Changes) -> None:
@@ -335,11 +327,8 @@ def test_the_settings_of_a_group_come_from_where_most_of_it_was(
         [3.0, 30.0, 0.3, None],
         [1.0, 10.0, 0.1, "mine"],
     ]
-    assert [row[:2] for row in changes()[:3]] == [
-        ["b.bias", "missing"],
-        ["d.weight", "new"],
-        ["d.bias", "new"],
-    ]
+    assert changes()[0].endswith("not here: b.bias")
+    assert changes()[1] == NEW.format("d")
     assert built.param_groups[2]["param_names"] == ["a.weight", "a.bias", "b.weight"]
     assert built.param_groups[2]["params"][2] is new.b.weight
 
@@ -348,14 +337,16 @@ def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> No
     saved = torch.optim.SGD(net("a").parameters(), lr=0.1, weight_decay=0.01)
     loaded = torch.optim.SGD(net("a").parameters(), lr=0.5, weight_decay=0.01)
     load_optimizer_state(loaded, saved.state_dict())
-    assert changes() == [["group 0", "lr", "0.1", "0.5"]]
+    assert changes() == ["Optimizer group 0: lr is 0.1, as in the checkpoint, not 0.5"]
     assert loaded.param_groups[0]["lr"] == 0.1
     # A rate that a schedule moves is compared by where it began.
     saved.param_groups[0].update(initial_lr=0.1, lr=0.003)
     for lr in (0.1, 0.2):
         loaded = torch.optim.SGD(net("a").parameters(), lr=lr, weight_decay=0.01)
         load_optimizer_state(loaded, saved.state_dict())
-    assert changes()[1:] == [["group 0", "initial_lr", "0.1", "0.2"]]
+    assert changes()[1:] == [
+        "Optimizer group 0: initial_lr is 0.1, as in the checkpoint, not 0.2"
+    ]
 
 
 def test_how_to_compute_stays_as_built(
@@ -372,7 +363,8 @@ def test_how_to_compute_stays_as_built(
         True,
         0.5,
     )
-    assert [row[1] for row in changes()] == ["weight_decay"]
+    [told] = changes()
+    assert "weight_decay" in told
 
 
 def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() -> None:

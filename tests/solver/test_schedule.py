@@ -207,10 +207,6 @@ ONE = ConstantParamScheduler(1.0)
         ),
         (lambda: MultiStepParamScheduler([1, 2, 3], 2), r"\(0, 2\): \[1, 2\]"),
         (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"increase.*\[6, 3\]"),
-        (
-            lambda: StepWithFixedGammaParamScheduler(1, 1, 0, 9),
-            "must be positive: Step",
-        ),
         (lambda: CompositeParamScheduler([ONE], [1.0], []), "one length and one"),
         (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"sum to 1: \[0.9"),
         (lambda: CompositeParamScheduler([ONE], [1.0], ["x"]), "interval_scaling.*'x'"),
@@ -320,11 +316,3 @@ def test_a_group_added_later_is_an_error() -> None:
         ValueError, match="are 2 parameter groups now: make a new scheduler"
     ):
         scheduler.step()
-
-
-def test_what_is_no_schedule_is_refused() -> None:
-    not_a_schedule: Any = 0.5
-    with pytest.raises(TypeError, match=r"a ParamScheduler is needed, .*: 0.5"):
-        LRMultiplier(sgd(1.0), not_a_schedule, max_iter=4)
-    with pytest.raises(TypeError, match="a ParamScheduler is needed"):
-        CompositeParamScheduler([ONE, not_a_schedule], [0.5, 0.5], ["fixed"] * 2)

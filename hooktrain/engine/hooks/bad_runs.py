@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.solver.optim_wrapper import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm, timer
 from hooktrain.utils.tensors import is_sharded, non_finite
 

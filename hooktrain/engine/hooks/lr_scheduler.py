@@ -13,7 +13,7 @@ from hooktrain.engine.hooks.evaluation import refuse_missing
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
-from hooktrain.solver.optim_wrapper import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import (
     StepLR as TorchStepLR,
 )
 
-from hooktrain.compat.momentum import LinearMomentum
+from hooktrain.compat.schedulers import LinearMomentum
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
 from hooktrain.solver import (

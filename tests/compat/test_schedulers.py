@@ -1,4 +1,4 @@
-"""Schedulers as MMEngine has them: of the momentum, and subclasses of users."""
+"""Schedulers of MMEngine: restarts, one cycle, the momentum, and subclasses of users."""
 
 import copy
 import inspect
@@ -12,8 +12,18 @@ from hypothesis import given, strategies as st
 from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
 
 from hooktrain.compat import mmengine as ours
+from hooktrain.compat.mmengine import CosineRestartLR, OneCycleLR
+from hooktrain.solver import OptimWrapper
 from hooktrain.utils.registry import PARAM_SCHEDULERS
-from scheduler_toys import SAME_EACH_TIME, schedulers, sgd, theirs, values
+from scheduler_toys import (
+    SAME_EACH_TIME,
+    rates,
+    run,
+    schedulers,
+    sgd,
+    theirs,
+    values,
+)
 
 OUR_MIXINS = (ours.LRSchedulerMixin, ours.MomentumSchedulerMixin)
 THEIR_MIXINS = (
@@ -24,6 +34,62 @@ THEIR_MIXINS = (
 
 def near(reference: list[list[float]]) -> list[Any]:
     return [pytest.approx(step, rel=1e-12, abs=1e-15) for step in reference]
+
+
+@SAME_EACH_TIME
+@given(
+    st.integers(2, 60),
+    st.floats(0.0, 1.0),
+    st.sampled_from(["cos", "linear"]),
+    st.booleans(),
+    st.integers(0, 5),
+)
+def test_one_cycle_has_the_values_of_mmengine(
+    total: int, start: float, strategy: Any, three_phase: bool, begin: int
+) -> None:
+    # Corners closer than this to each other divide by (nearly) nothing in MMEngine.
+    if abs(start * total - 1) < 1e-3 or abs((1 - start) * total) < 1e-3:
+        return
+    args = {"pct_start": start, "anneal_strategy": strategy, "three_phase": three_phase}
+    spec = ("OneCycle", {"eta_max": 0.7, "begin": begin, "end": begin + total, **args})
+    steps = begin + total + 2
+    reference = values(theirs, [spec], sgd(0.1, 0.37), steps=steps)
+    assert values(ours, [spec], sgd(0.1, 0.37), steps=steps) == near(reference)
+
+
+def test_a_cycle_has_a_maximum_for_each_group() -> None:
+    optimizer = OptimWrapper(sgd(1.0, 1.0))
+    scheduler = OneCycleLR(optimizer, [1.0, 3.0], 10, div_factor=10.0)
+    assert rates(optimizer) == pytest.approx([0.1, 0.3])
+    optimizer.param_groups[0]["lr"] = 50.0
+    scheduler.step()
+    assert rates(optimizer)[0] == pytest.approx(rates(optimizer)[1] / 3)
+    run(optimizer, [scheduler], 8)
+    with pytest.raises(ValueError, match="total_steps=10, and this is step 11"):
+        run(optimizer, [scheduler], 2)
+
+
+def test_a_cycle_ends_with_exactly_its_final_value() -> None:
+    optimizer = sgd(1.0)
+    scheduler = OneCycleLR(optimizer, 1.0, final_div_factor=5.0, end=30)
+    assert run(optimizer, [scheduler], 30)[-1] == 0.04 / 5.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda o: OneCycleLR(o, 1.0, pct_start=30), "pct_start must lie .*: 30"),
+        (lambda o: CosineRestartLR(o, [3, 3]), r"periods .*\[3, 3\], .*\(1,\)"),
+        (lambda o: OneCycleLR(o, [1.0, 2.0]), r"each of the 1 .*\[1.0, 2.0\]"),
+        (lambda o: OneCycleLR(o, 1.0, anneal_strategy="up"), "'cos' or 'linear'.*'up'"),
+    ],
+)
+def test_a_wrong_argument_writes_nothing(make: Any, message: str) -> None:
+    optimizer = sgd(0.1)
+    before = [*optimizer.param_groups[0].items()]
+    with pytest.raises(ValueError, match=message):
+        make(optimizer)
+    assert [*optimizer.param_groups[0].items()] == before
 
 
 @SAME_EACH_TIME

@@ -1,0 +1,215 @@
+"""MMEngine's schedulers that the core has not: restarts, one cycle, the momentum.
+
+Importing ``hooktrain.compat.mmengine`` registers them. Those of the momentum schedule the
+first of Adam's betas where there is no momentum.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch.optim import Optimizer
+
+from hooktrain.solver import OptimWrapper
+from hooktrain.solver.param_scheduler import (
+    ConstantParamScheduler,
+    CosineAnnealingParamScheduler,
+    ExponentialParamScheduler,
+    Falling,
+    GroupParamScheduler,
+    LinearParamScheduler,
+    LRSchedulerMixin,
+    MultiStepParamScheduler,
+    PolyParamScheduler,
+    ReduceOnPlateauParamScheduler,
+    StepParamScheduler,
+    half_cosine,
+)
+from hooktrain.utils.registry import PARAM_SCHEDULERS
+
+
+@dataclass(eq=False)
+class CosineRestartParamScheduler(Falling):
+    """Half a cosine in each of the ``periods``, whose lengths in steps are given.
+
+    Each starts at its ``restart_weights`` times the first value. After the last one the value
+    stays. The floor is that of :class:`CosineAnnealingParamScheduler`.
+    """
+
+    periods: Sequence[int]
+    restart_weights: Sequence[float] = (1,)
+    eta_min: float | None = None
+    eta_min_ratio: float | None = None
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if not 0 < len(self.periods) == len(self.restart_weights):
+            raise ValueError(
+                f"periods must be at least one, and restart_weights as many: {self!r}"
+            )
+
+    def _share(self, k: int) -> float:
+        starts = [*accumulate(self.periods, initial=0)]
+        k = min(k, starts[-1] - 1)
+        period = bisect_right(starts, k) - 1
+        return half_cosine(k - starts[period], self.periods[period])
+
+    def _base(self, i: int, value: Any) -> Any:
+        starts = [*accumulate(self.periods[:-1], initial=0)]
+        if self.last_step not in starts:
+            return super()._base(i, value)
+        period = starts.index(self.last_step)
+        return self.base_values[i] * self.restart_weights[period]
+
+
+@dataclass(eq=False)
+class OneCycleParamScheduler(GroupParamScheduler):
+    """From ``eta_max / div_factor`` up to ``eta_max``, then down to the final value.
+
+    It overwrites what others do to the value. Smith and Topin (Super-Convergence,
+    arXiv:1708.07120).
+
+    Args:
+        eta_max: the maximum, or one for each parameter group.
+        total_steps: the steps of a loop that steps after each iteration; one more raises
+            ValueError. By default the length of the range.
+        pct_start: the share of the steps that goes up, in [0, 1].
+        anneal_strategy: ``"cos"`` or ``"linear"``.
+        div_factor: the first value is the maximum divided by this.
+        final_div_factor: the final value is the first one divided by this.
+        three_phase: go down to the first value in as many steps as up, then to the final one.
+    """
+
+    NEEDS = ("end", "total_steps")
+
+    eta_max: float | Sequence[float]
+    total_steps: int | None = None
+    pct_start: float = 0.3
+    anneal_strategy: str = "cos"
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        self._for_each_group(self.eta_max)
+        if not 0 <= self.pct_start <= 1:
+            raise ValueError(f"pct_start must lie in [0, 1]: {self.pct_start!r}")
+        if self.anneal_strategy not in ("cos", "linear"):
+            raise ValueError(
+                f"anneal_strategy must be 'cos' or 'linear': {self.anneal_strategy!r}"
+            )
+
+    def _share(self, k: int) -> float:
+        total = self.total_steps or self.end - self.begin
+        if k > total:
+            raise ValueError(
+                f"the cycle has total_steps={total!r}, and this is step {k}"
+            )
+        low, peak = 1 / self.div_factor, self.pct_start * total - 1
+        corners = [(0.0, low), (peak, 1.0), (total - 1, low / self.final_div_factor)]
+        if self.three_phase:
+            corners.insert(2, (2 * peak, low))
+        for (start, first), (end, last) in pairwise(corners):
+            if k <= end:
+                where = (k - start) / (end - start) if end > start else 1.0
+                if self.anneal_strategy == "cos":
+                    where = 1 - half_cosine(where, 1)
+                return first * (1 - where) + last * where
+        return corners[-1][1]
+
+    def _base(self, i: int, value: Any) -> Any:
+        return self._for_each_group(self.eta_max)[i]
+
+
+@dataclass(eq=False)
+class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
+    """:class:`CosineRestartParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
+    """:class:`OneCycleParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class MomentumSchedulerMixin:
+    """Makes the scheduler that follows it among the bases one of the momentum.
+
+    Where the groups have ``betas``, it is the first of them, and ``momentum`` beside them
+    says what it is.
+    """
+
+    param_name: str = field(default="momentum", init=False, repr=False)
+
+    def __init__(
+        self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any
+    ) -> None:
+        # Only for classes that are no dataclasses, as users of MMEngine write them.
+        super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
+
+    def _read(self, group: dict[str, Any]) -> Any:
+        return group["betas"][0] if "betas" in group else group["momentum"]
+
+    def _write(self, group: dict[str, Any], value: Any) -> None:
+        super()._write(group, value)  # type: ignore[misc]
+        if "betas" in group:
+            group["betas"] = (group["momentum"], *group["betas"][1:])
+
+    def _base_value(self, group: dict[str, Any]) -> float:
+        group["momentum"] = self._read(group)
+        base: float = super()._base_value(group)  # type: ignore[misc]
+        return base
+
+
+@dataclass(eq=False)
+class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
+    """:class:`ConstantParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
+    """:class:`LinearParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
+    """:class:`StepParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
+    """:class:`MultiStepParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
+    """:class:`ExponentialParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
+    """:class:`CosineAnnealingParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
+    """:class:`PolyParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
+    """:class:`CosineRestartParamScheduler` of the momentum."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
+    """:class:`ReduceOnPlateauParamScheduler` of the momentum."""
+
+
+for _name, _member in [*globals().items()]:
+    is_ours = getattr(_member, "__module__", None) == __name__
+    if is_ours and _name.endswith(("LR", "ParamScheduler", "Momentum")):
+        PARAM_SCHEDULERS.register(_member)

@@ -1,0 +1,152 @@
+"""An optimizer wrapper in lower precision: autocast, and a scaler for float16."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hooktrain.solver.optim_state import State
+from hooktrain.solver.optim_wrapper import NOTHING, Context, OptimWrapper, Options
+
+
+class AmpOptimWrapper(OptimWrapper):
+    """An :class:`OptimWrapper` in lower precision, on any type of device.
+
+    The forward pass runs under :class:`torch.autocast`. float16 needs its gradients
+    scaled, by :class:`torch.amp.GradScaler`; bfloat16 has the range of float32 and needs
+    no scaler.
+
+    Args:
+        optimizer: the optimizer.
+        dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes torch's
+            default for the device: float16 on CUDA, bfloat16 on the CPU.
+        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has
+            that scaler's arguments (``init_scale``, ``growth_interval``, ...); a number
+            is a fixed scale; a scaler is used as it is.
+        device_type: such as ``"cuda"`` or ``"cpu"``. None takes the parameters' device.
+        accumulative_counts: see :class:`OptimWrapper`.
+        clip_grad: see :class:`OptimWrapper`; gradients are unscaled before.
+
+    Attributes:
+        grad_scaler: the scaler; a disabled one if the data type needs none.
+
+    Raises:
+        ValueError: for another dtype or loss scale.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        dtype: torch.dtype | str | None = None,
+        *,
+        loss_scale: str | float | Options | torch.amp.GradScaler = "dynamic",
+        device_type: str | None = None,
+        accumulative_counts: int = 1,
+        clip_grad: Options | None = None,
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts, clip_grad)
+        self.device_type = device_type or _device_type(optimizer)
+        dtype = dtype or torch.get_autocast_dtype(self.device_type)
+        self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
+        self.grad_scaler = _build_scaler(
+            loss_scale, self.device_type, enabled=self.dtype == torch.float16
+        )
+        self._fixed_scale: float | None = None
+        if isinstance(loss_scale, int | float):
+            self._fixed_scale = float(loss_scale)
+        self._unscaled = False
+
+    def optim_context(self, model: nn.Module) -> Context:
+        """That of :class:`OptimWrapper`, and autocast to the lower precision."""
+        exchange = super().optim_context(model)
+        precision = torch.autocast(self.device_type, self.dtype)
+        # Nearly all steps need autocast alone, which costs less without a generator.
+        return precision if exchange is NOTHING else _both(exchange, precision)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of the scaled loss."""
+        super().backward(self.grad_scaler.scale(loss), **kwargs)
+
+    def start_accumulation(self) -> None:
+        """Also make a scaler ready again that an error left after unscaling."""
+        super().start_accumulation()
+        if self._unscaled and self.grad_scaler.is_enabled():
+            # Host-device synchronisation, after a step that failed only. Given a scale,
+            # update() forgets what it knew of the gradients, and changes nothing else.
+            self.grad_scaler.update(self.grad_scaler.get_scale())
+        self._unscaled = False
+
+    def unscale_gradients(self) -> None:
+        """Divide the gradients by the scale, once in a step."""
+        if not self._unscaled:
+            self.grad_scaler.unscale_(self.optimizer)
+            self._unscaled = True
+
+    def _apply(self, **kwargs: Any) -> bool:
+        scaler = self.grad_scaler
+        self._unscaled = False
+        if not scaler.is_enabled():
+            return super()._apply(**kwargs)
+        # Host-device synchronisation: reads the overflow flag.
+        scaler.step(self.optimizer, **kwargs)
+        # And again. Fused optimizers skip the update inside their kernel, so only the
+        # scaler knows of it.
+        found_inf = scaler._found_inf_per_device(self.optimizer).values()
+        overflowed = any(flag.item() for flag in found_inf)
+        scaler.update(self._fixed_scale)
+        if overflowed:
+            self.count_skipped_update()
+        return not overflowed
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of :class:`OptimWrapper`, and the scaler's."""
+        return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load what ``state_dict`` returned; without a scaler's, ours stays as it is."""
+        super().load_state_dict(state_dict)
+        # The second is MMEngine's name.
+        scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")
+        if scaler:
+            self.grad_scaler.load_state_dict(scaler)
+
+
+@contextmanager
+def _both(outer: Context, inner: Context) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _device_type(optimizer: Optimizer) -> str:
+    """The type of the device that the first parameter is computed on."""
+    groups = optimizer.param_groups
+    parameter = next(p for group in groups for p in group["params"])
+    # Shards may be offloaded to the CPU, where nothing is computed.
+    mesh = getattr(parameter, "device_mesh", None)
+    return str(parameter.device.type if mesh is None else mesh.device_type)
+
+
+def _build_scaler(
+    loss_scale: Any,
+    device_type: str,
+    enabled: bool,
+) -> torch.amp.GradScaler:
+    """The scaler; one that is not enabled passes everything through."""
+    if isinstance(loss_scale, torch.amp.GradScaler):
+        return loss_scale
+    options: dict[str, Any] = {}
+    if isinstance(loss_scale, Mapping):
+        options.update(loss_scale)
+    elif isinstance(loss_scale, int | float) and loss_scale > 0:
+        options["init_scale"] = float(loss_scale)
+    elif loss_scale != "dynamic":
+        raise ValueError(
+            "loss_scale must be 'dynamic', a positive number, a dict of GradScaler's "
+            f"arguments or a GradScaler, but got {loss_scale!r}"
+        )
+    return torch.amp.GradScaler(device_type, enabled=enabled, **options)

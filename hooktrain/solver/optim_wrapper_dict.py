@@ -1,0 +1,113 @@
+"""Several optimizer wrappers by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hooktrain.solver.optim_state import State
+from hooktrain.solver.optim_wrapper import OptimWrapper
+from hooktrain.solver.param_groups import ParamGroup
+from hooktrain.utils.names import did_you_mean
+
+
+class OptimWrapperDict(dict[str, OptimWrapper]):
+    """Optimizer wrappers by name, each with its own precision and accumulation.
+
+    The model's ``train_step`` takes the one it needs::
+
+        optim_wrapper["generator"].update_params(loss)
+
+    Metrics of a member carry its name: ``generator.grad_norm``.
+
+    Args:
+        wrappers: one :class:`OptimWrapper` a keyword.
+
+    Raises:
+        TypeError: if a value is no wrapper.
+    """
+
+    def __init__(self, **wrappers: OptimWrapper) -> None:
+        for name, wrapper in wrappers.items():
+            if not isinstance(wrapper, OptimWrapper):
+                raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
+            wrapper.name = name
+        super().__init__(wrappers)
+
+    def __missing__(self, name: str) -> OptimWrapper:
+        hint = did_you_mean(name, self)
+        raise KeyError(f"there is no optimizer named {name!r}{hint}")
+
+    @property
+    def param_groups(self) -> dict[str, list[ParamGroup]]:
+        """The parameter groups of each."""
+        return {name: wrapper.param_groups for name, wrapper in self.items()}
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """``{"<name>.lr": [one rate a group]}``."""
+        rates = {}
+        for name, wrapper in self.items():
+            rates[f"{name}.lr"] = wrapper.get_lr()["lr"]
+        return rates
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """``{"<name>.momentum": [one a group]}``."""
+        momentums = {}
+        for name, wrapper in self.items():
+            momentums[f"{name}.momentum"] = wrapper.get_momentum()["momentum"]
+        return momentums
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """See :meth:`OptimWrapper.name_parameters`."""
+        for wrapper in self.values():
+            wrapper.name_parameters(model)
+
+    def initialize_count_status(
+        self,
+        model: nn.Module,
+        init_counts: int,
+        max_counts: int,
+    ) -> None:
+        """Begin a new accumulation in each.
+
+        How often a step calls each of them is not known, so the counts are not used.
+        """
+        for wrapper in self.values():
+            wrapper.initialize_count_status(model, wrapper.inner_count, -1)
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Forget the gradients of all; see :meth:`OptimWrapper.zero_grad`."""
+        for wrapper in self.values():
+            wrapper.zero_grad(**kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each, by name."""
+        return {name: wrapper.state_dict() for name, wrapper in self.items()}
+
+    def check_state_dict(self, state_dict: State) -> None:
+        """Refuse a state that :meth:`load_state_dict` would refuse; change nothing.
+
+        Raises:
+            ValueError: if the state has other names, or that of a member is refused.
+        """
+        if set(state_dict) != set(self):
+            raise ValueError(
+                f"the state has the optimizers {[*state_dict]}, not {[*self]}"
+            )
+        for name, wrapper in self.items():
+            wrapper.check_state_dict(state_dict[name])
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load what ``state_dict`` returned; see :meth:`check_state_dict`."""
+        self.check_state_dict(state_dict)
+        for name, wrapper in self.items():
+            wrapper.load_state_dict(state_dict[name])
+
+
+def wrappers_by_name(
+    optim_wrapper: OptimWrapper | OptimWrapperDict,
+) -> Mapping[str, OptimWrapper]:
+    """Several wrappers by their names; a single one by the name ``""``."""
+    if isinstance(optim_wrapper, OptimWrapper):
+        return {"": optim_wrapper}
+    return optim_wrapper
