@@ -62,7 +62,7 @@ def main(folder: str) -> None:
     evaluation = hooks.EvalHook(1, lambda: {"accuracy": 1.0})
     trainer.register_hooks([evaluation])
     with trainer.storage:
-        count("EvalHook, without the evaluation", evaluation._evaluate)
+        count("EvalHook, without the evaluation", evaluation.after_train)
     batches = [torch.randn(16, 16)] * 4
     count("an evaluation", lambda: inference_on_dataset(model, batches, None))
     sharded = shard_model(Model(1))
