@@ -54,9 +54,7 @@ def run_alone(folder: Path, program: str, *launcher: str) -> str:
     return result.stdout
 
 
-def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(
-    tmp_path: Path,
-) -> None:
+def test_the_program_of_the_readme_goes_on_when_started_again(tmp_path: Path) -> None:
     (program,) = programs(README)
     run_alone(tmp_path, program)
     output = tmp_path / "output" / "readme"
@@ -72,8 +70,8 @@ def test_the_program_of_the_readme_trains_and_goes_on_when_started_again(
 
 
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
-    place = "import os; os.environ['TORCH_HOME'] = 'downloads'"
-    printed = run(tmp_path, "\n\n".join([place, *programs(GUIDE)]))
+    downloads = "import os; os.environ['TORCH_HOME'] = 'downloads'"
+    printed = run(tmp_path, "\n\n".join([downloads, *programs(GUIDE)]))
     assert "CountBig" in printed
     assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
 
