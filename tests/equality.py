@@ -13,6 +13,7 @@ def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
     """Fail unless types, order, values and tensors are the same; `path` says where they differ."""
     assert type(ours) is type(theirs), path
     if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype, path
         assert torch.equal(ours, theirs), path
     elif isinstance(ours, dict):
         assert list(ours) == list(theirs), path
@@ -24,6 +25,14 @@ def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
             assert_equal(a, b, f"{path}[{i}]")
     else:
         assert ours == theirs, path
+
+
+def equal(ours: Any, theirs: Any) -> bool:
+    try:
+        assert_equal(ours, theirs)
+    except AssertionError:
+        return False
+    return True
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

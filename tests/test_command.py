@@ -61,19 +61,6 @@ def test_a_new_project_has_the_script_of_the_readme(
         call(monkeypatch, "new", "mine")
 
 
-def test_a_wrong_command_says_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call(monkeypatch)
-    assert "train --config-file FILE" in capsys.readouterr().out
-    with pytest.raises(
-        SystemExit, match="there is no command 'plto'; there are train, eval, plot"
-    ):
-        call(monkeypatch, "plto")
-    with pytest.raises(SystemExit, match="usage: hooktrain new FOLDER"):
-        call(monkeypatch, "new")
-
-
 def test_an_installed_package_has_its_scripts(
     tmp_path: Path,
 ) -> None:

@@ -202,40 +202,6 @@ OTHER_DEFAULTS = {
     ("checkpoint.Checkpointer", "save_to_disk"): None,
 }
 
-# Parameters that are not here, on purpose, and what to do instead.
-ABSENT_PARAMETERS = {
-    ("engine.DefaultTrainer.build_lr_scheduler", "optimizer"): "the hook has it",
-    (
-        "engine.DefaultTrainer.build_test_loader",
-        "dataset_name",
-    ): "one data set; override test",
-    (
-        "engine.DefaultTrainer.build_evaluator",
-        "dataset_name",
-    ): "one data set; override test",
-    ("evaluation.verify_results", "cfg"): "takes the expected results themselves",
-    ("model.update_bn_stats", "progress"): "the logs say what is measured",
-}
-
-# What is not here, on purpose, and what to use instead.
-ABSENT = {
-    "engine.DefaultPredictor": "predicts on images of detection; call the model",
-    "checkpoint.DetectionCheckpointer": "knows the model zoo's formats; Checkpointer",
-    "solver.build_optimizer": "reads a yacs config; build the optimizer",
-    "solver.build_lr_scheduler": "reads a yacs config; build the schedule",
-    "solver.maybe_add_gradient_clipping": "reads a yacs config; OptimWrapper(clip_grad=...)",
-    "solver.WarmupCosineLR": "deprecated there; WarmupParamScheduler in LRMultiplier",
-    "solver.WarmupMultiStepLR": "deprecated there; WarmupParamScheduler in LRMultiplier",
-    "data.AspectRatioGroupedDataset": "knows images of detection; GroupedBatchSampler of compat",
-    "data.build_batch_data_loader": "cannot resume; build_train_loader",
-    "data.build_detection_train_loader": "detection; build_train_loader",
-    "data.build_detection_test_loader": "detection; build_test_loader",
-    "data.set_default_dataset_from_list_serialize_method": "global state; a data set of one's own",
-    "config.CfgNode": "yacs; LazyConfig",
-    "config.configurable": "yacs; LazyCall",
-    "config.get_cfg": "yacs; LazyConfig",
-}
-
 
 def find(name: str) -> Any:
     return locate(f"hooktrain.{name}")
@@ -298,17 +264,3 @@ def test_the_modules_that_scripts_import_from_are_there(
 ) -> None:
     for name in names.split():
         find(f"{module}.{name}")
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_what_is_left_out_is_left_out_by_intent(name: str) -> None:
-    """When one of these comes to be, it moves to SIGNATURES."""
-    with pytest.raises(ImportError):
-        find(name)
-
-
-@pytest.mark.parametrize(("name", "parameter"), ABSENT_PARAMETERS)
-def test_parameters_that_are_left_out_are_left_out_by_intent(
-    name: str, parameter: str
-) -> None:
-    assert parameter not in inspect.signature(find(name)).parameters

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_toys import equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +25,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from equality import assert_equal, equal
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, folders
 from hooktrain.checkpoint.files import CorruptCheckpointError
@@ -70,7 +70,7 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     loaded = read_checkpoint(str(tmp_path / "a"))
     assert loaded["norm"]._metadata == {"": {"version": 2}}
     assert loaded["model"]["turned"].stride() == weights.t().stride()
-    assert equal(loaded, state)
+    assert_equal(loaded, state)
     assert names(tmp_path) == ["a"]
     assert names(tmp_path / "a") == FILES
     assert is_folder(tmp_path / "a")
@@ -80,7 +80,7 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 def test_a_sharded_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
     save(tmp_path / "a", 2)
-    assert equal(read_checkpoint(str(tmp_path / "a")), state_of(2))
+    assert_equal(read_checkpoint(str(tmp_path / "a")), state_of(2))
     assert names(tmp_path) == ["a"]
 
 
@@ -215,7 +215,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_folder(
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert is_disk_full(caught.value)
     assert names(tmp_path) == ["a"]
-    assert equal(read_checkpoint(str(tmp_path / "a")), state_of(1))
+    assert_equal(read_checkpoint(str(tmp_path / "a")), state_of(1))
 
 
 def test_all_is_on_the_disk_before_the_folder_gets_its_name(
@@ -310,7 +310,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of checkpoints that 2 ranks have saved, and what each holds."""
     folder = tmp_path_factory.mktemp("saved")
     expected, same = run_ranks(train_and_save, 2, folder)
-    assert equal(expected, same)
+    assert_equal(expected, same)
     return folder, expected
 
 
@@ -359,7 +359,7 @@ def test_what_2_ranks_saved_is_loaded_whole_without_a_process_group(
     name: str, saved: tuple[Path, Any]
 ) -> None:
     folder, expected = saved
-    assert equal(whole(read_checkpoint(str(folder / name))), expected)
+    assert_equal(whole(read_checkpoint(str(folder / name))), expected)
     shards = [folder / name / f"shards_0000{rank}.pth" for rank in (0, 1)]
     first, second = (sum(part.numel() for *_, part in load(path)) for path in shards)
     assert first > second > first / 2  # each rank has written its part
@@ -450,7 +450,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(
     assert "shards_00001.pth" in altered
     assert names(tmp_path) == ["good", "main"]
     # Of what is not sharded, the main process's is saved.
-    assert equal(read_checkpoint(str(tmp_path / "main")), state_of(1))
+    assert_equal(read_checkpoint(str(tmp_path / "main")), state_of(1))
 
 
 def die_in_a_save(folder: Path) -> None:
@@ -465,6 +465,6 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(
     save_folder(state_of(1), tmp_path / "a")
     with pytest.raises(RuntimeError):
         run_ranks(die_in_a_save, 2, tmp_path)
-    assert equal(read_checkpoint(str(tmp_path / "a")), state_of(1))
+    assert_equal(read_checkpoint(str(tmp_path / "a")), state_of(1))
     Checkpointer(nn.Linear(1, 1), tmp_path).begin_run()
     assert names(tmp_path) == [".lock", "a"]

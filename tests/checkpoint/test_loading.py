@@ -18,14 +18,6 @@ from hooktrain.checkpoint import (
 from hooktrain.checkpoint.loading import load_model_state
 
 
-def test_an_equal_model_loads_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
-    result = load_model_state(target, source.state_dict())
-    assert result == ([], [], [])
-    assert torch.equal(target.weight, source.weight)
-    assert caplog.records == []
-
-
 def test_what_differs_is_told_in_a_table(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(
         OrderedDict(a=nn.Linear(3, 2), b=nn.Linear(2, 5), c=nn.Linear(5, 1))
@@ -197,17 +189,6 @@ def test_names_are_revised_one_rule_after_the_other(
         zip(expected, (1, 2), strict=True)
     )
     assert list(state) == ["a.weight", "ab.weight"]
-
-
-def test_versions_of_modules_are_revised_along() -> None:
-    whole = nn.ModuleDict({"net": make()}).state_dict()
-    assert metadata(revise_names(make().state_dict(), [(r"^", "net.")])).keys() == {
-        *("net", "net.0", "net.1")
-    }
-    assert metadata(revise_names(whole, [(r"^net\.", "")])) == metadata(
-        make().state_dict()
-    )
-    assert not hasattr(revise_names({"a": 1}, []), "_metadata")
 
 
 def test_two_names_must_not_become_the_same() -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -168,21 +167,3 @@ def test_a_file_of_a_store_is_downloaded_again_when_it_was_replaced(
     assert loaded(address) == 3
     bucket.pipe_file("/bucket/run/model.pth", weights(5))
     assert loaded(address) == 5
-
-
-def test_a_file_that_a_store_lacks_is_an_error(bucket: MemoryFileSystem) -> None:
-    with pytest.raises(FileNotFoundError, match=r"bucket/run/none\.pth"):
-        loaded("memory://bucket/run/none.pth")
-
-
-def test_an_unknown_scheme_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Protocol not known: new"):
-        local_path("new://x")
-
-
-def test_a_scheme_whose_package_is_missing_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ImportError, match="Install s3fs"):
-        local_path("s3://bucket/model.pth")

@@ -160,16 +160,6 @@ def test_the_state_under_another_name_is_left_to_the_subclass(tmp_path: Path) ->
         assert model.weight.item() == 1.0
 
 
-def test_without_a_model_or_a_path(tmp_path: Path) -> None:
-    momentum = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    checkpointer = Checkpointer(None, tmp_path, optimizer=momentum)
-    assert checkpointer.load(None) == checkpointer.resume_or_load(None) == {}
-    checkpointer.save("some")
-    momentum.param_groups[0]["lr"] = 0.0
-    checkpointer.load(checkpointer.get_all_checkpoint_files()[0])
-    assert momentum.param_groups[0]["lr"] == 0.5
-
-
 class ByHand(Checkpointer):
     """Writes the file itself, with all that it is given."""
 
@@ -220,36 +210,6 @@ def test_hooks_save_by_a_save_of_ones_own(
         "iteration",
         "best",
     }
-
-
-def test_a_save_that_fails_leaves_no_options_to_the_next(tmp_path: Path) -> None:
-    checkpointer = ByHand(linear(), tmp_path / "later")
-    with pytest.raises(FileNotFoundError):
-        checkpointer.save("model_best", tag=False)
-    (tmp_path / "later").mkdir()
-    checkpointer.save("model_0000001")
-    assert checkpointer.has_checkpoint()
-
-
-def test_a_step_of_a_periodic_checkpointer_of_ones_own_is_called(
-    tmp_path: Path,
-) -> None:
-    class OnlyOne(hooks.PeriodicCheckpointer):
-        def step(self, iteration: int, **extra: Any) -> None:
-            if iteration % 3 == 0:
-                self.checkpointer.save(
-                    f"{self.file_prefix}_recent", iteration=iteration
-                )
-
-    model = linear()
-    trainer = SimpleTrainer(
-        model, [torch.ones(1)], torch.optim.SGD(model.parameters(), lr=0.0)
-    )
-    trainer.model.register_forward_hook(lambda *call: call[2].sum())
-    checkpointer = Checkpointer(model, tmp_path)
-    trainer.register_hooks([OnlyOne(checkpointer, 100)])
-    trainer.train(0, 5)
-    assert checkpointer.load(tmp_path / "model_recent.pth") == {"iteration": 3}
 
 
 def test_the_path_manager_finds_what_is_loaded(

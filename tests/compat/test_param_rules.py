@@ -1,7 +1,6 @@
 """MMEngine's rules for parameters, compared with MMEngine's."""
 
 import copy
-import logging
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings as examples, strategies as st
 from torch import nn
 
-from group_toys import NAMES, Net, Tied, half_frozen
+from group_toys import Net, Tied
 from hooktrain.compat.mmengine import DefaultOptimWrapperConstructor
 from hooktrain.config import ConfigDict
 from hooktrain.solver import build_optim_wrapper
@@ -70,36 +69,11 @@ def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() 
     assert "lr_mult" not in last
 
 
-def test_groups_are_logged_and_frozen_parameters_and_keys_without_a_match_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    keys = {"backbone.blok": {"lr_mult": 0.5}, "head": {}}
-    with caplog.at_level(logging.INFO):
-        found = ours(half_frozen(), {"bias_lr_mult": 2.0, "custom_keys": keys})
-    assert list(found) != NAMES[:-2] == sorted(found, key=NAMES.index)
-    assert [r.message for r in caplog.records][:2] == [
-        "2 parameters are frozen and not optimized: ['head.weight', 'head.bias']",
-        "custom_keys: 'backbone.blok' is in no parameter's name; did you mean 'backbone'?",
-    ]
-    assert (
-        "{'lr': 2.0, 'weight_decay': 10.0}: parameters ['bias', 'backbone.stem"
-        in caplog.text
-    )
-
-
 def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
     cfg: dict[str, Any] = {"custom_keys": {"head": {"lr_mult": 0.5}}}
     message = r"\['embed.weight', 'head.weight'\]: {'lr': 1.0}, \[{'lr': 0.5}\]; see bypass_dup"
     with pytest.raises(ValueError, match=message):
         paramwise(Tied(), cfg)
-
-
-def test_a_learning_rate_may_be_a_tensor_or_torchs_default() -> None:
-    found = paramwise(nn.Linear(1, 1), {"bias_lr_mult": 2.0}, lr=torch.tensor(0.25))
-    assert [float(g["lr"]) for g in found] == [0.25, 0.5]
-    rules = {"custom_keys": {"bias": {"betas": (0.5, 0.9)}}}
-    wrapper = DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)
-    assert wrapper(nn.Linear(1, 1)).get_lr()["lr"] == [1e-3, 1e-3]
 
 
 @pytest.mark.parametrize(
@@ -177,13 +151,6 @@ def test_a_subclass_may_have_rules_of_its_own() -> None:
     sgd = {"optimizer": {"type": "SGD", "lr": 1.0}}
     assert ByLayer(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [1.0, 0.5]
     assert Both(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [0.5, 2.0]
-
-
-def test_every_kind_of_norm_has_the_weight_decay_of_norms() -> None:
-    norms = [nn.BatchNorm1d(2), nn.InstanceNorm3d(2, affine=True), nn.LayerNorm(2)]
-    model = nn.Sequential(*norms, nn.GroupNorm(1, 2), nn.RMSNorm(2), nn.Linear(2, 2))
-    for name, found in ours(model, {"norm_decay_mult": 0.5}).items():
-        assert found == (BASE if name[0] == "5" else (1.0, 5.0))
 
 
 # The same as MMEngine, for random rules

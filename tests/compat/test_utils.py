@@ -67,14 +67,6 @@ def test_log_every_n_logs_the_first_of_every_n(
     assert caplog.messages == expected
 
 
-def test_the_helpers_do_not_share_counters(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        for helper in (log_first_n, log_every_n, log_every_n_seconds):
-            helper(logging.WARNING, helper.__name__, 2)
-    expected = ["log_first_n", "log_every_n", "log_every_n_seconds", "log_first_n"]
-    assert caplog.messages == expected
-
-
 def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,18 +75,6 @@ def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         log_every_n_seconds(logging.WARNING, str(now), 5)
     assert caplog.messages == ["0.0", "5.0", "12.0"]
-
-
-@pytest.mark.parametrize("helper", [log_first_n, log_every_n, log_every_n_seconds])
-def test_helpers_log_as_the_line_that_called_them(
-    caplog: pytest.LogCaptureFixture, helper: object
-) -> None:
-    helper(logging.WARNING, "hello")  # type: ignore[operator]
-    helper(logging.WARNING, "named", name="somebody")  # type: ignore[operator]
-    ours, named = caplog.records
-    assert ours.name == __name__
-    assert ours.funcName == "test_helpers_log_as_the_line_that_called_them"
-    assert named.name == "somebody"
 
 
 @pytest.mark.parametrize(

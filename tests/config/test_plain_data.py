@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, resolve
-from toys import write_configs
 
 
 class Precision(Enum):
@@ -56,32 +55,6 @@ def test_a_saved_config_describes_the_same_objects(tmp_path: Path) -> None:
     assert (loaded.optimizer.lr, loaded.train.name) == (0.5, "lr 0.5")
     assert isinstance(instantiate(loaded.model).norm, torch.nn.BatchNorm2d)
     assert os.listdir(tmp_path) == ["config.json"]
-
-
-WELL = """{
-  "model": {
-    "_target_": "torch.nn.Linear",
-    "bias": {
-      "_target_": "pkgutil.resolve_name",
-      "_args_": [
-        "builtins:bool"
-      ]
-    }
-  },
-  "train": {
-    "lr": 0.1,
-    "ema": null,
-    "x": "${.lr}"
-  }
-}
-"""
-
-
-def test_a_saved_file_reads_well(tmp_path: Path) -> None:
-    model = LazyCall(torch.nn.Linear)(bias=bool)
-    cfg = ConfigDict(model=model, train={"lr": 0.1, "ema": None, "x": "${.lr}"})
-    LazyConfig.save(resolve(cfg), tmp_path / "config.json")
-    assert (tmp_path / "config.json").read_text() == WELL
 
 
 def test_to_load_a_saved_file_runs_and_imports_nothing(tmp_path: Path) -> None:
@@ -156,14 +129,6 @@ def test_what_cannot_be_saved_is_a_warning(
     assert loaded.e == [1]
     with pytest.raises(ValueError, match="NOT SAVED"):
         instantiate(loaded.a)
-
-
-def test_a_function_of_the_config_file_itself_is_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_configs(tmp_path, main="def f(): pass\na = dict(f=f)\n")
-    LazyConfig.save(LazyConfig.load(tmp_path / "main.py"), tmp_path / "config.json")
-    assert "lacks a.f." in caplog.text
 
 
 def test_a_save_that_fails_keeps_the_old_file(

@@ -232,15 +232,6 @@ def test_seeds_that_were_drawn_are_replaced_by_the_saved_ones(
     assert torch.equal(take(loaded, 3), whole[2:])
 
 
-def test_a_long_torch_sampler_gives_each_index_once() -> None:
-    loader = make(2500, total_batch_size=2500, sampler=RandomSampler(range(2500)))
-    first, second = take(loader, 2)[:, :, 0].tolist()
-    assert sorted(first) == sorted(second) == list(range(2500))
-    assert first != second
-    drawn = take(make(total_batch_size=1000, sampler=Lazy(4000)), 4)[:, :, 0].tolist()
-    assert len({tuple(indices) for indices in drawn}) == 4
-
-
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [(fail, OSError, "cannot be read"), (die, RuntimeError, "worker")],
@@ -250,15 +241,6 @@ def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
 ) -> None:
     with pytest.raises(error, match=message):
         next(iter(make(mapper=how, num_workers=1)))
-
-
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="positive multiple of the world size 1, but got 0"
-    ):
-        make(total_batch_size=0)
-    with pytest.raises(ValueError, match="sampler is empty"):
-        next(iter(make(sampler=SequentialSampler([]))))
 
 
 def test_the_test_loader_reads_each_sample_once() -> None:
@@ -309,21 +291,6 @@ def test_a_stream_knows_its_place_where_torchdata_is_installed(
     loader = build_train_loader(Stream(), total_batch_size=2, drop_last=True)
     assert hasattr(loader, "state_dict") == there
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-
-
-def test_a_stream_orders_its_samples_itself() -> None:
-    with pytest.raises(ValueError, match="unspecified sampler option"):
-        build_train_loader(
-            Stream(), total_batch_size=2, sampler=TrainingSampler(5, seed=0)
-        )
-
-
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_no_batch_is_short_whatever_drop_last_says(drop_last: bool) -> None:
-    loader = build_train_loader(
-        Noise(5), total_batch_size=4, seed=0, drop_last=drop_last
-    )
-    assert [len(batch) for batch in islice(loader, 5)] == [4] * 5
 
 
 class Told(Dataset[int]):

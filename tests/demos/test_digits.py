@@ -10,7 +10,6 @@ from hooktrain.demos import (
     load_digits,
     trained_digits_cnn,
 )
-from hooktrain.demos.digits import DIGITS_FILE
 
 
 def test_there_are_1797_images_of_ten_digits() -> None:
@@ -34,12 +33,6 @@ def test_the_split_is_fixed() -> None:
     assert (test[1]["label"], test[1]["seen"]) == (labels[5], 1)
     assert torch.equal(train[0]["image"], images[1])
     assert sorted(train.labels + test.labels) == sorted(labels.tolist())
-
-
-def test_the_attribution_stands_beside_the_data() -> None:
-    readme = DIGITS_FILE.parent / "README.md"
-    assert "CC BY 4.0" in readme.read_text()
-    assert "Alpaydin" in readme.read_text()
 
 
 def test_a_random_shift_moves_the_image() -> None:
@@ -74,19 +67,6 @@ def test_training_gives_the_cross_entropy_of_the_logits() -> None:
     assert list(loss) == ["loss_cls"]
     assert logits.shape == (4, 10)
     assert torch.equal(loss["loss_cls"], F.cross_entropy(logits, data["label"]))
-
-
-def test_evaluation_looks_at_one_image_at_a_time() -> None:
-    model, images = (
-        DigitsCNN(channels=4, num_classes=12, dropout=0.5).eval(),
-        batch()["image"],
-    )
-    whole = model({"image": images})
-    assert whole.shape == (4, 12)
-    one_by_one = torch.cat([model({"image": image[None]}) for image in images])
-    torch.testing.assert_close(whole, one_by_one)
-    one, other = (model.train()(batch())["loss_cls"] for _ in range(2))
-    assert one != other
 
 
 def test_it_recognises_digits_that_it_has_not_seen() -> None:

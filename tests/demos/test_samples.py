@@ -22,7 +22,7 @@ from hooktrain.demos import (
 from hooktrain.demos.samples import make_grid
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import EMA
-from toys import Idle, linear_trainer
+from toys import Idle
 
 
 class Painter(nn.Module):
@@ -83,17 +83,6 @@ def test_the_averaged_model_draws_where_there_is_one(tmp_path: Path) -> None:
     trainer.train(0, 2)
     # The weights are 0.25 and 0.5; the average 0.125 and then 0.3125.
     assert torch.equal(trainer.storage.images()[0][1], make_grid(INPUTS + 0.3125))
-
-
-def test_draw_can_be_overridden(tmp_path: Path) -> None:
-    class WithoutInput(SampleWriter):
-        def draw(self, model: nn.Module) -> Tensor:
-            return model.fc.weight.view(3, 1, 2, 2)
-
-    trainer = linear_trainer(WithoutInput(4, torch.empty(0), tmp_path))
-    trainer.train(0, 4)
-    weights = trainer.model.fc.weight.detach().view(3, 1, 2, 2)
-    assert torch.equal(trainer.storage.images()[0][1], make_grid(weights))
 
 
 @pytest.mark.parametrize("kind", ["images", "texts"])
@@ -179,12 +168,6 @@ def test_sampling_changes_nothing_in_the_run(tmp_path: Path) -> None:
     for a, b in zip(plain.model.parameters(), sampled.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(m.training for m in sampled.model.modules())
-
-
-def test_a_model_that_cannot_write_is_refused_at_the_start(tmp_path: Path) -> None:
-    trainer = make_trainer(TextSampler(1, VOCABULARY, tmp_path), model=nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="method generate; Linear has none"):
-        trainer.train(0, 1)
 
 
 def sample_on_a_rank(folder: Path) -> str:

@@ -1,5 +1,4 @@
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ from gloo import run_ranks
 from hooktrain.demos import (
     BitsPerCharacterEvaluator,
     CharVocabulary,
-    PythonDocs,
     TextDataset,
     TextGPT,
     python_docs_vocabulary,
 )
-from hooktrain.demos.text import IGNORED_TARGET, SIZES, Block, load_python_docs
+from hooktrain.demos.text import IGNORED_TARGET, Block, load_python_docs
 
 
 def make(dropout: float = 0.0, size: Any = "tiny", block_size: int = 12) -> TextGPT:
@@ -132,55 +130,7 @@ def test_generated_texts_follow_from_the_generator_alone() -> None:
     assert graphs == {False}
 
 
-def test_the_temperature_divides_the_logits() -> None:
-    model, prompt = make().eval(), torch.tensor([3])
-    model.head.weight.data.mul_(50)
-    generator = torch.Generator().manual_seed(0)
-    drawn = [model.generate(prompt, 1, 0.5, generator)[1] for _ in range(1000)]
-    share = torch.bincount(torch.stack(drawn), minlength=11) / 1000
-    expected = (model({"tokens": prompt[None]})[0, -1] / 0.5).softmax(0)
-    assert expected.max() > 0.3
-    torch.testing.assert_close(share, expected, atol=0.06, rtol=0)
-
-
-def test_generating_needs_evaluation_mode() -> None:
-    with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
-        make().generate(torch.tensor([3]), 1)
-
-
-@pytest.mark.parametrize("shape", [(12,), (3, 13), (3, 0), (3, 4, 1)])
-def test_tokens_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"T from 1 to block_size=12, but got \("):
-        make().eval()({"tokens": torch.zeros(shape).long()})
-
-
-def test_sizes_go_by_name_or_by_numbers() -> None:
-    small = TextGPT(104, 128)
-    assert [type(block) for block in small.blocks] == [Block] * SIZES["small"][0]
-    assert small.head.weight.shape == (104, SIZES["small"][1])
-    assert len(make(size=[3, 16, 2]).blocks) == 3
-    with torch.device("meta"):
-        counts = [
-            sum(p.numel() for p in TextGPT(104, 128, n).parameters()) for n in SIZES
-        ]
-    assert counts == sorted(counts)
-
-
 VOCABULARY = CharVocabulary("hello world")
-
-
-@pytest.fixture
-def own_topics(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replaces the topics of this Python."""
-
-    def replace(topics: dict[str, str]) -> None:
-        module = type(sys)("pydoc_data.topics")
-        module.topics = topics  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "pydoc_data.topics", module)
-        load_python_docs.cache_clear()
-
-    yield replace
-    load_python_docs.cache_clear()
 
 
 def test_a_tenth_of_the_documentation_is_held_out() -> None:
@@ -191,35 +141,6 @@ def test_a_tenth_of_the_documentation_is_held_out() -> None:
         " ".join(p.split()) for p in (train + heldout).split("\n\n") if p.strip()
     ]
     assert len(set(paragraphs)) == len(paragraphs) > 1500
-
-
-def test_repeated_paragraphs_go_whatever_their_layout(
-    own_topics: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_topics(
-        {"b": "new\n\n  two\n  words\n\nend", "a": "one\n\ntwo words\n \n\n  last\n"}
-    )
-    assert "".join(load_python_docs()) == "one\n\ntwo words\n\n  last\n\nnew\n\nend\n\n"
-    for count, kept in (
-        (20, 18),
-        (19, 17),
-    ):  # whole paragraphs: nine tenths of 19 are 17.1
-        own_topics({"a": "\n\n".join(f"word {i:03d}" for i in range(count))})
-        assert [*map(len, load_python_docs())] == [10 * kept, 10 * (count - kept)]
-    load_python_docs.cache_clear()
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ModuleNotFoundError, match="libpython3-stdlib"):
-        load_python_docs()
-
-
-def test_characters_are_numbered_by_code_point() -> None:
-    assert VOCABULARY.characters == " dehlorw"
-    assert len(VOCABULARY) == 9
-    tokens = VOCABULARY.encode("hex d")
-    assert tokens.tolist() == [4, 3, 0, 1, 2]
-    assert tokens.dtype == torch.int64
-    assert VOCABULARY.decode(tokens) == "he\N{REPLACEMENT CHARACTER} d"
-    assert VOCABULARY.encode("").tolist() == []
 
 
 def test_the_vocabulary_holds_the_training_text() -> None:
@@ -239,33 +160,6 @@ def test_targets_are_one_character_further_on() -> None:
     assert VOCABULARY.decode(last["targets"]) == "orld"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TextGPT(11, 12, "larg"), "got 'larg'; did you mean 'large'"),
-        (
-            lambda: TextGPT(11, 12, (1, 6, 2)),
-            r"a multiple of twice the heads, but got \(1, 6, 2\)",
-        ),
-        (
-            lambda: TextDataset("hello", VOCABULARY, 4, 0),
-            r"stride must be in \[1, 4\], but got 0",
-        ),
-        (
-            lambda: TextDataset("hello", VOCABULARY, 4, 5),
-            r"stride must be in \[1, 4\], but got 5",
-        ),
-        (lambda: PythonDocs("held_out", 64), "got 'held_out'; did you mean 'heldout'"),
-        (lambda: BitsPerCharacterEvaluator().evaluate(), "no character"),
-    ],
-)
-def test_arguments_out_of_range_are_named(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-    with pytest.raises(IndexError, match="8"):
-        TextDataset("hello world", VOCABULARY, 4)[8]
-
-
 @pytest.mark.parametrize("block_size", [1, 3, 4, 10, 11, 12, 50])
 def test_with_the_stride_of_a_block_each_character_is_predicted_once(
     block_size: int,
@@ -281,16 +175,6 @@ def test_with_the_stride_of_a_block_each_character_is_predicted_once(
     assert torch.equal(tokens[1:11], targets[:10])
     assert (targets[11:] == IGNORED_TARGET).all()
     assert len(targets) - 11 < block_size
-
-
-def test_the_parts_are_the_two_texts() -> None:
-    train_text, heldout_text = load_python_docs()
-    train, heldout = PythonDocs("train", 64), PythonDocs("heldout", 64)
-    assert len(train) == len(train_text) - 63
-    assert train.vocabulary.decode(train[1000]["targets"]) == train_text[1000:1064]
-    assert len(heldout) == -(-len(heldout_text) // 64)
-    assert heldout.vocabulary.decode(heldout[2]["targets"]) == heldout_text[128:192]
-    assert heldout.vocabulary is train.vocabulary
 
 
 def samples(count: int, length: int = 5, classes: int = 7) -> tuple[Tensor, Tensor]:
@@ -319,26 +203,6 @@ def test_each_character_counts_alike_however_the_text_is_cut_into_batches() -> N
     assert pieces["bits_per_character"] == pytest.approx(
         expected / math.log(2), rel=1e-14
     )
-
-
-def test_negative_targets_are_not_predicted() -> None:
-    targets, logits = samples(2)
-    masked = targets.clone()
-    masked[1, 2:] = torch.tensor([-1, -100, -1])
-    expected = evaluate((targets[:1], logits[:1]), (targets[1:, :2], logits[1:, :2]))
-    nothing = torch.full_like(targets, -1), logits
-    assert evaluate((masked, logits), nothing) == pytest.approx(expected, rel=1e-14)
-
-
-def test_targets_may_have_another_name() -> None:
-    evaluator, (targets, logits) = (
-        BitsPerCharacterEvaluator(target_key="next"),
-        samples(2),
-    )
-    evaluator.process({"next": targets + 1 - 2 * (targets > 0)}, logits)
-    evaluator.reset()
-    evaluator.process({"next": targets}, logits)
-    assert evaluator.evaluate()["text"] == evaluate((targets, logits))
 
 
 def evaluate_share(share: list[Any]) -> dict[str, float]:

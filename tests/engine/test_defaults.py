@@ -1,6 +1,5 @@
 """What most scripts share, and the trainer that builds itself, also for models with a step."""
 
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -152,13 +151,6 @@ def test_the_home_folder_may_be_written_with_a_tilde(
     assert (tmp_path / "home" / "new").is_dir()
 
 
-def test_setup_seeds_every_generator_from_the_configuration(folder: Path) -> None:
-    default_setup(config(folder, "train.seed=7"), Namespace())
-    drawn = torch.rand(3)
-    torch.manual_seed(7)
-    assert torch.equal(drawn, torch.rand(3))
-
-
 @pytest.mark.parametrize("seed", ["null", "-1"])
 def test_a_seed_that_is_not_given_is_drawn_and_saved(folder: Path, seed: str) -> None:
     cfg = config(folder, f"train.seed={seed}")
@@ -275,11 +267,6 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
         hooks.Preemption,
         hooks.Watchdog,
     ]
-
-
-def test_a_single_process_gets_its_model_back_unwrapped() -> None:
-    model = nn.Linear(1, 1)
-    assert create_ddp_model(model) is model
 
 
 def test_the_default_trainer_trains_evaluates_and_returns_the_results(
@@ -407,19 +394,6 @@ def test_schedules_of_a_configuration_count_the_epochs_of_its_loader(
     assert cfg.train.epoch_length is None  # another batch size makes another length
 
 
-def test_one_part_is_changed_by_overriding_the_method_that_builds_it(
-    folder: Path,
-) -> None:
-    class OnModel(DefaultTrainer):
-        @classmethod
-        def build_model(cls, cfg: Any) -> nn.Module:
-            model = super().build_model(cfg)
-            model.extra = nn.Linear(1, 1)
-            return model
-
-    assert hasattr(OnModel(config(folder)).model, "extra")
-
-
 def test_precision_accumulation_and_clipping_come_from_the_configuration(
     folder: Path,
 ) -> None:
@@ -458,15 +432,6 @@ def test_another_seed_on_a_resume_is_refused_with_both(folder: Path) -> None:
         trainer.resume_or_load(resume=True)
     assert trainer.state_dict()["iteration"] == -1
     assert trainer.optimizer.state_dict()["state"] == {}
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        default_setup(config(tmp_path / "file" / "out"), Namespace())
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def stopped_and_resumed(folder: Path) -> tuple[bool, bool]:

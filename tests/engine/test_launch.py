@@ -61,14 +61,6 @@ def test_a_single_process_is_a_plain_call_with_its_result() -> None:
     assert not grouped
 
 
-def test_the_error_of_a_single_process_is_its_own() -> None:
-    def fail() -> None:
-        raise KeyError("the cause")
-
-    with pytest.raises(KeyError, match="the cause"):
-        launch(fail)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,11 +15,6 @@ def test_parts_that_belong_together_are_accepted_in_silence(
     assert caplog.messages == []
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="another model"):
-        check_parts(LinearLoss(), [sgd(LinearLoss())])
-
-
 def test_trainable_parameters_without_an_optimizer_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,10 +1,14 @@
 """The steps of the trainers against loops written by hand, and what they save."""
 
+import copy
+import errno
 import gc
+import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +16,59 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, get_worker_info
-from trainer_toys import Net, Stream, batches, make, sgd
 
-from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.files import load_file, save_file
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer, checkpointer
+from hooktrain.checkpoint.files import load_file, save_file, write_file
 from hooktrain.config import LazyConfig
 from hooktrain.data import build_train_loader
-from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer, hooks
+from hooktrain.engine import (
+    AMPTrainer,
+    DefaultTrainer,
+    HookBase,
+    SimpleTrainer,
+    StepTrainer,
+    hooks,
+)
+from hooktrain.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    EvalHook,
+    LRScheduler,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
 from hooktrain.engine.trainers import Batches
-from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.model.sharding import shard_model
+from hooktrain.solver import (
+    AmpOptimWrapper,
+    ExponentialLR,
+    OptimWrapper,
+    OptimWrapperDict,
+)
+from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.events import EventStorage, EventWriter, get_event_storage
+from hooktrain.utils.events import (
+    EventStorage,
+    EventWriter,
+    JSONWriter,
+    get_event_storage,
+)
+from hooktrain.utils.tensors import local_tensor
+from toys import (
+    LinearLoss,
+    Net,
+    StopOnce,
+    Stream,
+    batches,
+    linear_trainer,
+    net_trainer,
+    sgd,
+)
 
 
 def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], Net]:
@@ -48,7 +92,7 @@ def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], N
 def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(
     zero_first: bool,
 ) -> None:
-    trainer = make(zero_grad_before_forward=zero_first)
+    trainer = net_trainer(zero_grad_before_forward=zero_first)
     trainer.seed = 3
     trainer.train(0, 4)
     losses, model = losses_by_hand(4, zero_first)
@@ -57,14 +101,14 @@ def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(
 
 
 def test_a_prefix_stands_before_every_name() -> None:
-    trainer = make()
+    trainer = net_trainer()
     with trainer.storage:
         trainer._write_metrics({"loss_x": 1.0}, 0.5, prefix="gan/")
     assert {"gan/loss_x", "gan/total_loss"} <= set(trainer.storage.latest())
 
 
 def test_a_total_of_a_step_of_ones_own_is_recorded_as_it_is() -> None:
-    trainer = make()
+    trainer = net_trainer()
     trainer._write_metrics(
         {"loss_a": 1.0, "loss_b": 2.0, "total_loss": torch.tensor(2.5)}, 0.5
     )
@@ -122,19 +166,10 @@ def test_what_is_a_loss_is_added_up_and_metrics_are_recorded_only(
     LOSS.grad = None
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="for several take StepTrainer"):
-        SimpleTrainer(Net(), batches(1), OptimWrapperDict(a=OptimWrapper(sgd(Net()))))
-    with pytest.raises(TypeError, match="a torch optimizer or a dict, but got 'sgd'"):
-        SimpleTrainer(Net(), [], "sgd")
-    with pytest.raises(ValueError, match=r"gather_metric_period .* got 0"):
-        make(gather_metric_period=0)
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update() -> None:
     data = batches(3)
     data[1][0, 0] = math.nan
-    trainer = make(data)
+    trainer = net_trainer(data)
     with pytest.raises(FloatingPointError, match=r"iteration=1!\nloss_dict = .*nan"):
         trainer.train(0, 3)
     assert trainer.model.fc.weight.isfinite().all()
@@ -146,7 +181,7 @@ def test_async_write_metrics_finds_the_loss_at_the_end_of_the_period_and_names_i
 ):
     data = batches(3)
     data[1][0, 0] = math.inf
-    trainer = make(data, async_write_metrics=True, gather_metric_period=3)
+    trainer = net_trainer(data, async_write_metrics=True, gather_metric_period=3)
     with pytest.raises(FloatingPointError, match="iteration=1!"):
         trainer.train(0, 9)
     assert trainer.iter == 2
@@ -161,7 +196,7 @@ def test_no_checkpoint_can_be_made_of_a_poisoned_state() -> None:
             if self.trainer.iter == 1:
                 self.trainer.state_dict()
 
-    trainer = make(data, async_write_metrics=True)
+    trainer = net_trainer(data, async_write_metrics=True)
     trainer.register_hooks([Save()])
     with pytest.raises(FloatingPointError, match="iteration=1!"):
         trainer.train(0, 9)
@@ -176,23 +211,10 @@ def test_metrics_go_to_the_trainers_storage_whatever_storage_is_open_around() ->
         def after_step(self) -> None:
             self.inner.__exit__(None, None, None)
 
-    trainer = make()
+    trainer = net_trainer()
     trainer.register_hooks([Nested()])
     trainer.train(0, 2)
     assert len(trainer.storage.history("total_loss").values()) == 2
-
-
-def test_hooks_see_the_gradients_between_backward_and_update() -> None:
-    class Zero(HookBase):
-        def after_backward(self) -> None:
-            for parameter in self.trainer.model.parameters():
-                parameter.grad.zero_()
-
-    trainer = make()
-    before = trainer.model.fc.weight.clone()
-    trainer.register_hooks([Zero()])
-    trainer.train(0, 2)
-    assert torch.equal(trainer.model.fc.weight, before)
 
 
 @pytest.mark.parametrize(("accumulated", "expected"), [(1, 12), (2, 6), (3, 6)])
@@ -209,7 +231,7 @@ def test_max_epochs_counts_epochs_of_whole_iterations_from_the_beginning(
 
 
 def test_epochs_of_a_loader_without_a_length_need_one() -> None:
-    trainer = make(Stream())
+    trainer = net_trainer(Stream())
     with pytest.raises(ValueError, match="how many iterations '2 epochs' are"):
         trainer.train(max_epochs=2)
     trainer.epoch_length = 5
@@ -226,7 +248,7 @@ class Recorder(EventWriter):
 
 
 def test_every_period_may_be_one_of_epochs(tmp_path: Path) -> None:
-    trainer = make(gather_metric_period="1 epoch")
+    trainer = net_trainer(gather_metric_period="1 epoch")
     assert trainer.sync_period == 4
     evaluated: list[int] = []
     checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
@@ -300,36 +322,8 @@ def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
     assert [scale for scale, _ in logged] == scales
 
 
-def test_the_learned_state_resumes_bit_for_bit_with_momentum_and_dropout() -> None:
-    whole = make(batches(6))
-    torch.manual_seed(3)
-    whole.train(0, 6)
-    first = make(batches(6))
-    torch.manual_seed(3)
-    first.train(0, 2)
-    state = first.state_dict()
-    second = make(batches(6)[2:])
-    second.model.load_state_dict(first.model.state_dict())
-    second.load_state_dict(state)
-    second.train(max_iter=6)
-    assert torch.equal(second.model.fc.weight, whole.model.fc.weight)
-    histories = [t.storage.history("total_loss").values() for t in (second, whole)]
-    assert histories[0] == histories[1]
-
-
-def test_the_optimizer_alone_can_be_loaded() -> None:
-    saved, loaded = make(), make()
-    saved.train(0, 2)
-    loaded.load_state_dict(saved.state_dict(), only={"optimizer"})
-    assert loaded.state_dict()["iteration"] == -1
-    state = loaded.optimizer.state_dict()["state"][0]["momentum_buffer"]
-    assert torch.equal(
-        state, saved.optimizer.state_dict()["state"][0]["momentum_buffer"]
-    )
-
-
 def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
-    trainer = make()
+    trainer = net_trainer()
     state = {"iteration": 4}
     with pytest.raises(ValueError, match="no optimizer"):
         trainer.load_state_dict(state)
@@ -393,35 +387,19 @@ def test_an_exhausted_loader_starts_again_with_the_next_epoch(place: str) -> Non
         setattr(sampler, name, SimpleNamespace())
         sampler = getattr(sampler, name)
     sampler.set_epoch = epochs.append
-    trainer = make(loader)
+    trainer = net_trainer(loader)
     trainer.train(0, 5)
     assert trainer.iter == 5
     assert epochs == [1, 2]
 
 
-def test_an_empty_loader_is_an_error_not_an_endless_loop() -> None:
-    for data in ([], iter(batches(1))):
-        with pytest.raises(
-            ValueError, match=r"data loader is empty .*or starts only once"
-        ):
-            make(data).train(0, 2)
-
-
 def test_a_loader_that_cannot_be_positioned_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    saved, loaded = make(), make()
+    saved, loaded = net_trainer(), net_trainer()
     saved.train(0, 1)
     loaded.load_state_dict(saved.state_dict())
     assert "position in the data could not be restored" in caplog.text
-
-
-def test_a_loader_with_state_continues_where_it_was() -> None:
-    saved, loaded = make(Stream()), make(Stream())
-    saved.train(0, 3)
-    loaded.load_state_dict(saved.state_dict())
-    loaded.train(max_iter=5)
-    assert loaded.data_loader.position == 5  # type: ignore[attr-defined]
 
 
 class Numbers(IterableDataset[int]):
@@ -459,23 +437,13 @@ def test_the_epoch_of_a_finite_loader_resumes_with_its_order() -> None:
         class sampler:  # noqa: N801
             set_epoch = announced.append
 
-    first = make(Loader(batches(2)))
+    first = net_trainer(Loader(batches(2)))
     first.train(0, 5)
     assert announced == [1, 2]
-    second = make(Loader(batches(2)))
+    second = net_trainer(Loader(batches(2)))
     second.load_state_dict(first.state_dict())
     second.train(max_iter=6)
     assert announced == [1, 2, 2]
-
-
-def test_another_loader_is_used_from_the_next_batch_on() -> None:
-    trainer = make()
-    trainer.train(0, 1)
-    seen: list[Tensor] = []
-    trainer.model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    trainer.data_loader = batches(3)[2:]
-    trainer.train(max_iter=2)
-    assert torch.equal(seen[0], batches(3)[2])
 
 
 def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -> None:
@@ -484,7 +452,7 @@ def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -
 
     old = Loader(batches(2))
     gone = weakref.ref(old)
-    trainer = make(old)
+    trainer = net_trainer(old)
     del old
     trainer.train(0, 1)
     seen = []
@@ -498,3 +466,670 @@ def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -
     assert seen == [True]
     trainer.train(max_iter=3)
     assert trainer.iter == 3
+
+
+class NoisyStep(LinearLoss):
+    """The usual step, with the noise that makes a lost random state visible."""
+
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapper
+    ) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self(data + 0.1 * torch.randn_like(data)).float()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss, "acc": loss * 2}
+
+
+class Plain(LinearLoss):
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapper
+    ) -> dict[str, Tensor]:
+        loss = self(data)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+class Two(nn.Module):
+    """Two parts, the second of which is updated twice as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = LinearLoss(), LinearLoss()
+
+    def train_step(
+        self, data: Tensor, optim_wrapper: OptimWrapperDict
+    ) -> dict[str, Tensor]:
+        losses = {}
+        for name in ("a", "b", "b"):
+            losses[f"loss_{name}"] = loss = getattr(self, name)(data)
+            optim_wrapper[name].update_params(loss)
+        return losses
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_models_own_step_equals_the_trainers_bit_for_bit() -> None:
+    reference = linear_trainer()
+    reference.train(0, 6)
+    model = Plain()
+    StepTrainer(model, batches(4), sgd(model)).train(0, 6)
+    assert torch.equal(weights_of(model), weights_of(reference.model))
+
+
+def test_what_the_step_returns_is_logged_as_it_is() -> None:
+    model = NoisyStep()
+    trainer = StepTrainer(model, batches(4), sgd(model))
+    trainer.train(0, 3)
+    latest = trainer.storage.latest()
+    assert latest["acc"][0] == 2 * latest["loss"][0]
+    assert "total_loss" not in latest
+    assert [i for _, i in trainer.storage.history("loss").values()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(
+    at_once: bool,
+) -> None:
+    class Broken(Plain):
+        def train_step(
+            self, data: Tensor, optim_wrapper: OptimWrapper
+        ) -> dict[str, Tensor]:
+            return {"ratio": torch.tensor(torch.inf), "loss_x": torch.tensor(torch.nan)}
+
+    model = Broken()
+    trainer = StepTrainer(
+        model, batches(4), sgd(model), async_write_metrics=not at_once
+    )
+
+    def train_and_save() -> None:
+        trainer.train(0, 1)
+        trainer.state_dict()
+
+    with pytest.raises(FloatingPointError, match=r"iteration=0!"):
+        train_and_save()
+
+
+def test_after_backward_hooks_run_in_each_update_with_the_true_gradients() -> None:
+    norms: list[float] = []
+
+    def look(trainer: Any) -> None:
+        norms.append(trainer.model.fc.weight.grad.norm().item())
+
+    model = Plain()
+    wrapper = AmpOptimWrapper(sgd(model), "float16", accumulative_counts=2)
+    trainer = StepTrainer(model, batches(4), wrapper)
+    trainer.register_hooks([CallbackHook(after_backward=look)])
+    trainer.train(0, 4)
+    assert len(norms) == 2
+    assert max(norms) < 10  # the scale is 65536
+    assert wrapper.after_backward is None
+
+
+def test_the_trainer_is_freed_although_its_wrapper_calls_it() -> None:
+    model = Plain()
+    wrapper = OptimWrapper(sgd(model))
+    trainer = StepTrainer(model, batches(4), wrapper)
+    trainer.train(0, 1)
+    alive = weakref.ref(trainer)
+    del trainer
+    assert alive() is None
+
+
+def test_several_optimizers_each_accumulate_on_their_own() -> None:
+    model = Two()
+    wrappers = OptimWrapperDict(
+        a=OptimWrapper(sgd(model.a), accumulative_counts=2),
+        b=OptimWrapper(sgd(model.b), accumulative_counts=4),
+    )
+    StepTrainer(model, batches(4), wrappers).train(0, 6)
+    assert [w.inner_count for w in wrappers.values()] == [6, 12]
+    stream = [batches(4)[i % 4] for i in range(6)]
+    for name, size, repeat in (("a", 2, 1), ("b", 4, 2)):
+        reference = LinearLoss()
+        optimizer = sgd(reference)
+        passes = [batch for batch in stream for _ in range(repeat)]
+        while passes:
+            for _ in range(size):
+                (reference(passes.pop(0)) / size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(weights_of(getattr(model, name)), weights_of(reference))
+
+
+def test_the_last_update_of_one_optimizer_takes_what_is_left() -> None:
+    model, reference = Plain(), LinearLoss()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=2)
+    StepTrainer(model, batches(4), wrapper).train(0, 3)
+    optimizer = sgd(reference)
+    for group in (batches(4)[:2], batches(4)[2:3]):
+        for batch in group:
+            (reference(batch) / len(group)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(weights_of(model), weights_of(reference))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stops", [[6], [2, 5]])
+def test_a_run_that_is_asked_to_stop_inside_a_window_stops_at_its_end_and_resumes_bit_for_bit(
+    tmp_path: Path, kind: str, stops: list[int]
+) -> None:
+    def make() -> tuple[StepTrainer, Checkpointer]:
+        model = NoisyStep()
+        options: Any = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.5}}
+        wrapper = (
+            OptimWrapper(sgd(model), **options)
+            if kind == "float32"
+            else AmpOptimWrapper(sgd(model), kind, **options)
+        )
+        trainer = StepTrainer(model, Stream(), wrapper)
+        return trainer, Checkpointer(model, str(tmp_path), trainer=trainer)
+
+    torch.manual_seed(8)
+    whole, _ = make()
+    whole.train(0, 8)
+    torch.manual_seed(8)
+    part, saver = make()
+    for stop in stops:
+        part.register_hooks(
+            [
+                CallbackHook(
+                    after_step=lambda t, at=stop: (
+                        t.iter + 1 == at and t.request_stop("x")
+                    )
+                )
+            ]
+        )
+        part.train(max_iter=8)
+        assert part.iter == -(-stop // 3) * 3
+        saver.save("stopped")
+        torch.manual_seed(9)
+        part, saver = make()
+        saver.resume_or_load("", resume=True)
+    part.train(max_iter=8)
+    assert torch.equal(weights_of(part.model), weights_of(whole.model))
+    losses = [v for v, i in part.storage.history("loss").values() if i >= 6]
+    assert losses == [v for v, i in whole.storage.history("loss").values() if i >= 6]
+
+
+def test_a_run_that_ends_inside_of_a_window_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Rarely(Plain):
+        calls = 0
+
+        def train_step(
+            self, data: Tensor, optim_wrapper: OptimWrapper
+        ) -> dict[str, Tensor]:
+            self.calls += 1
+            return (
+                super().train_step(data, optim_wrapper) if self.calls % 2 == 0 else {}
+            )
+
+    model = Rarely()
+    StepTrainer(
+        model, batches(4), OptimWrapper(sgd(model), accumulative_counts=4)
+    ).train(0, 6)
+    assert "its last backward passes made no update" in caplog.text
+
+
+def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
+    def failing(at: int) -> Callable[..., Any]:
+        calls = [0]
+
+        def step(
+            model: nn.Module, data: Tensor, optim_wrapper: OptimWrapper
+        ) -> dict[str, Tensor]:
+            calls[0] += 1
+            loss = model(data)
+            if calls[0] == at:
+                loss.backward()
+                raise KeyboardInterrupt
+            optim_wrapper.update_params(loss)
+            return {"loss": loss}
+
+        return step
+
+    class Failing(LinearLoss):
+        train_step = failing(at=3)
+
+    model = Failing()
+    batch = batches(4)[:1]
+    trainer = StepTrainer(model, batch, OptimWrapper(sgd(model), accumulative_counts=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(0, 4)
+    trainer.train(2, 4)
+    reference = Plain()
+    StepTrainer(
+        reference, batch, OptimWrapper(sgd(reference), accumulative_counts=2)
+    ).train(0, 4)
+    assert torch.equal(weights_of(model), weights_of(reference))
+
+
+class Silent(Plain):
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> Any:
+        super().train_step(data, optim_wrapper)
+
+
+def test_hooks_see_the_last_batch_and_what_the_step_returned_if_anything() -> None:
+    for kind in (Plain, Silent):
+        model, data, seen = kind(), batches(2), []  # type: ignore[var-annotated]
+        trainer = StepTrainer(model, data, sgd(model))
+        note = partial(
+            lambda seen, t: seen.append((t.last_batch, t.last_outputs)), seen
+        )
+        trainer.register_hooks([CallbackHook(after_step=note)])
+        trainer.train(0, 2)
+        assert all(batch is given for (batch, _), given in zip(seen, data, strict=True))
+        assert [list(outputs) for _, outputs in seen] == [
+            ["loss"] if kind is Plain else []
+        ] * 2
+
+
+class Counting(OptimWrapper):
+    def initialize_count_status(
+        self, model: nn.Module, init_counts: int, max_counts: int
+    ) -> None:
+        self.counts = init_counts, max_counts
+
+
+def test_a_wrapper_is_told_of_the_length_of_the_run_as_in_mmengine() -> None:
+    model = Plain()
+    wrapper = Counting(sgd(model))
+    StepTrainer(model, batches(4), wrapper).train(max_iter=3)
+    assert wrapper.counts == (0, 3)
+
+
+class Plainly(Two):
+    """Calls plain optimizers, as code without wrappers does."""
+
+    def train_step(self, data: Tensor, optimizers: Any) -> None:  # type: ignore[override]
+        for name in ("a", "b"):
+            optimizers[name].zero_grad()
+            getattr(self, name)(data).backward(retain_graph=True)
+            optimizers[name].step()
+
+
+def test_a_dict_of_torch_optimizers_is_what_several_wrappers_are() -> None:
+    model, expected = Plainly(), Plainly()
+    expected.load_state_dict(model.state_dict())
+    optimizers = {name: sgd(getattr(expected, name)) for name in ("a", "b")}
+    for batch in batches(4):
+        expected.train_step(batch, optimizers)
+    made = {name: sgd(getattr(model, name)) for name in ("a", "b")}
+    trainer = StepTrainer(model, batches(4), made)
+    trainer.train(0, 4)
+    assert isinstance(trainer.optim_wrapper, OptimWrapperDict)
+    assert torch.equal(weights_of(model), weights_of(expected))
+
+
+def plateau_of_the_main_rank() -> float:
+    trainer = linear_trainer(lr=1.0)
+    scheduler = ReduceLROnPlateau(trainer.optimizer, factor=0.5, patience=0)
+    evaluate = EvalHook(2, lambda: {"loss": 1.0} if comm.is_main_process() else {})
+    trainer.register_hooks([evaluate, LRScheduler(scheduler=scheduler, metric="loss")])
+    trainer.train(0, 8)
+    return float(trainer.optimizer.param_groups[0]["lr"])
+
+
+def test_what_the_main_rank_evaluates_moves_the_rates_of_all() -> None:
+    assert run_ranks(plateau_of_the_main_rank, 2) == [0.25, 0.25]
+
+
+def values_of_a_buffer() -> list[float]:
+    class Counting(LinearLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count: Tensor
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.count += 1
+            return {"loss": super().forward(x), "count": self.count}
+
+    model = Counting()
+    trainer = SimpleTrainer(model, batches(4), sgd(model))
+    trainer.train(0, 3)
+    return [value for value, _ in trainer.storage.history("count").values()]
+
+
+def metrics_of_any_kind() -> list[float]:
+    class Telling(LinearLoss):
+        def forward(self, x: Tensor) -> Any:
+            loss = super().forward(x)
+            # An integer and a number that float32 cannot hold, and a loss with a dimension.
+            count, share = (
+                torch.tensor(16777217),
+                torch.tensor(0.1, dtype=torch.float64),
+            )
+            return {"loss": loss.reshape(1), "count": count, "share": share}
+
+    model = Telling()
+    trainer = SimpleTrainer(model, batches(1), sgd(model))
+    trainer.train(0, 1)
+    return [trainer.storage.history(name).latest() for name in ("count", "share")]
+
+
+def test_metrics_of_several_ranks_are_as_precise_as_those_of_one() -> None:
+    assert (
+        run_ranks(metrics_of_any_kind, 2)
+        == [[16777217.0, 0.1]] * 2
+        == [metrics_of_any_kind()] * 2
+    )
+
+
+def test_a_metric_that_the_model_goes_on_writing_into_keeps_its_value() -> None:
+    assert run_ranks(values_of_a_buffer, 2) == [[1.0, 2.0, 3.0]] * 2
+
+
+def stop_before_the_first_step() -> int:
+    def ask(trainer: Any) -> None:
+        if comm.get_rank() == 1:
+            trainer.request_stop("nothing to do")
+
+    trainer = linear_trainer(CallbackHook(before_train=ask))
+    trainer.train(0, 50)
+    return trainer.iter
+
+
+def test_a_stop_asked_for_by_one_rank_before_the_first_step_runs_none_on_any() -> None:
+    assert run_ranks(stop_before_the_first_step, 2) == [0, 0]
+
+
+def bad_loss_before_a_checkpoint_of_the_main_rank(folder: Path) -> str:
+    class BadOnce(LinearLoss):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            bad = comm.get_rank() == 1 and self.calls == 3
+            return super().forward(x) * (math.nan if bad else 1.0)
+
+    model = BadOnce()
+    trainer = SimpleTrainer(model, batches(4), sgd(model), gather_metric_period=8)
+    trainer.register_hooks(
+        [
+            CallbackHook(
+                after_backward=lambda _: [p.grad.zero_() for p in model.parameters()]
+            )
+        ]
+    )
+    if comm.is_main_process():
+        checkpointer = Checkpointer(model, folder, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, 5)])
+    try:
+        trainer.train(0, 8)
+    except FloatingPointError as error:
+        return str(error).partition("!")[0]
+    return "trained to the end"
+
+
+def test_a_checkpoint_of_the_main_rank_alone_does_not_change_its_verdict(
+    tmp_path: Path,
+) -> None:
+    verdicts = run_ranks(bad_loss_before_a_checkpoint_of_the_main_rank, 2, tmp_path)
+    assert verdicts == ["Loss became infinite or NaN at iteration=2"] * 2
+
+
+def trained_after_half_a_window(folder: Path) -> list[float]:
+    model: nn.Module = Net()
+    generator = torch.Generator().manual_seed(comm.get_rank())
+    data = [torch.randn(8, 4, generator=generator) for _ in range(4)]
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=2)
+    trainer = SimpleTrainer(DistributedDataParallel(model), data, wrapper)
+    # What an error between the two backward passes of a step leaves behind.
+    wrapper.backward(model(data[0]))
+    trainer.train(0, 3)
+    return model.fc.weight.flatten().tolist()  # type: ignore[operator, union-attr]
+
+
+def test_a_window_that_an_error_cut_short_does_not_shift_those_that_follow(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(trained_after_half_a_window, 2, tmp_path)
+    assert first == second
+
+
+def best_on_a_full_disk(folder: Path, background: bool) -> float | None:
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, folder, background=background, trainer=trainer)
+    calls = []
+
+    def full_at_first(state: dict[str, Any], path: str) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(state, path)
+
+    checkpointer.write_file = full_at_first  # of this process only
+    values = iter([0.5, 0.25, 0.125])
+    best = BestCheckpointer(1, saver, "acc")
+    trainer.register_hooks([EvalHook(1, lambda: {"acc": next(values)}), best])
+    trainer.train(0, 3)
+    return best.best_metric
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_best_model_that_the_main_rank_could_not_save_is_forgotten_by_all(
+    background: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(best_on_a_full_disk, 2, tmp_path, background) == [0.25, 0.25]
+    assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 1
+
+
+def spoil_the_shard_of_rank_1(folder: Path) -> tuple[str, list[str]]:
+    def spoil(trainer: Any) -> None:
+        if trainer.iter == 1 and comm.get_rank() == 1:
+            local_tensor(trainer.model.get_parameter("fc.weight"))[0, 0] = math.nan
+
+    model = shard_model(LinearLoss())
+    trainer = SimpleTrainer(model, batches(4), sgd(model))
+    checkpointer = Checkpointer(model, folder, sharded=True, trainer=trainer)
+    saving = PeriodicCheckpointer(checkpointer, 1)
+    trainer.register_hooks([CallbackHook(after_step=spoil), saving])
+    with pytest.raises(FloatingPointError, match=r"fc\.weight") as caught:
+        trainer.train(0, 4)
+    return str(caught.value), sorted(path.name for path in folder.glob("[!.]*"))
+
+
+def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(
+    tmp_path: Path,
+) -> None:
+    main, other = run_ranks(spoil_the_shard_of_rank_1, 2, tmp_path)
+    assert main == other
+    assert main[1] == ["last_checkpoint", "model_0000000"]
+
+
+def poisoned(count: int, at: int) -> list[torch.Tensor]:
+    data = batches(count)
+    data[at][0, 0] = math.nan
+    return data
+
+
+def test_a_bad_loss_in_a_last_period_that_is_cut_short_is_found_too() -> None:
+    trainer = net_trainer(
+        poisoned(3, at=1), async_write_metrics=True, gather_metric_period=20
+    )
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        trainer.train(0, 3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_trainer_can_train_again_and_every_last_metric_reaches_the_file(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    trainer = net_trainer(async_write_metrics=asynchronous)
+    file = tmp_path / "metrics.json"
+    trainer.register_hooks([PeriodicWriter([JSONWriter(file, window_size=1)])])
+    trainer.train(0, 3)
+    trainer.train(max_iter=5)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    history = {i: v for v, i in trainer.storage.history("total_loss").values()}
+    assert [(line["iteration"], line["total_loss"]) for line in lines] == [
+        (2, history[2]),
+        (4, history[4]),
+    ]
+
+
+def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
+    tmp_path: Path,
+) -> None:
+    evaluated = []
+
+    def evaluate() -> dict[str, Any]:
+        evaluated.append(trainer.iter)
+        return {"accuracy": 1.0}
+
+    trainer = net_trainer(poisoned(4, at=3))
+    checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
+    put = CallbackHook(
+        before_step=lambda t: t.storage.put_scalar("accuracy", 0.5, False)
+    )
+    trainer.register_hooks(
+        [
+            put,
+            EvalHook(0, evaluate),
+            BestCheckpointer(0, checkpointer, "accuracy"),
+            PeriodicCheckpointer(checkpointer, period=100),
+        ]
+    )
+    with pytest.raises(FloatingPointError, match="iteration=3!"):
+        trainer.train(0, 4)
+    assert evaluated == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_an_evaluation_that_leaves_the_model_in_evaluation_mode_is_told_at_the_next_step() -> (
+    None
+):
+    trainer = net_trainer()
+    trainer.register_hooks([EvalHook(2, lambda: trainer.model.eval() and None)])
+    with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
+        trainer.train(0, 4)
+    assert trainer.iter == 2
+
+
+def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
+    results: list[Any] = [{"accuracy": "high"}, {"accuracy": 0.5}, {"accuracy": 0.75}]
+    trainer = net_trainer()
+    trainer.register_hooks([EvalHook(2, lambda: results.pop(0))])
+    with pytest.raises(ValueError, match=r"'accuracy'.*'high'"):
+        trainer.train(0, 6)
+    # Iteration 1 was finished when the evaluation after it failed.
+    trainer.train(max_iter=6)
+    values = trainer.storage.history("accuracy").values()
+    assert values == [(0.5, 3), (0.75, 6)]
+
+
+@pytest.mark.parametrize("kind", [SimpleTrainer, AMPTrainer])
+def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(
+    kind: type[SimpleTrainer],
+) -> None:
+    def trained(*hooks: HookBase) -> SimpleTrainer:
+        model = Net()
+        model.dropout.p = 0.0
+        trainer = kind(model, [batches(1)[0]], sgd(model))
+        trainer.register_hooks(hooks)
+        return trainer
+
+    whole, interrupted = trained(), trained(StopOnce(at=1))
+    whole.train(0, 4)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.train(0, 4)
+    interrupted.train(1, 4)
+    assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
+
+
+@pytest.mark.parametrize("event", ["before_step", "after_backward", "after_step"])
+def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_do(
+    event: str,
+) -> None:
+    def trained(**interrupt: Any) -> SimpleTrainer:
+        trainer = net_trainer(Stream())
+        trainer.seed = 3
+        schedule = ExponentialLR(trainer.optim_wrapper, 0.5, by_epoch=False)
+        trainer.register_hooks(
+            [CallbackHook(**interrupt), LRScheduler(scheduler=schedule)]
+        )
+        return trainer
+
+    def ctrl_c(trainer: SimpleTrainer) -> None:
+        if trainer.iter == 2 and not states[1:]:
+            states.append({})
+            raise KeyboardInterrupt
+
+    whole, broken = trained(), trained(**{event: ctrl_c})
+    whole.train(0, 5)
+    states: list[Any] = []
+    broken.train(0, 2)
+    states.append(copy.deepcopy((broken.model.state_dict(), broken.state_dict())))
+    with pytest.raises(KeyboardInterrupt):
+        broken.train(max_iter=5)
+    with pytest.raises(
+        RuntimeError, match=r"broke off inside iteration 2.* load a checkpoint"
+    ):
+        broken.train(max_iter=5)
+    broken.model.load_state_dict(states[0][0])
+    broken.load_state_dict(states[0][1])
+    broken.train(max_iter=5)
+    assert torch.equal(broken.model.fc.weight, whole.model.fc.weight)
+    for name in ("lr", "total_loss"):
+        assert (
+            broken.storage.history(name).values()
+            == whole.storage.history(name).values()
+        )
+
+
+def test_a_scaler_goes_on_after_an_error_between_unscaling_and_update() -> None:
+    def trained(*hooks: HookBase) -> SimpleTrainer:
+        model = Net()
+        model.dropout.p = 0.0
+        wrapper = AmpOptimWrapper(sgd(model), "float16", clip_grad={"max_norm": 1.0})
+        wrapper.grad_scaler = torch.amp.GradScaler(
+            "cpu", init_scale=256.0
+        )  # does not overflow
+        trainer = SimpleTrainer(model, [batches(1)[0]], wrapper)
+        trainer.register_hooks(hooks)
+        return trainer
+
+    whole, interrupted = trained(), trained(StopOnce(at=1))
+    whole.train(0, 4)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.train(0, 4)
+    interrupted.train(1, 4)
+    assert torch.equal(interrupted.model.fc.weight, whole.model.fc.weight)
+    scaler = whole.optim_wrapper.state_dict()["grad_scaler"]
+    assert interrupted.optim_wrapper.state_dict()["grad_scaler"] == scaler
+
+
+def evaluate_badly(folder: Path) -> str:
+    """The final evaluation fails on rank 1, where rank 0 waits for its part of the results."""
+
+    def evaluate() -> dict[str, Any]:
+        if comm.get_rank() == 1:
+            raise ValueError("no such label")
+        comm.all_gather("results of rank 0")
+        return {"accuracy": 1.0}
+
+    trainer = net_trainer(batches(3))
+    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer, background=True)
+    trainer.register_hooks(
+        [
+            EvalHook(0, evaluate),
+            BestCheckpointer(0, checkpointer, "accuracy"),
+            HookBase(),
+        ]
+    )
+    try:
+        trainer.train(0, 3)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "succeeded"
+
+
+def test_a_final_evaluation_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
+    first, second = run_ranks(evaluate_badly, 2, tmp_path, limit_seconds=30)
+    assert second == "ValueError: no such label"
+    assert "Connection" in first

@@ -17,8 +17,6 @@ from gloo import run_ranks
 from hooktrain.evaluation import (
     ClassificationEvaluator,
     DatasetEvaluator,
-    MetricEvaluator,
-    evaluator,
     inference_context,
     inference_on_dataset,
 )
@@ -163,13 +161,6 @@ def test_functions_and_objects_of_torchmetrics_are_evaluators() -> None:
     assert first["classification"]["accuracy"] == 60.0
 
 
-def test_a_metric_finds_the_targets_of_a_dict_under_their_key() -> None:
-    batch = {"pixels": torch.tensor([1.0, 2.0]), "size": torch.tensor([1.0, 4.0])}
-    metric = MetricEvaluator(nn.functional.mse_loss, target_key="size")
-    results = inference_on_dataset(lambda batch: batch["pixels"], [batch], metric)
-    assert results == {"mse_loss": 2.0}
-
-
 def test_an_evaluator_sees_what_is_on_the_device_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,23 +270,6 @@ def test_progress_lines_come_every_five_seconds(
         ),
         "Evaluated 7 batches in 0:00:12 (1.7500 s each, 1.0000 s in the model)",
     ]
-
-
-def test_who_watches_a_terminal_sees_a_bar_in_place_of_these_lines(
-    clock: SimpleNamespace,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(
-        evaluator, "show_progress", lambda *args: drawn.append(args) or True
-    )
-    slow = Slow(clock, 3, (0.5, 1.0, 2.5))
-    slow.__class__ = type("Sized", (Slow,), {"__len__": lambda self: 3})
-    with caplog.at_level(logging.INFO, LOGGER):
-        inference_on_dataset(slow, slow, slow)  # type: ignore[arg-type]
-    assert drawn == [("Evaluating", i, 3, 12.0 - 4 * i) for i in (1, 2, 3)]
-    assert "Inference done" not in caplog.text
 
 
 def _evaluate_own_share() -> list[Any]:

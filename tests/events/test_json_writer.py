@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -107,21 +106,6 @@ def test_nan_and_infinities_come_back_from_valid_json(path: Path) -> None:
     assert line == {"b": math.inf, "c": -math.inf, "d": 0.1, "iteration": 3}
 
 
-def test_closing_brings_what_was_written_to_the_disk(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
-    writer = JSONWriter(path)
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        writer.write()
-        assert path.read_text() == '{"iteration": 0, "loss": 1.0}\n'
-    assert synced == []
-    writer.close()
-    assert synced == [30]
-
-
 def test_what_could_not_be_written_comes_with_the_next_write(path: Path) -> None:
     writer = JSONWriter(path, window_size=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -156,17 +140,6 @@ def test_only_the_main_process_touches_the_file(
     assert storage.written == {}
     assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
     assert path.read_text() == "old\n"
-
-
-def test_a_new_run_begins_the_file_again(path: Path) -> None:
-    writer = JSONWriter(path)
-    for number in (0, 1):
-        with EventStorage() as storage:
-            writer.rewind(0)
-            storage.put_scalar("loss", number)
-            writer.write()
-    assert lines(path) == [{"iteration": 0, "loss": 1.0}]
-    assert [p.name for p in path.parent.iterdir()] == ["metrics.json"]
 
 
 def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(

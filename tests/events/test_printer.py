@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hooktrain.events import CommonMetricPrinter, EventStorage, printer
+from hooktrain.events import CommonMetricPrinter, EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
 
@@ -166,15 +166,3 @@ def test_a_line_comes_from_the_main_process_up_to_the_last_iteration(
     with EventStorage(iteration):
         CommonMetricPrinter(max_iter=100).write()
     assert len(log.messages) == shown
-
-
-def test_the_memory_of_the_accelerator_is_shown_where_it_is_known(
-    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
-    module = SimpleNamespace(max_memory_allocated=lambda: 3 * 2**20)
-    monkeypatch.setattr(printer, "device_module", lambda: module)
-    with EventStorage():
-        CommonMetricPrinter(9).write()
-        del module.max_memory_allocated
-        CommonMetricPrinter(9).write()
-    assert log.messages == ["iter: 0  max_mem: 3M", "iter: 0"]

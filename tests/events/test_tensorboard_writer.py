@@ -116,19 +116,6 @@ def test_only_the_main_process_writes_and_no_process_keeps_the_images(
     assert not (tmp_path / "tb").exists()
 
 
-def test_one_writer_can_go_back_in_the_same_process(tmp_path: Path) -> None:
-    writer = TensorboardXWriter(tmp_path)
-    for start, value in ((0, 1.0), (5, 2.0)):
-        with EventStorage(start) as storage:
-            writer.rewind(start)
-            for storage.iter in range(start, 10):
-                storage.put_scalar("loss", value, smoothing_hint=False)
-                if storage.iter in (3, 9):
-                    writer.write()
-    writer.close()
-    assert scalars(tmp_path, "loss") == [(3, 1.0), (9, 2.0)]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_after_a_full_disk_it_goes_on_in_another_file(tmp_path: Path) -> None:
     threads = set(threading.enumerate())

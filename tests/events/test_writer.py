@@ -54,25 +54,6 @@ def test_what_the_function_has_refused_is_still_new(log: Log) -> None:
         assert storage.written == {}
 
 
-def test_a_resumed_run_goes_on_after_the_last_write_before_its_checkpoint(
-    log: Log,
-) -> None:
-    writer = make(log)
-    with EventStorage() as storage:
-        for storage.iter in (0, 2, 4):
-            storage.put_scalar("accuracy", storage.iter, smoothing_hint=False)
-            if storage.iter == 2:
-                writer.write()
-    log.clear()
-    loaded = EventStorage()
-    loaded.load_state_dict(storage.state_dict())
-    with loaded:
-        writer = make(log)
-        writer.rewind(6)
-        writer.write()
-    assert log == [({"accuracy": 4.0}, 4)]
-
-
 def test_only_the_main_process_calls_the_function(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,21 +167,6 @@ def test_averages_follow_their_formulas(
     assert seen == pytest.approx(expected)
 
 
-def test_the_average_of_a_child_is_saved_with_the_model() -> None:
-    class Distillation(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.student = nn.Linear(2, 2)
-            self.teacher = ExponentialMovingAverage(self.student, 0.5)
-
-    model = Distillation()
-    nn.init.constant_(model.student.weight, 1.0)
-    model.teacher.update_parameters(model.student)
-    x = torch.randn(3, 2)
-    assert torch.equal(model.teacher(x), model.teacher.module(x))
-    assert list(model.teacher.state_dict()) == ["steps", "module.weight", "module.bias"]
-
-
 @pytest.mark.parametrize("kind", [ExponentialMovingAverage, StochasticWeightAverage])
 def test_each_kind_resumes_bit_for_bit(kind: Any) -> None:
     model = Net()

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_toys import PairPreprocessor, Pairs, ToyModel, batch, sgd, toy_gan
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
@@ -19,7 +18,7 @@ from hooktrain.model import (
 )
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.utils.registry import MODEL_WRAPPERS
+from toys import PairPreprocessor, Pairs, ToyModel, batch, sgd_wrapper, toy_gan
 
 State = dict[str, Tensor]
 
@@ -42,7 +41,7 @@ def halves(seed: int) -> list[Tensor]:
 
 def train_whole() -> State:
     model = StepDistributedDataParallel(toy(dist.get_rank(), PairPreprocessor()))
-    wrapper = sgd(model)
+    wrapper = sgd_wrapper(model)
     for seed in range(3):
         model.train_step(dict(zip("xy", halves(seed), strict=True)), wrapper)
     return {**model.module.state_dict()}
@@ -50,7 +49,7 @@ def train_whole() -> State:
 
 def test_two_ranks_learn_what_one_learns_from_the_whole_batch(ranks: Any) -> None:
     model = toy(0, PairPreprocessor())
-    wrapper = sgd(model)
+    wrapper = sgd_wrapper(model)
     for seed in range(3):
         model.train_step(dict(zip("xy", batch(8, seed), strict=True)), wrapper)
     first, second = (rank["train_whole"] for rank in ranks)
@@ -62,7 +61,7 @@ def accumulate_whole() -> tuple[list[int], State]:
     model = StepDistributedDataParallel(toy(0))
     calls: list[None] = []
     model.register_comm_hook(calls, counted)
-    wrapper = sgd(model, accumulative_counts=3)
+    wrapper = sgd_wrapper(model, accumulative_counts=3)
     wrapper.initialize_count_status(model, 0, 5)
     made = []
     for seed in range(5):
@@ -75,7 +74,7 @@ def test_ranks_communicate_in_the_last_pass_of_an_accumulation_only(
     ranks: Any,
 ) -> None:
     model = toy(0)
-    wrapper = sgd(model, accumulative_counts=3)
+    wrapper = sgd_wrapper(model, accumulative_counts=3)
     wrapper.initialize_count_status(model, 0, 5)
     for seed in range(5):
         model.train_step(batch(8, seed), wrapper)
@@ -95,7 +94,7 @@ class Partly(ToyModel):
 
 def unused() -> tuple[str, list[str]]:
     model = StepDistributedDataParallel(Partly())
-    wrapper = sgd(model)
+    wrapper = sgd_wrapper(model)
     model.train_step(batch(2), wrapper)
     try:
         model.train_step(batch(2), wrapper)
@@ -103,7 +102,7 @@ def unused() -> tuple[str, list[str]]:
     except RuntimeError as error:
         message = str(error)
     found = StepDistributedDataParallel(Partly(), find_unused_parameters=True)
-    wrapper = sgd(found)
+    wrapper = sgd_wrapper(found)
     losses = [list(found.train_step(batch(2), wrapper)) for _ in range(2)]
     return message, losses[1]
 
@@ -128,7 +127,7 @@ class Aware(StepDistributedDataParallel):
 def wrap_a_model_with_its_own_step() -> tuple[str, list[str]]:
     model = StepDistributedDataParallel(OwnStep())
     try:
-        model.train_step(batch(2), sgd(model))
+        model.train_step(batch(2), sgd_wrapper(model))
         message = ""
     except TypeError as error:
         message = str(error)
@@ -237,41 +236,6 @@ def test_two_parts_on_two_ranks_learn_what_one_process_learns(
     ]
 
 
-def gradients_inside_of_no_sync() -> tuple[list[Tensor], list[Tensor], bool, bool]:
-    model = separate(0).eval()
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        x = my_half(0)
-        (model.module.discriminator(x).sum() + model(x).sum()).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    with model.no_sync():
-        alone = gradients()
-    together = gradients()
-    model.train()
-    trained = all(module.training for module in model.modules())
-    model.eval()
-    evaluated = not any(module.training for module in model.modules())
-    return alone, together, trained, evaluated
-
-
-def test_no_sync_covers_all_parts(ranks: Any) -> None:
-    (alone_0, together_0, trained, evaluated), (alone_1, together_1, _, _) = (
-        rank["gradients_inside_of_no_sync"] for rank in ranks
-    )
-    assert len(alone_0) == 8
-    for a, b, c, d in zip(alone_0, alone_1, together_0, together_1, strict=True):
-        assert torch.equal(c, d)
-        assert torch.allclose((a + b) / 2, c, atol=1e-6)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(alone_0[:6], alone_1[:6], strict=True)
-    )
-    assert not torch.equal(alone_0[6], alone_1[6])
-    assert trained
-    assert evaluated
-
-
 def save_and_load(folder: Path) -> tuple[list[str], list[str], list[Any], State]:
     model = separate(5)
     Checkpointer(model, folder).save("wrapped")
@@ -342,17 +306,6 @@ def test_parameters_outside_of_the_children_are_refused_by_name() -> None:
     assert type(model.generator) is nn.Sequential
 
 
-def test_wrappers_are_registered_by_both_names() -> None:
-    for name, wrapper in {
-        "DistributedDataParallel": DistributedDataParallel,
-        "DataParallel": DataParallel,
-        "StepDistributedDataParallel": StepDistributedDataParallel,
-        "SeparateDistributedDataParallel": SeparateDistributedDataParallel,
-        "MMSeparateDistributedDataParallel": SeparateDistributedDataParallel,
-    }.items():
-        assert MODEL_WRAPPERS.get(name) is wrapper
-
-
 def everything(folder: Path) -> dict[str, Any]:
     warnings.simplefilter("error")
     functions = (
@@ -363,7 +316,6 @@ def everything(folder: Path) -> dict[str, Any]:
         buffers_of_the_ranks,
         train_parts,
         accumulate_parts,
-        gradients_inside_of_no_sync,
         wrap_aliased_and_step,
     )
     results = {function.__name__: function() for function in functions}

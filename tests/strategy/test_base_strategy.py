@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_toys import SGD, Regression, batch, train
 from torch import nn
 
 import hooktrain.compat.mmengine  # noqa: F401  # has rules for parameters
@@ -14,6 +13,7 @@ from hooktrain.config import LazyCall
 from hooktrain.solver import OptimWrapper, OptimWrapperDict, StepLR
 from hooktrain.strategy import SingleDeviceStrategy
 from hooktrain.utils.env import seed_step
+from toys import SGD, Regression, batch, train_steps
 
 
 class Telling(SingleDeviceStrategy):
@@ -58,19 +58,6 @@ def test_everything_is_built_in_the_written_order() -> None:
         dispatch_kwargs={"max_iters": 4},
     )
     assert list(dict.fromkeys(telling.calls)) == ORDER
-
-
-def test_the_constructor_only_stores(tmp_path: Any) -> None:
-    state = torch.get_rng_state()
-    made = strategy(work_dir=tmp_path / "runs", env_kwargs={"seed": 3})
-    assert torch.equal(torch.get_rng_state(), state)
-    assert list(tmp_path.iterdir()) == []
-    for name in ("seed", "launcher", "device", "model"):
-        assert not hasattr(made, name)
-    with pytest.raises(
-        ValueError, match="sync_bn must be 'torch' or None, but got 'mmcv'"
-    ):
-        strategy(sync_bn="mmcv")
 
 
 def test_a_model_is_built_of_what_describes_it() -> None:
@@ -258,7 +245,9 @@ def go(strategy: SingleDeviceStrategy, steps: range) -> list[float]:
     losses = []
     for step in steps:
         seed_step(strategy.seed, step, strategy.rank)
-        losses += train(strategy.model, strategy.optim_wrapper, range(step, step + 1))
+        losses += train_steps(
+            strategy.model, strategy.optim_wrapper, range(step, step + 1)
+        )
         for scheduler in strategy.param_schedulers:
             scheduler.step()
     return losses
@@ -379,21 +368,6 @@ def test_the_newest_intact_checkpoint_is_resumed_from(tmp_path: Path) -> None:
     rest = made.load_or_resume(resume=True)
     assert rest is not None
     assert rest["meta"]["iter"] == 1
-
-
-def test_names_are_revised(
-    tmp_path: Path,
-) -> None:
-    first, second = prepared(tmp_path), prepared(tmp_path)
-    state = {f"old.{name}": value for name, value in first.model_state_dict().items()}
-    torch.save({"model": state}, tmp_path / "a.pth")
-    options: dict[str, Any] = {"strict": True, "revise_keys": [(r"^old\.", "")]}
-    nn.init.zeros_(second.model.last.weight)
-    second.load_checkpoint(tmp_path / "a.pth", **options)
-    assert torch.equal(second.model.last.weight, first.model.last.weight)
-    second.load_model_state_dict(state, **options)
-    with pytest.raises(RuntimeError, match="the file and the model differ"):
-        second.load_model_state_dict(state, strict=True)
 
 
 def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:

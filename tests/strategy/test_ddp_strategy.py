@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from strategy_toys import SGD, Regression, batch, train
 from torch import Tensor, nn
 
 from gloo import run_ranks
@@ -20,6 +19,7 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
+from toys import SGD, Regression, batch, train_steps
 
 HALVES = [slice(0, 4), slice(4, 8)]
 
@@ -37,7 +37,7 @@ def losses_of_this_rank() -> list[float]:
     assert isinstance(made, DDPStrategy)
     model, wrapper = made.prepare({"type": "StrategyToy"}, optim_wrapper=SGD)
     assert isinstance(model, StepDistributedDataParallel)
-    return train(model, wrapper, range(5), HALVES[made.rank])
+    return train_steps(model, wrapper, range(5), HALVES[made.rank])
 
 
 def equal_weights() -> Any:
@@ -129,13 +129,13 @@ def save(folder: str) -> dict[str, Any]:
     model, wrapper = made.prepare(
         options, optim_wrapper={**SGD, "accumulative_counts": 2}
     )
-    train(model, wrapper, range(4), HALVES[made.rank])
+    train_steps(model, wrapper, range(4), HALVES[made.rank])
     seed_step(made.seed, 4, made.rank)
     if made.rank == 0:
         made.save_checkpoint(Path(folder) / "a.pth", extra_ckpt={"meta": {"iter": 4}})
-    expected = train(model, wrapper, range(4, 8), HALVES[made.rank])
+    expected = train_steps(model, wrapper, range(4, 8), HALVES[made.rank])
     made.load_or_resume(resume=True)
-    again = train(model, wrapper, range(4, 8), HALVES[made.rank])
+    again = train_steps(model, wrapper, range(4, 8), HALVES[made.rank])
     return {"equal": again == expected}
 
 
@@ -176,7 +176,9 @@ def ranks(folder: Path) -> list[Any]:
 def test_losses_on_two_ranks_are_those_of_one_with_the_whole_batch(ranks: Any) -> None:
     model, wrapper = single().prepare({"type": "StrategyToy"}, optim_wrapper=SGD)
     mean = torch.tensor([rank["losses"] for rank in ranks]).mean(0)
-    assert mean.tolist() == pytest.approx(train(model, wrapper, range(5)), abs=1e-6)
+    assert mean.tolist() == pytest.approx(
+        train_steps(model, wrapper, range(5)), abs=1e-6
+    )
 
 
 def test_weights_are_those_of_the_first_rank(

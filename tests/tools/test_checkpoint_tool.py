@@ -11,7 +11,6 @@ from loading import load_tool
 from torch import nn
 
 from hooktrain.checkpoint.files import load_file, save_file
-from hooktrain.checkpoint.loading import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +51,6 @@ def test_there_and_back_the_file_is_the_same_to_the_byte(
 ) -> None:
     assert tool("to-file", folder, tmp_path / "b.pth") == 0
     assert (tmp_path / "b.pth").read_bytes() == file.read_bytes()
-
-
-def test_a_converted_state_resumes_model_and_optimizer(
-    file: Path, folder: Path, tool: Callable[..., int]
-) -> None:
-    results = []
-    for state in (load_file(file), read_checkpoint(folder)):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["trainer"]["optimizer"])
-        model(torch.ones(2, 3)).square().sum().backward()
-        optimizer.step()
-        results.append(model.state_dict())
-    for name, tensor in results[0].items():
-        assert torch.equal(tensor, results[1][name])
 
 
 def test_inspect_prints_the_same_tables_for_file_and_folder(
@@ -119,13 +102,6 @@ def test_what_is_broken_is_named_and_gives_exit_code_1(
     assert printed.err.startswith(f"error: {path}")
 
 
-def test_the_folder_of_what_is_written_is_made(
-    file: Path, tmp_path: Path, tool: Callable[..., int]
-) -> None:
-    assert tool("weights", file, tmp_path / "new" / "weights.pth") == 0
-    assert (tmp_path / "new" / "weights.pth").exists()
-
-
 def test_a_conversion_replaces_nothing(
     file: Path,
     folder: Path,
@@ -137,13 +113,6 @@ def test_a_conversion_replaces_nothing(
     assert tool("to-sharded", file, folder) == 1
     assert capsys.readouterr().err.count("exists already") == 2
     assert file.read_bytes() == before
-
-
-def test_what_is_not_there_gives_exit_code_1(
-    tool: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert tool("verify", tmp_path / "nothing.pth") == 1
-    assert "nothing.pth" in capsys.readouterr().err
 
 
 def test_what_is_read_may_be_at_an_address(

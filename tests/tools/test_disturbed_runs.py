@@ -198,16 +198,6 @@ def free_port() -> int:
     return port
 
 
-def test_two_agents_train_one_network(folder: Path, undisturbed: Path) -> None:
-    meet = [
-        "--node-rank={node}",
-        "--master-addr=127.0.0.1",
-        f"--master-port={free_port()}",
-    ]
-    two_agents(meet, "nothing", folder)
-    assert_same_weights(folder / "out", undisturbed)
-
-
 def test_two_agents_restart_when_a_rank_is_killed(
     folder: Path, undisturbed: Path
 ) -> None:

@@ -168,10 +168,3 @@ def test_the_network_is_resnet_50_whose_branches_begin_at_zero() -> None:
     assert model.label_smoothing == 0.1
     assert not model.net.layer4[2].bn3.weight.any()
     assert model.net.layer4[2].bn2.weight.all()
-
-
-def test_the_configuration_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    cfg = LazyConfig.load(CONFIG)
-    LazyConfig.save(cfg, tmp_path / "config.json")
-    loaded = LazyConfig.load(tmp_path / "config.json")
-    assert LazyConfig.to_json(loaded) == LazyConfig.to_json(cfg)

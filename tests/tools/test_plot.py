@@ -39,18 +39,6 @@ def test_metrics_are_put_into_panels(
     assert plot.read([run], ["loss"], count=2) == {"losses": {"loss": losses}}
 
 
-def test_several_runs_share_a_panel_under_their_names(
-    run: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "metrics.json").write_text(
-        '{"iteration": 9, "total_loss": 1.0}\n'
-    )
-    panels = plot.read([run, tmp_path / "other"], ["total_loss"], count=1)
-    assert list(panels) == ["losses"]
-    assert list(panels["losses"]) == ["run: total_loss", "other: total_loss"]
-
-
 @pytest.mark.parametrize(
     ("name", "begin"),
     [
@@ -64,13 +52,6 @@ def test_a_picture_has_the_format_of_its_name(
 ) -> None:
     assert plot.main([str(run), "--out", str(run / name), "--log"]) == 0
     assert (run / name).read_bytes().startswith(begin)
-
-
-def test_it_is_saved_beside_the_metrics_by_default(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plot.main([str(run / "metrics.json")]) == 0
-    assert capsys.readouterr().out == f"{run / 'metrics.png'}\n"
 
 
 def test_in_a_terminal_it_is_drawn_by_characters() -> None:
@@ -101,21 +82,6 @@ def test_in_a_terminal_it_is_drawn_by_characters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "shows_more"),
-    [
-        ([0.1, 2.0], True),
-        ([0.0, 0.1, 2.0], True),
-        ([97.0, 99.0], False),
-        ([-1.0, 50.0, 0.1], False),
-    ],
-)
-def test_a_logarithmic_scale_is_for_what_differs_tenfold(
-    values: list[float], shows_more: bool
-) -> None:
-    assert plot.spans_decades({"a": list(enumerate(values))}) == shows_more
-
-
-@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["nowhere"], "No such file or directory: 'nowhere'"),
@@ -132,15 +98,6 @@ def test_a_mistake_is_a_line(
             [str(run) if argument == "RUN" else argument for argument in arguments]
         )
     assert text in capsys.readouterr().err
-
-
-def test_a_kind_of_picture_that_is_not_known_is_a_line(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit):
-        plot.main([str(run), "--out", str(run / "a.docx")])
-    assert "Format 'docx' is not supported" in capsys.readouterr().err
 
 
 def test_it_is_drawn_again_until_the_user_ends_it(

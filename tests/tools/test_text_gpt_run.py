@@ -106,10 +106,3 @@ def test_one_override_changes_the_block_size_everywhere() -> None:
     model = instantiate(cfg.model)
     assert model.block_size == 48
     assert model.head.out_features == len(python_docs_vocabulary())
-
-
-def test_the_configuration_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    cfg = LazyConfig.load(CONFIG)
-    LazyConfig.save(cfg, tmp_path / "config.json")
-    loaded = LazyConfig.load(tmp_path / "config.json")
-    assert LazyConfig.to_json(loaded) == LazyConfig.to_json(cfg)

@@ -24,7 +24,6 @@ def run(
     *args: str,
     script: str = "train_net.py",
     ranks: int = 0,
-    fails: bool = False,
 ) -> str:
     """Run a script of tools/ in a folder of its own; return what it printed."""
     torchrun = [
@@ -36,7 +35,7 @@ def run(
     done = run_program(
         *(torchrun if ranks else []), *command(folder, *args, script=script)
     )
-    assert (done.returncode != 0) == fails, done.stdout
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -119,13 +118,6 @@ def test_the_saved_configuration_trains_the_same_network(tmp_path: Path) -> None
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_bfloat16_on_the_cpu_trains_the_same_network(tmp_path: Path) -> None:
-    run(tmp_path, "train.amp.enabled=true", "train.amp.dtype=bfloat16")
-    losses = [line["total_loss"] for line in lines(tmp_path) if "total_loss" in line]
-    assert losses[-1] < losses[0]
-    assert checkpoint(tmp_path)["model"]["head.weight"].dtype == torch.float32
-
-
 def test_a_run_goes_on_with_another_number_of_ranks(
     tmp_path: Path,
 ) -> None:
@@ -149,20 +141,6 @@ def test_num_gpus_starts_as_many_processes(tmp_path: Path) -> None:
     run(tmp_path, "--num-gpus=2")
     assert (tmp_path / "log.txt.rank1").exists()
     assert checkpoint(tmp_path)["trainer"]["meta"]["world_size"] == 2
-
-
-def test_a_misspelt_key_names_the_nearest_before_anything_starts(
-    tmp_path: Path,
-) -> None:
-    printed = run(tmp_path / "out", "train.max_itr=5", fails=True)
-    assert "max_iter" in printed
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_lower_max_iter_than_what_is_finished_is_refused(tmp_path: Path) -> None:
-    run(tmp_path)
-    printed = run(tmp_path, "--resume", "train.max_iter=5", fails=True)
-    assert "start_iter=12 and max_iter=5" in printed
 
 
 def test_the_plain_script_trains_and_resumes(tmp_path: Path) -> None:

@@ -66,16 +66,6 @@ def test_an_error_or_exit_is_logged_and_raised_by_wait_and_only_once(
     assert "The background job 'saving' failed" in caplog.text
 
 
-def test_no_thread_lives_longer_than_its_job() -> None:
-    worker, before = BackgroundWorker("job"), threading.active_count()
-    started = []
-    worker.submit(lambda: started.append(threading.current_thread()))
-    worker.wait()
-    assert not started[0].is_alive()
-    assert not started[0].daemon
-    assert threading.active_count() == before
-
-
 SCRIPT = """
 import sys, threading, time
 sys.modules["torch"] = None  # nothing of it is needed here

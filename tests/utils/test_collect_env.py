@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import hooktrain
-from hooktrain.utils import collect_env
 from hooktrain.utils.collect_env import collect_env_info
 
 
@@ -37,14 +36,3 @@ def test_variables_that_steer_the_run_are_listed_and_no_others(
     assert row(info, "$OMP_NUM_THREADS") == "007"
     assert row(info, "$LOCAL_RANK") == "3"
     assert "hush" not in info
-
-
-def test_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["H200", "H200", "T4"]
-
-    class Module:
-        get_device_name = staticmethod(names.__getitem__)
-
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    monkeypatch.setattr(collect_env, "device_module", lambda: Module)
-    assert row(collect_env_info(), "Devices") == "H200, H200, T4"

@@ -138,14 +138,6 @@ def test_a_single_process_is_rank_0_of_1() -> None:
     assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
 
 
-def test_a_process_of_torchrun_knows_its_local_rank_before_it_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert (comm.get_local_rank(), comm.get_local_size()) == (1, 2)
-
-
 def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     obj = object()
     assert comm.all_gather(obj) == [obj]

@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,21 +181,6 @@ def folder_of(path: Path, content: str) -> Path:
     return path
 
 
-def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
-    folder_of(tmp_path / "a", "old")
-    with pytest.raises(IsADirectoryError):
-        write(tmp_path / "a", b"new")
-    assert (tmp_path / "a" / "file").read_text() == "old"
-    assert names(tmp_path) == ["a"]
-
-
-def test_a_temporary_file_tells_who_writes_it(tmp_path: Path) -> None:
-    with replacing(tmp_path / "a") as temporary:
-        owner = f"{os.getpid()}-{socket.gethostname()}"
-        assert temporary == tmp_path / f".a.tmp-{owner}"
-        temporary.touch()
-
-
 OWNER = "-1-host-2.example"
 
 
@@ -210,22 +194,6 @@ def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     (tmp_path / f".d.tmp{OWNER}").symlink_to(tmp_path)
     lock_folder(tmp_path)
     assert names(tmp_path) == sorted([".lock", *others])
-
-
-def test_what_may_not_be_removed_is_told_and_the_rest_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def remove(path: Path, missing_ok: bool = False) -> None:
-        if path.name.startswith(".a"):
-            raise PermissionError(errno.EACCES, "not yours")
-        os.unlink(path)
-
-    for name in (f".a.tmp{OWNER}", f".b.tmp{OWNER}"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(Path, "unlink", remove)
-    sweep(tmp_path)
-    assert names(tmp_path) == [f".a.tmp{OWNER}"]
-    assert "not yours" in caplog.text
 
 
 def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
@@ -326,8 +294,3 @@ def test_on_a_file_system_without_locks_the_run_goes_on_and_nothing_is_swept(
     lock_folder(tmp_path)
     assert f"{tmp_path} cannot be locked ([Errno {getattr(errno, name)}]" in caplog.text
     assert left.exists()
-
-
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        lock_folder(tmp_path / "missing")

@@ -1,6 +1,5 @@
 """What setup_logger brings to the terminal and to files, and the progress bar."""
 
-import functools
 import io
 import logging
 import re
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from termcolor import colored
 
-from hooktrain.utils import logger as logger_module
 from hooktrain.utils.logger import (
     close_logger,
     setup_logger,
@@ -32,13 +29,6 @@ DATE = r"\d{4}-\d\d-\d\d"
 def _undo() -> Iterator[None]:
     yield
     close_logger(NAME)
-
-
-@pytest.fixture
-def colors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal that has colours."""
-    always_colored = functools.partial(colored, force_color=True)
-    monkeypatch.setattr(logger_module, "colored", always_colored)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +50,6 @@ def test_a_level_chooses_what_the_terminal_shows(
     levels = ("DEBUG: debug", "INFO: info", "WARNING: warning")
     lines = [rf"\[{DATE} {TIME}\] {NAME}.engine {line}\n" for line in levels]
     assert re.fullmatch("".join(lines), (tmp_path / "a/b/log.txt").read_text())
-
-
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"one of \['quiet', 'normal', 'debug'\], but got 'loud'"
-    ):
-        setup_logger(name=NAME, level="loud")
 
 
 class Screen(io.StringIO):
@@ -116,19 +99,6 @@ def test_a_bar_stands_below_the_lines_where_somebody_watches(
     ]
     expected = "".join(f"{bar}\r{' ' * len(bar)}\r" for bar in bars if watched)
     assert re.fullmatch(re.escape(expected) + rf"{TIME} hello\n", screen.getvalue())
-
-
-def test_colours_mark_the_time_and_levels_from_warning_on(
-    capsys: pytest.CaptureFixture[str], colors: None
-) -> None:
-    logger = setup_logger(name=NAME)
-    for level in (logging.INFO, logging.WARNING, logging.ERROR):
-        logger.log(level, "hello")
-    header = rf"\x1b\[32m{TIME}\x1b\[0m "
-    info, warning, error = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(header + "hello", info)
-    assert re.fullmatch(header + r"\x1b\[1m\x1b\[31mWARNING\x1b\[0m hello", warning)
-    assert re.fullmatch(header + r"\x1b\[1m\x1b\[31mERROR\x1b\[0m hello", error)
 
 
 def test_setting_up_again_replaces_what_was_there(

@@ -103,11 +103,6 @@ def test_type_may_be_a_name_a_class_a_function_or_a_dotted_name(
     assert tuple(built.weight.shape) == (3, 2)
 
 
-def test_a_registered_name_goes_before_what_can_be_imported(registry: Registry) -> None:
-    registry.register(Recorder, name="torch.nn.Linear")
-    assert type(registry.build({"type": "torch.nn.Linear"})) is Recorder
-
-
 def test_defaults_are_for_keys_that_the_configuration_lacks(registry: Registry) -> None:
     cfg = {"a": 1, "inner": {"type": "x"}}
     for _ in range(2):
@@ -145,29 +140,3 @@ def test_wrong_arguments_are_noted_with_the_nearest_of_any_base_class(
         registry.build({"type": kind, **arguments})
     what = f"{kind} of the registry 'things' with the keys {[*arguments]}"
     assert error.value.__notes__ == [f"while instantiating {what}{hint}"]
-
-
-def test_an_error_from_inside_of_a_constructor_is_not_hidden(
-    registry: Registry,
-) -> None:
-    with pytest.raises(FileNotFoundError, match="no such width") as error:
-        registry.build({"type": "Strict", "width": -1})
-    assert error.value.filename == "w.txt"
-    with pytest.raises(TypeError, match="deep inside"):
-        registry.build({"type": "Strict", "width": "x"})
-
-
-def test_without_notes_the_object_of_an_error_is_logged(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
-    class OldError(Exception):
-        add_note = property()
-
-    @registry.register
-    def fail() -> None:
-        raise OldError
-
-    with pytest.raises(OldError):
-        registry.build({"type": "fail"})
-    assert "while instantiating" in caplog.text
-    assert "fail of the registry 'things'" in caplog.text

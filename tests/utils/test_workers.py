@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +73,6 @@ def train(folder: Path, build: Any, method: str, where: str) -> None:
 
     trainer.register_hooks([CallbackHook(after_step=in_step), preemption])
     trainer.train(max_iter=3)
-
-
-def note(folder: Path, worker_id: int) -> None:
-    (folder / str(worker_id)).touch()
-
-
-def test_the_worker_init_fn_of_a_loader_is_called_and_kept(
-    tmp_path: Path,
-) -> None:
-    given = partial(note, tmp_path)
-    loader = DataLoader([1, 2], num_workers=2, worker_init_fn=given)  # type: ignore[arg-type]
-    assert [int(batch) for batch in start_workers(loader)] == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-    assert loader.worker_init_fn is given
 
 
 def workers(folder: Path) -> list[int]:

@@ -1,4 +1,3 @@
-import errno
 import math
 import os
 import signal
@@ -100,15 +99,6 @@ def test_a_run_goes_on_when_its_folder_is_gone(
     assert run(tmp_path / "out", 6, options=options, period=2).start_iter == 6
 
 
-def test_a_run_that_is_stopped_early_has_its_final_checkpoint(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    stop = CallbackHook(after_step=lambda t: t.iter == 2 and t.request_stop("enough"))
-    run(tmp_path, 10, stop, options=options, period=100)
-    assert names(tmp_path) == ["model_final.pth"]
-    assert torch.load(tmp_path / "model_final.pth", weights_only=True)["iteration"] == 2
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_failed_run_completes_the_checkpoint_that_was_under_way(
     options: dict[str, Any], sharded: bool, tmp_path: Path
@@ -202,21 +192,6 @@ def test_a_hook_with_state_behind_the_checkpointer_is_told(
     assert "['WithState'] come after PeriodicCheckpointer" in caplog.text
 
 
-def on_main_only(folder: Path) -> Any:
-    trainer = linear_trainer()
-    saver = Checkpointer(trainer.model, folder, trainer=trainer)
-    hook = PeriodicCheckpointer(saver, 2) if comm.is_main_process() else None
-    trainer.register_hooks([hook])
-    trainer.train(0, 4)
-    comm.synchronize()
-    final = torch.load(folder / "model_final.pth", weights_only=True)
-    return final["trainer"]["iteration"]
-
-
-def test_it_works_registered_on_the_main_rank_only(tmp_path: Path) -> None:
-    assert run_ranks(on_main_only, 2, tmp_path) == [3, 3]
-
-
 def shards_on_main_only(folder: Path) -> None:
     trainer = linear_trainer()
     saver = Checkpointer(trainer.model, folder, sharded=True, trainer=trainer)
@@ -265,17 +240,6 @@ def test_the_best_value_decides_what_is_in_the_file(
     assert saved_iteration(tmp_path) == best == hook.best_iter
 
 
-def test_less_is_better_of_a_loss_or_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        for name in ("val_loss", "error_rate", "accuracy"):
-            BestCheckpointer(1, Checkpointer(LinearLoss()), name)
-    assert [text[-17:] for text in caplog.messages] == [
-        "minimum: see mode",
-        "minimum: see mode",
-        "maximum: see mode",
-    ]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_never_the_best(
     tmp_path: Path, value: float
@@ -318,28 +282,6 @@ def test_a_broken_best_file_is_replaced(
     best_of(tmp_path, [0.25, 0.25], state=state)
     assert "model_best.pth" in caplog.text
     assert saved_iteration(tmp_path) == 2
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_does_not_end_the_run_and_the_next_best_is_saved(
-    background: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    calls = []
-
-    def full_at_first(state: dict[str, Any], path: str) -> None:
-        calls.append(path)
-        if len(calls) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_file(state, path)
-
-    monkeypatch.setattr(checkpointer, "write_file", full_at_first)
-    hook, _ = best_of(tmp_path, [0.5, 0.25, 0.25], background=background)
-    assert caplog.text.count("NOT SAVED") == 1
-    assert saved_iteration(tmp_path) == 1
-    assert hook.best_metric == 0.25
 
 
 @pytest.mark.parametrize(
@@ -540,37 +482,6 @@ def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
         trainer.train(max_iter=2)
     assert seen == [0.0, 0.9]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_another_signal_right_after_the_first_ends_at_once(tmp_path: Path) -> None:
-    both = signal_at(signal.SIGTERM, 0), signal_at(signal.SIGINT, 0)
-    trainer = preemptible(tmp_path, *both)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train(max_iter=2)
-
-
-def test_a_failing_save_is_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no space")
-
-    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1))
-    monkeypatch.setattr(Checkpointer, "save", fail)
-    with pytest.raises(OSError, match="no space"):
-        trainer.train(max_iter=3)
-
-
-def test_a_second_hook_leaves_the_signals_to_the_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = handlers()
-    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1))
-    trainer.register_hooks([Preemption(Checkpointer(trainer.model, tmp_path))])
-    with pytest.raises(SystemExit):
-        trainer.train(max_iter=3)
-    assert handlers() == before
-    assert "handled by another Preemption hook" in caplog.text
 
 
 def test_in_another_thread_it_says_that_it_ignores_signals(

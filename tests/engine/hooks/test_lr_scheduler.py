@@ -57,16 +57,6 @@ def test_a_second_longer_run_lays_the_schedule_over_its_whole_length() -> None:
     assert recorded(trainer) == [8.0, 4.0, 4.0, 2.0]
 
 
-def test_an_optimizer_put_in_between_two_runs_is_scheduled_in_the_second() -> None:
-    trainer = linear_trainer(
-        LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)), lr=8.0
-    )
-    trainer.train(0, 4)
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
-    trainer.train(0, 4)
-    assert recorded(trainer) == [4.0, 3.0, 2.0, 1.0]
-
-
 def test_a_torch_scheduler_is_stepped_once_an_iteration() -> None:
     trainer = linear_trainer(lr=1.0)
     trainer.register_hooks(
@@ -83,15 +73,6 @@ def test_a_scheduler_of_the_trainer_is_found() -> None:
     assert recorded(trainer) == [1.0, 0.5]
 
 
-def test_the_group_with_most_parameters_stands_for_all() -> None:
-    a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
-    groups = [{"params": [a], "lr": 1.0}, {"params": [b, c], "lr": 2.0}]
-    best = LRScheduler.get_best_param_group_id
-    assert best(torch.optim.SGD(groups, lr=0.1)) == 1
-    single = [{"params": [p], "lr": lr} for p, lr in ((a, 1.0), (b, 2.0), (c, 2.0))]
-    assert best(torch.optim.SGD(single, lr=0.1)) == 1
-
-
 def warm_up(optimizer: Any) -> list[Any]:
     return [
         LinearLR(optimizer, 0.25, by_epoch=False, end=4),
@@ -100,14 +81,6 @@ def warm_up(optimizer: Any) -> list[Any]:
 
 
 WARM_UP = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5]
-
-
-def test_a_list_is_stepped_in_order() -> None:
-    trainer = linear_trainer(lr=1.0)
-    hook = LRScheduler(scheduler=warm_up(trainer.optim_wrapper))
-    trainer.register_hooks([hook])
-    trainer.train(0, 8)
-    assert recorded(trainer) == WARM_UP
 
 
 def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
@@ -204,15 +177,6 @@ def test_several_optimizers_have_schedulers_by_name() -> None:
     assert recorded(trainer, "b.lr") == [2.0 * (1 - k / 8) for k in range(8)]
 
 
-def test_optimizers_can_be_given_by_name() -> None:
-    trainer = two_optimizers()
-    other = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
-    schedule = {"x": LinearParamScheduler(1.0, 0.0)}
-    trainer.register_hooks([LRScheduler({"x": other}, schedule)])
-    trainer.train(0, 2)
-    assert recorded(trainer, "x.lr") == [4.0, 2.0]
-
-
 # State
 
 
@@ -241,15 +205,6 @@ def test_a_list_of_all_kinds_goes_on_bit_for_bit(at: int) -> None:
     second.load_state_dict(first.state_dict())
     second.train(max_iter=20)
     assert recorded(second)[-(20 - at) :] == recorded(whole)[at:]
-
-
-def test_a_state_that_is_saved_before_training_is_the_loaded_one() -> None:
-    first, second = make(), make()
-    first.train(0, 5)
-    state = first.state_dict()["hooks"]
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict()["hooks"] == state
-    assert list(state["LRScheduler"]) == ["schedulers", "seen_iters"]
 
 
 @pytest.mark.parametrize(
@@ -334,19 +289,6 @@ def test_a_rate_with_two_schedules_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="a rate has two schedules"):
             linear_trainer(*hooks).train(0, 2)
-
-
-def test_an_optimizer_that_the_trainer_does_not_have_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    other = torch.optim.SGD(LinearLoss().parameters(), lr=4.0)
-    hook = LRScheduler(other, LinearParamScheduler(1.0, 0.0))
-    linear_trainer(hook).train(0, 2)
-    assert "optimizer that the trainer does not have" in caplog.text
-
-
-def test_a_run_without_iterations_has_schedules_too() -> None:
-    linear_trainer(LRScheduler(scheduler=CosineParamScheduler(1.0, 0.0))).train(0, 0)
 
 
 Make = Callable[[torch.optim.Optimizer], Any]
