@@ -188,6 +188,10 @@ class Checkpointer:
     def _states(self) -> State:
         return {key: item.state_dict() for key, item in self.checkpointables.items()}
 
+    def content(self, extra: State) -> State:
+        """What is saved: the states, and more entries. A subclass may change it."""
+        return {"model": self.model.state_dict(), **self._states(), **extra}
+
     def save(
         self,
         name: str,
@@ -226,8 +230,7 @@ class Checkpointer:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
         self._worker.wait()  # first, since what failed may change a state
-        state = {"model": self.model.state_dict(), **self._states(), **extra}
-        state = storable(state, shards=True)
+        state = storable(self.content(extra), shards=True)
         if not self.sharded:
             name += ".pth"
             if dist.is_initialized():  # without a process group nothing is sharded

@@ -41,6 +41,12 @@ from hooktrain.compat.mmengine_model import (
     detect_anomalous_params as detect_anomalous_params,
     revert_sync_batchnorm as revert_sync_batchnorm,
 )
+from hooktrain.compat.mmengine_strategy import (
+    BaseStrategy as BaseStrategy,
+    DDPStrategy as DDPStrategy,
+    FSDPStrategy as FSDPStrategy,
+    SingleDeviceStrategy as SingleDeviceStrategy,
+)
 from hooktrain.compat.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )

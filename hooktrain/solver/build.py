@@ -225,24 +225,34 @@ def scheduler_states(schedulers: Schedulers) -> Any:
     return [getattr(scheduler, "state_dict", dict)() for scheduler in schedulers]
 
 
-def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
-    """Give the schedulers what :func:`scheduler_states` gave.
-
-    Raises:
-        ValueError: if it is of more or fewer schedulers, or of others by name.
-    """
-    ours = schedulers if isinstance(schedulers, dict) else {"": schedulers}
-    saved = states if isinstance(states, dict) else {"": states}
+def check_scheduler_states(schedulers: Schedulers, states: Any) -> None:
+    """Raise a ValueError for states of more or fewer schedulers, or of others by name."""
+    ours = _by_name(schedulers)
+    saved = _by_name(states)
     counts = {name: len(each) for name, each in ours.items()}
     saved_counts = {name: len(each) for name, each in saved.items()}
     if counts != saved_counts:
         raise ValueError(
             f"the state has so many schedulers: {saved_counts}, and this run: {counts}"
         )
-    for name, each in ours.items():
+
+
+def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
+    """Give the schedulers what :func:`scheduler_states` gave.
+
+    Raises:
+        ValueError: as :func:`check_scheduler_states`.
+    """
+    check_scheduler_states(schedulers, states)
+    saved = _by_name(states)
+    for name, each in _by_name(schedulers).items():
         for scheduler, state in zip(each, saved[name], strict=True):
             if state:
                 scheduler.load_state_dict(state)
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    return given if isinstance(given, dict) else {"": given}
 
 
 def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> Any:

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,12 @@ from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.solver.build import Schedulers, load_scheduler_states, scheduler_states
+from hooktrain.solver.build import (
+    Schedulers,
+    check_scheduler_states,
+    load_scheduler_states,
+    scheduler_states,
+)
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import environment
@@ -25,7 +31,6 @@ from hooktrain.strategy.environment import Environment, Launcher, set_random_see
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath, on_disk
-from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.registry import MODELS
 from hooktrain.utils.tensors import full_tensors, map_leaves
 
@@ -35,16 +40,6 @@ Renames: TypeAlias = Sequence[tuple[str, str]]
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
 # A model, its configuration, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
-
-# What strategies for MMEngine override.
-_NOT_CALLED = {
-    "_setup_env": "override setup()",
-    "_setup_distributed": "override setup()",
-    "_set_randomness": "override setup()",
-    "_wrap_model": "override wrap_model()",
-    "_init_model_weights": "override init_model_weights()",
-    "_build_param_scheduler": "override build_param_scheduler()",
-}
 
 # As in DistributedDataParallel: what a broadcast may take beside the weights.
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -77,8 +72,9 @@ class BaseStrategy(ABC):
     hold ``model``, ``optimizer``, ``param_schedulers`` and ``meta``. With a trainer, save
     the trainer by a Checkpointer of your own instead.
 
-    A subclass overrides :meth:`wrap_model`, and what else is different. One that
-    overrides what only MMEngine calls is a TypeError when it is defined.
+    A subclass overrides :meth:`wrap_model`, and what else is different. What only
+    MMEngine's strategies have, such as ``callback`` and ``build_logger``, those of
+    :mod:`hooktrain.compat.mmengine` have.
 
     Args:
         work_dir: the folder of the checkpoints. Nothing is made until there is something
@@ -100,8 +96,11 @@ class BaseStrategy(ABC):
         environment: the settings of the process.
         launcher: who started the processes: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or
             ``"none"``.
+        timestamp: when the strategy was made, as ``20251231_235959``; the same on all
+            ranks after :meth:`setup`.
         device: where this process computes.
-        seed: of the run, without a rank; after a resume that of the checkpoint.
+        seed: of the run, without a rank; after a resume that of the checkpoint. None
+            until :meth:`setup` draws one, if none is configured.
         model: the model as it is to be called.
         optim_wrapper: the optimizer, or several.
         param_schedulers: the schedulers.
@@ -115,14 +114,11 @@ class BaseStrategy(ABC):
 
     launcher: Launcher
     device: torch.device
-    seed: int
+    seed: Any
     model: nn.Module
     optim_wrapper: Wrappers
     param_schedulers: Schedulers
     saves_shards = False
-
-    def __init_subclass__(cls) -> None:
-        refuse_overrides(cls, _NOT_CALLED)
 
     def __init__(
         self,
@@ -139,10 +135,14 @@ class BaseStrategy(ABC):
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn
+        self.launcher = self.environment.launcher or environment.infer_launcher()
+        self.timestamp = time.strftime("%Y%m%d_%H%M%S")
+        self.seed = self.environment.seed
         self.dispatch_kwargs: dict[str, Any] = {}
         self.logger = logging.getLogger("hooktrain.strategy")
         self._auto_scale_lr = dict(auto_scale_lr or {})
         self._wanted_device = device
+        self._is_set_up = False
         self._made_group = False
 
     def prepare(
@@ -213,16 +213,17 @@ class BaseStrategy(ABC):
         A collective, which :meth:`prepare` calls; a second call does nothing. Call it
         yourself if you build the model, so that its weights depend on the seed.
         """
-        if hasattr(self, "seed"):
+        if self._is_set_up:
             return
         settings = self.environment
-        self.launcher = settings.launcher or environment.infer_launcher()
         self._join_processes()
         self.device = environment.choose_device(self._wanted_device)
+        self.timestamp = comm.broadcast(self.timestamp)
         settings.apply()
         self.seed = set_random_seed(
             settings.seed, diff_rank_seed=settings.diff_rank_seed
         )
+        self._is_set_up = True
 
     def _join_processes(self) -> None:
         """Join the other processes, unless that is done already."""
@@ -591,12 +592,22 @@ class BaseStrategy(ABC):
             parts["optimizer"] = _Part(self.optim_state_dict, load, check)
         if with_schedulers and hasattr(self, "param_schedulers"):
             parts["param_schedulers"] = _Part(
-                self.scheduler_state_dict, self.load_scheduler_state_dict
+                self.scheduler_state_dict,
+                self.load_scheduler_state_dict,
+                partial(check_scheduler_states, self.param_schedulers),
             )
+        return self._make_checkpointer(folder, parts)
+
+    def _make_checkpointer(self, folder: str, parts: dict[str, Any]) -> Checkpointer:
         return Checkpointer(self.model, folder, sharded=self.saves_shards, **parts)
 
     def _load_without_schedules(self, state_dict: State) -> None:
         self.load_optim_state_dict(without_schedules(state_dict))
+
+    @property
+    def log_dir(self) -> str:
+        """The folder for this run's logs, in ``work_dir``; it need not be there yet."""
+        return os.path.join(self.work_dir, self.timestamp)
 
     @property
     def rank(self) -> int:
@@ -620,7 +631,7 @@ class _Part:
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], None]
-    check_state_dict: Callable[[Any], None] = lambda _: None
+    check_state_dict: Callable[[Any], None]
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hooktrain.strategy.base import BaseStrategy
-from hooktrain.strategy.ddp import DDPStrategy, SingleDeviceStrategy
+from hooktrain.strategy.ddp import DDPStrategy
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils.registry import STRATEGIES
 
@@ -40,11 +40,11 @@ def build_strategy(
     config: dict[str, Any] = {"type": "auto", **defaults, **given}
     # So that one configuration serves any number of processes.
     if config["type"] == "auto" and count_processes() == 1:
-        config["type"] = SingleDeviceStrategy
+        config["type"] = "SingleDeviceStrategy"
         config.pop("model_wrapper", None)
         config.pop("fp16_compression", None)
     elif config["type"] == "auto":
-        config["type"] = DDPStrategy
+        config["type"] = "DDPStrategy"
     chosen = STRATEGIES.find(config["type"])
     if isinstance(chosen, type) and issubclass(chosen, DDPStrategy):
         config = {**(ddp or {}), **config}

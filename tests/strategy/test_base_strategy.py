@@ -60,6 +60,12 @@ def test_everything_is_built_in_the_written_order() -> None:
     assert list(dict.fromkeys(telling.calls)) == ORDER
 
 
+def test_seed_and_folders_are_known_before_the_setup(tmp_path: Any) -> None:
+    made = strategy(work_dir=tmp_path, env_kwargs={"seed": 3})
+    assert (made.seed, made.launcher) == (3, "none")
+    assert made.log_dir == str(tmp_path / made.timestamp)
+
+
 def test_a_model_is_built_of_what_describes_it() -> None:
     made, module = strategy(), Regression()
     assert made.build_model(module) is module
@@ -336,8 +342,10 @@ def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
 def test_other_schedulers_than_those_saved_are_refused(tmp_path: Path) -> None:
     prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
     second = prepared(tmp_path, param_scheduler=[STEP, STEP])
+    nn.init.zeros_(second.model.last.weight)
     with pytest.raises(ValueError, match="schedulers"):
         second.resume(tmp_path / "a.pth")
+    assert not second.model.last.weight.any()
 
 
 def test_the_schedulers_of_several_optimizers_come_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_auto_is_ddp_for_several_processes(
     }
     for auto in ("auto", {}, {"type": "auto"}, config):
         made = build_strategy(auto, fp16_compression=True)
-        assert type(made) is SingleDeviceStrategy
+        assert isinstance(made, SingleDeviceStrategy)
     assert made.work_dir == "/here"
     for size in (1, 2):
         for name, value in torchrun(size).items():
@@ -26,7 +26,7 @@ def test_auto_is_ddp_for_several_processes(
 
 
 def test_a_dict_wins_over_the_defaults() -> None:
-    assert type(build_strategy("DDPStrategy")) is DDPStrategy
+    assert isinstance(build_strategy("DDPStrategy"), DDPStrategy)
     config = {
         "type": "DDPStrategy",
         "work_dir": "/here",
