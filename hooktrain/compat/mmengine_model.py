@@ -226,7 +226,28 @@ class BaseAveragedModel(models.BaseAveragedModel):
     """:class:`hooktrain.model.BaseAveragedModel` with MMEngine's method to override.
 
     The first update copies the weights.
+
+    Args:
+        model: see there.
+        args: see there.
+        update_buffers: average buffers of floats too, instead of copying them.
+        kwargs: see there.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *args: Any,
+        update_buffers: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, *args, **kwargs)
+        self.update_buffers = update_buffers
+        if not update_buffers:
+            return
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_floating_point():
+                self._averaged.add(name)
 
     def avg_func(
         self, averaged_param: Tensor, source_param: Tensor, steps: int

@@ -32,7 +32,6 @@ class BaseAveragedModel(nn.Module):
         interval: average the parameters at the first update and at every so many from
             there, at least 1.
         device: where the average is kept. None is where the model is.
-        update_buffers: average buffers of floats too, instead of copying them.
 
     Attributes:
         module: the averaged model, in eval mode, without gradients. That of a sharded
@@ -48,25 +47,21 @@ class BaseAveragedModel(nn.Module):
         model: nn.Module,
         interval: int = 1,
         device: torch.device | str | None = None,
-        update_buffers: bool = False,
     ) -> None:
         super().__init__()
         self.interval = interval
-        self.update_buffers = update_buffers
         self.module = _copy(unwrap_model(model)).to(device)
-        self.module.eval().requires_grad_(False)
-        self.register_buffer("steps", torch.tensor(0, device=device))
+        self.module.eval()
+        self.module.requires_grad_(False)
+        steps = torch.tensor(0, device=device)
+        self.register_buffer("steps", steps)
         # The same number. To read the tensor would wait for the device in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
-        named = [*self.module.named_parameters()]
-        if update_buffers:
-            named += self.module.named_buffers()  # type: ignore[arg-type]
-        self._averaged = {
-            name
-            for name, tensor in named
-            if tensor.is_floating_point() or tensor.is_complex()
-        }
+        self._averaged: set[str] = set()  # the names; all else is copied
+        for name, parameter in self.module.named_parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                self._averaged.add(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the averaged model."""
@@ -97,22 +92,27 @@ class BaseAveragedModel(nn.Module):
             if name not in self._averaged:
                 average.copy_(weights[name])
             elif is_due:
+                weight = weights[name].to(average.device)
                 to_average.append(average)
-                present.append(weights[name].to(average.device))
+                present.append(weight)
         if to_average:
             self._average(to_average, present)
         self._steps += 1
         self.steps += 1
 
-    def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        torch._foreach_lerp_(averages, weights, self.blending_weight(self._steps))
+    def _average(
+        self,
+        averages: list[Tensor],
+        weights: list[Tensor],
+    ) -> None:
+        weight = self.blending_weight(self._steps)
+        torch._foreach_lerp_(averages, weights, weight)
 
     @torch.no_grad()
     def reset(self, model: nn.Module) -> None:
         """Start again from the present weights of the model."""
         averages, weights = self._matched(model)
-        for name, average in averages.items():
-            average.copy_(weights[name])
+        _write(averages, weights)
         self._steps = 0
         self.steps.zero_()
 
@@ -130,16 +130,14 @@ class BaseAveragedModel(nn.Module):
         averages, weights = self._matched(model)
         with torch.no_grad():
             own = {name: weight.clone() for name, weight in weights.items()}
-            for name, weight in weights.items():
-                weight.copy_(averages[name])
+            _write(weights, averages)
         try:
             yield
         finally:
             # An evaluation leaves whole tensors in a sharded model: match them again.
             _, weights = self._matched(model)
             with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.copy_(own[name])
+                _write(weights, own)
 
     def _matched(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         """The tensors of the average and of the model, by the same names."""
@@ -163,7 +161,6 @@ class ExponentialMovingAverage(BaseAveragedModel):
         momentum: in (0, 1]; 1 keeps a plain copy. Others call ``1 - momentum`` the decay.
         interval: see :class:`BaseAveragedModel`.
         device: see :class:`BaseAveragedModel`.
-        update_buffers: see :class:`BaseAveragedModel`.
         warmup: use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets the
             start sooner.
 
@@ -177,11 +174,10 @@ class ExponentialMovingAverage(BaseAveragedModel):
         momentum: float = 0.0002,
         interval: int = 1,
         device: torch.device | str | None = None,
-        update_buffers: bool = False,
         *,
         warmup: bool = False,
     ) -> None:
-        super().__init__(model, interval, device, update_buffers)
+        super().__init__(model, interval, device)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum must be in (0, 1]: {momentum!r}")
         self.momentum = momentum
@@ -208,16 +204,22 @@ class StochasticWeightAverage(BaseAveragedModel):
         return 1 / (steps // self.interval + 1)
 
 
+def _write(targets: Tensors, sources: Tensors) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])
+
+
 def _read_steps(average: Any, _: Any) -> None:
     average._steps = int(average.steps)  # waits for the device
 
 
 def _copy(model: nn.Module) -> nn.Module:
     """A copy; of a sharded model, which torch cannot copy, the tensors alone."""
-    if not any(_is_sharded(module) for module in model.modules()):
+    modules = list(model.modules())
+    if not any(map(_is_sharded, modules)):
         return copy.deepcopy(model)
-    _tensors(model)
-    bare = {module: nn.Module() for module in model.modules()}
+    _tensors(model)  # so that each rank copies its part
+    bare = {module: nn.Module() for module in modules}
     memo: dict[int, Any] = {}  # so that a shared tensor stays one
     for module, shell in bare.items():
         shell._parameters = copy.deepcopy(module._parameters, memo)

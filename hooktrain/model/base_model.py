@@ -1,6 +1,5 @@
 """The base of models that own their training step, and of what prepares their data."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -14,8 +13,6 @@ from hooktrain.utils.tensors import can_move, map_items
 
 # The values of a step to log.
 Values: TypeAlias = dict[str, Tensor]
-
-logger = logging.getLogger(__name__)
 
 
 @MODELS.register_module()
@@ -44,8 +41,9 @@ class BaseDataPreprocessor(nn.Module):
         None, is returned as it is.
         """
         if can_move(data):
-            options = {"non_blocking": True} if self.non_blocking else {}
-            return data.to(self.device, **options)
+            if self.non_blocking:
+                return data.to(self.device, non_blocking=True)
+            return data.to(self.device)
         return map_items(lambda _, item: self.cast_data(item), data)
 
     def forward(self, data: Any, training: bool = False) -> Any:
@@ -61,10 +59,15 @@ class BaseDataPreprocessor(nn.Module):
         """
         return self.cast_data(data)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Any:
         # Everything that moves a module calls this. A buffer would know its device too,
         # but DistributedDataParallel would broadcast it in every step.
-        self.device = fn(torch.empty(0, device=self.device)).device
+        probe = torch.empty(0, device=self.device)
+        self.device = fn(probe).device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -114,7 +117,10 @@ class BaseModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, inputs: Any, data_samples: Any = None, mode: str = "tensor"
+        self,
+        inputs: Any,
+        data_samples: Any = None,
+        mode: str = "tensor",
     ) -> Any:
         """Compute losses, predictions or raw outputs.
 
@@ -161,11 +167,13 @@ class BaseModel(nn.Module, ABC):
         Returns:
             What the forward returns.
         """
-        return self._run_forward(self.data_preprocessor(data, False), mode="predict")
+        arguments = self.data_preprocessor(data, False)
+        return self._run_forward(arguments, mode="predict")
 
     def test_step(self, data: Any) -> Any:
         """The same as :meth:`val_step`."""
-        return self._run_forward(self.data_preprocessor(data, False), mode="predict")
+        arguments = self.data_preprocessor(data, False)
+        return self._run_forward(arguments, mode="predict")
 
     def _run_forward(self, data: Any, mode: str) -> Any:
         # MMEngine's name: models override it.
@@ -193,13 +201,9 @@ class BaseModel(nn.Module, ABC):
             ``total_loss``.
 
         Raises:
-            TypeError: if a value is something else, or there is no dict.
-            ValueError: if no name has "loss" in it, or there is no name left for the sum.
+            TypeError: if a value is something else.
+            ValueError: if no name has "loss" in it.
         """
-        if not isinstance(losses, Mapping):
-            raise TypeError(
-                f"mode='loss' must return a dict of losses, not a {type(losses)}"
-            )
         values = {name: _mean(name, value) for name, value in losses.items()}
         terms = [value for name, value in values.items() if is_loss(name)]
         if not terms:
@@ -209,34 +213,30 @@ class BaseModel(nn.Module, ABC):
         total_name = "loss"
         if len(terms) > 1 and "loss" in values:
             total_name = "total_loss"
-            if total_name in values:
-                raise ValueError(
-                    f"'total_loss' is the name of the sum, leave it out: {list(losses)}"
-                )
         total = sum(terms[1:], start=terms[0])
-        detached = {name: value.detach() for name, value in values.items()}
-        return total, {total_name: total.detach(), **detached}
+        to_log = {total_name: total.detach()}
+        for name, value in values.items():
+            to_log[name] = value.detach()
+        return total, to_log
 
 
 def init_weights_once(model: nn.Module) -> nn.Module:
     """Call ``init_weights`` of a model whose ``is_init`` says that it was not called."""
     if getattr(model, "is_init", True) is False:
-        logger.info("%s initialises its weights", type(model).__name__)
         model.init_weights()  # type: ignore[operator]
         model.is_init = True  # type: ignore[assignment]
     return model
 
 
 def _mean(name: str, value: Any) -> Tensor:
-    parts = value if isinstance(value, list | tuple) else [value]
-    means = []
-    for part in parts or [None]:
-        if not isinstance(part, Tensor):
-            raise TypeError(
-                f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
-            )
-        # What is counted, such as correct answers, may be whole numbers or booleans.
-        numbers = part if part.is_floating_point() else part.float()
-        means.append(numbers.mean())
-    total: Tensor = sum(means[1:], start=means[0])
-    return total
+    if isinstance(value, list | tuple) and value:
+        means = [_mean(name, part) for part in value]
+        total: Tensor = sum(means[1:], start=means[0])
+        return total
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
+        )
+    # What is counted, such as correct answers, may be whole numbers or booleans.
+    numbers = value if value.is_floating_point() else value.float()
+    return numbers.mean()

@@ -20,16 +20,17 @@ def get_bn_modules(model: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers in training mode that keep running statistics."""
     found: list[nn.Module] = []
     for module in model.modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.training and module.running_mean is not None:
+        is_norm = isinstance(module, _BatchNorm)
+        if is_norm and module.training and module.track_running_stats:
             found.append(module)
     return found
 
 
 @torch.no_grad()
 def update_bn_stats(
-    model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200
+    model: nn.Module,
+    data_loader: Iterable[Any],
+    num_iters: int = 200,
 ) -> None:
     """Replace the running statistics of BatchNorm layers by those of a sample of the data.
 
@@ -43,6 +44,8 @@ def update_bn_stats(
     keep their statistics. Buffers are written in place, once all batches went well; an
     error changes none.
 
+    A layer that is used twice in one forward pass gets those of both uses.
+
     Args:
         model: is called with each batch, without gradients, in the mode that it is in; a
             :class:`~hooktrain.model.BaseModel` as in training.
@@ -50,8 +53,6 @@ def update_bn_stats(
         num_iters: how many batches; with 0 nothing changes.
 
     Raises:
-        RuntimeError: if a layer is used twice in one forward pass: it has no single
-            statistics.
         ValueError: if the loader of any rank is shorter.
     """
     layers: list[Any] = get_bn_modules(model)
@@ -63,12 +64,10 @@ def update_bn_stats(
         raise ValueError(
             f"a data_loader is too short: this gave {seen} of num_iters={num_iters}"
         )
-    merged = torch.cat(sums, 1)
-    if comm.get_world_size() > 1:
-        dist.all_reduce(merged)
-    sizes = [each.shape[1] for each in sums]
-    parts = torch.split(merged, sizes, 1)
-    for layer, (count, total, square) in zip(layers, parts, strict=True):
+    for layer, merged in sums.items():
+        if comm.get_world_size() > 1:
+            dist.all_reduce(merged)
+        count, total, square = merged
         if count[0] > 0:  # waits for the device
             mean = total / count
             variance = square / count - mean**2
@@ -77,50 +76,45 @@ def update_bn_stats(
 
 
 def _sums(
-    model: nn.Module, layers: list[Any], batches: Iterable[Any]
-) -> tuple[list[Tensor], int]:
+    model: nn.Module,
+    layers: list[Any],
+    batches: Iterable[Any],
+) -> tuple[dict[Any, Tensor], int]:
     """What the layers see in the batches, and how many there were.
 
     Of each layer, by channel: the number of values, their sum and the sum of their
-    squares. No buffer is changed.
+    squares. Meanwhile the layers do not touch their running statistics.
     """
     seen = 0
     move = mover_to(model)
     forward = _training_forward(model)
-    buffers: list[Tensor] = []
-    for layer in layers:
-        buffers += layer.buffers(recurse=False)
-    saved = [buffer.clone() for buffer in buffers]
-    reached: set[nn.Module] = set()  # in the current forward pass
     sums = {layer: _zeros(layer) for layer in layers}
-    names = {module: name for name, module in model.named_modules()}
 
     def observe(
-        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
-        if layer in reached:
-            raise RuntimeError(
-                f"{names[layer]!r} is used twice in one forward pass: it has no one mean"
-            )
-        reached.add(layer)
         values: Tensor = args[0] if args else kwargs["input"]
         if values.numel() > 0:
             sums[layer] += _sums_of(values, sums[layer].dtype)
 
-    hooks = [
-        layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in layers
-    ]
+    hooks = []
+    for layer in layers:
+        layer.track_running_stats = False
+        hook = layer.register_forward_pre_hook(observe, with_kwargs=True)
+        hooks.append(hook)
     try:
         for batch in batches:
-            reached.clear()
             forward(move(batch))
             timer.beat()
             seen += 1
     finally:
         for hook in hooks:
             hook.remove()
-        torch._foreach_copy_(buffers, saved)
-    return list(sums.values()), seen
+        for layer in layers:
+            layer.track_running_stats = True
+    return sums, seen
 
 
 def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
@@ -137,18 +131,21 @@ def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
 
 def _zeros(layer: Any) -> Tensor:
     mean: Tensor = layer.running_mean
-    # In float64, so that little cancels where the mean is large. Apple's devices have
-    # none.
-    dtype = torch.float32 if mean.device.type == "mps" else torch.float64
+    # In float64, so that little cancels where the mean is large.
+    dtype = torch.float64
+    if mean.device.type == "mps":  # Apple's devices have no float64
+        dtype = torch.float32
     return mean.new_zeros((3, len(mean)), dtype=dtype)
 
 
 def _sums_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    precise = torch.promote_types(values.dtype, torch.float32)
+    values = values.to(precise)
     dims = [dim for dim in range(values.dim()) if dim != 1]
     var, mean = torch.var_mean(values, dims, correction=0)
     var = var.to(dtype)
     mean = mean.to(dtype)
     count = values.numel() // values.shape[1]
     ones = torch.ones_like(mean)
-    return count * torch.stack([ones, mean, var + mean**2])
+    square = var + mean**2
+    return count * torch.stack([ones, mean, square])

@@ -90,47 +90,49 @@ def shard_model(
         "reshard_after_forward": None if reshard_after_forward else False,
         "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
     }
-    units = {model, *select_modules(model, wrap, "wrap")}
+    units = {model, *select_modules(model, wrap)}
+    if activation_checkpointing is True:
+        activation_checkpointing = wrap
     if activation_checkpointing is not False:
-        rule = wrap if activation_checkpointing is True else activation_checkpointing
         # Around each `forward`, so that modules and names stay as they are.
-        for module in select_modules(model, rule, "activation_checkpointing"):
+        for module in select_modules(model, activation_checkpointing):
             module.forward = functools.partial(
-                checkpoint, module.forward, use_reentrant=False
+                checkpoint,
+                module.forward,
+                use_reentrant=False,
             )
     is_deferred = on_meta(model)
     if is_deferred:
         _check_initialisable(model)
-    tied = _tied(model)
-    device = _default_device() if mesh is None else mesh.device_type
+    parameters = len(list(model.parameters()))
+    device: Any = torch.accelerator.current_accelerator(check_available=True)
+    if mesh is not None:
+        device = mesh.device_type
 
     def initialise_and_shard(module: nn.Module) -> None:
-        _initialise(module, device)
+        _initialise(module, device or "cpu")
         if module in units:
             units.remove(module)  # it may be at several places
             fully_shard(module, **options)
 
     model.apply(initialise_and_shard)  # children before their parent
-    torn = tied - _tied(model)
-    if torn:
+    # A parameter counts once, however many modules share it.
+    if len(list(model.parameters())) > parameters:
         raise ValueError(
-            f"{sorted(map(sorted, torn))} are shared and would come apart: leave the "
-            "modules of wrap that share them to the rest of the model"
+            "modules share a parameter, which would come apart: leave those of them "
+            f"that {wrap!r} selects to the rest of the model"
         )
     if is_deferred and hasattr(model, "init_weights"):
         model.init_weights()  # type: ignore[operator]
     return model
 
 
-def select_modules(
-    model: nn.Module, rule: WrapRule, argument: str = "rule"
-) -> list[nn.Module]:
+def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
     """The modules inside a model that a rule selects, outer ones before inner ones.
 
     Args:
         model: is never selected itself.
         rule: classes or names of classes, or a function of full name and module.
-        argument: its name in error messages.
 
     Raises:
         TypeError: if ``rule`` is a single class or name.
@@ -138,23 +140,30 @@ def select_modules(
     """
     if isinstance(rule, str | type):
         raise TypeError(
-            f"{argument} must be a collection of classes or a function, not {rule!r}"
+            f"a rule must be a collection of classes or a function, not {rule!r}"
         )
-    inner = list(model.named_modules())[1:]
-    if callable(rule):
-        chosen = [module for name, module in inner if rule(name, module)]
-    else:
-        classes = tuple(kind for kind in rule if isinstance(kind, type))
-        chosen = []
-        for _, module in inner:
-            if isinstance(module, classes) or type(module).__name__ in rule:
-                chosen.append(module)
+    kinds = set()
+    chosen = []
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        kinds.add(type(module).__name__)
+        if _selects(rule, name, module):
+            chosen.append(module)
     if rule and not chosen:
-        kinds = sorted({type(module).__name__ for _, module in inner})
         raise ValueError(
-            f"{argument}={rule!r} selects none of the model's modules: {kinds}"
+            f"the rule {rule!r} selects none of the model's modules: {sorted(kinds)}"
         )
     return chosen
+
+
+def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
+    if callable(rule):
+        return rule(name, module)
+    if type(module).__name__ in rule:
+        return True
+    classes = tuple(kind for kind in rule if isinstance(kind, type))
+    return isinstance(module, classes)
 
 
 def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
@@ -221,16 +230,3 @@ def _initialise(module: nn.Module, device: str) -> None:
         reset()
     for tensor in _own_tensors(module):
         dist.broadcast(tensor, 0)
-
-
-def _default_device() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
-
-
-def _tied(model: nn.Module) -> set[frozenset[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}

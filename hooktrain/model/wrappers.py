@@ -25,7 +25,11 @@ class NamingDistributedDataParallel(DistributedDataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any
+        self,
+        module: nn.Module,
+        *,
+        broadcast_buffers: bool = True,
+        **kwargs: Any,
     ) -> None:
         c10d: Any = dist  # mypy does not know of these names
         level = c10d.get_debug_level()
@@ -67,7 +71,8 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
             TypeError: if the model overrides ``train_step``.
         """
         model = type(self.module)
-        if getattr(model, "train_step", None) not in (None, BaseModel.train_step):
+        step = getattr(model, "train_step", None)
+        if step not in (None, BaseModel.train_step):
             raise TypeError(
                 f"{model.__name__} has its own train_step, not called here: "
                 "use SeparateDistributedDataParallel"
@@ -122,7 +127,10 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any
+        self,
+        module: nn.Module,
+        broadcast_buffers: bool = False,
+        **kwargs: Any,
     ) -> None:
         # A DDP by type, so that all who look for one to get at its `module` find it. The
         # DDPs around the children do the work: this has none of a DDP's attributes.
@@ -132,25 +140,19 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             raise ValueError(
                 f"move {own} of {type(module).__name__} itself into a child"
             )
+        group = kwargs.get("process_group")
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
         kwargs["broadcast_buffers"] = broadcast_buffers
-        parts = {
-            child: _Part(child, **kwargs)
-            for child in module.children()
-            if _trained(child)
-        }
+        parts: dict[nn.Module | None, _Part] = {}
+        for child in module.children():
+            if _trained(child):
+                parts[child] = _Part(child, **kwargs)
         # named_children() leaves out the second name of a child.
         for name, inner in module._modules.items():
             if inner in parts:
                 module._modules[name] = parts[inner]
         self.module = module
-        # DDP has done so for what is in it.
-        inside: set[Tensor] = set()
-        for part in parts.values():
-            inside.update(_tensors(part))
-        group = kwargs.get("process_group")
-        for tensor in _tensors(module):
-            if tensor not in inside:
-                dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -173,7 +175,11 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
                 stack.enter_context(part.no_sync())
             yield
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(
+        self,
+        state: object,
+        hook: Callable[..., Any],
+    ) -> None:
         """Register a communication hook with the DDP around each child."""
         for part in self._parts():
             part.register_comm_hook(state, hook)
@@ -190,7 +196,10 @@ class _Part(StepDistributedDataParallel):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, *args: Any
+        self,
+        state: dict[str, Any],
+        prefix: str,
+        *args: Any,
     ) -> None:
         for name in list(state):
             if name.startswith(prefix):
@@ -205,14 +214,12 @@ def _trained(module: nn.Module, recurse: bool = True) -> list[str]:
     return [name for name, parameter in named if parameter.requires_grad]
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def is_model_wrapper(model: nn.Module) -> bool:
     """Whether a model is in a wrapper of ``MODEL_WRAPPERS``, as its ``module``."""
-    kinds = [wrapper for _, wrapper in MODEL_WRAPPERS if isinstance(wrapper, type)]
-    return isinstance(model, tuple(kinds))
+    for _, wrapper in MODEL_WRAPPERS:
+        if isinstance(wrapper, type) and isinstance(model, wrapper):
+            return True
+    return False
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

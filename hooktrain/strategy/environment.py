@@ -95,16 +95,12 @@ def find_place(launcher: Launcher) -> Place:
         launcher: see :func:`infer_launcher`.
 
     Raises:
-        ValueError: for an unknown launcher, or if a variable is missing or not a number.
+        KeyError: if a variable is missing.
+        ValueError: for an unknown launcher, or if a variable is not a number.
     """
     if launcher == "none":
         return Place()
     names = _variables_of(launcher)
-    missing = ", ".join(name for name in names if name not in os.environ)
-    if missing:
-        raise ValueError(
-            f"{launcher!r} has not set {missing}: set them, or unset {names[2]}"
-        )
     # SLURM writes 2(x3) for two tasks on each of three machines.
     rank, local_rank, size, local_size = (
         int(os.environ[name].partition("(")[0]) for name in names
@@ -174,6 +170,7 @@ def join_processes(
         timeout: of the collectives; a number is of seconds.
 
     Raises:
+        KeyError: as :func:`find_place`.
         ValueError: as :func:`find_place`; or if this machine has fewer accelerators than
             processes.
     """

@@ -123,11 +123,6 @@ def test_means_of_losses_are_added_up(
             r"'loss' in its name.*\['ce', 'acc'\]",
         ),
         ({}, ValueError, r"'loss' in its name.*\[\]"),
-        (
-            {"loss": T(1.0), "total_loss": T(1.0)},
-            ValueError,
-            "'total_loss' is the name of the sum",
-        ),
     ],
 )
 def test_losses_without_a_sum_are_refused_by_name(

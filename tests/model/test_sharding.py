@@ -133,7 +133,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
 def _tied() -> bool:
     torn = make_model()
     torn.head.weight = torn.embedding.weight
-    with pytest.raises(ValueError, match=r"\['embedding.weight', 'head.weight'\]"):
+    with pytest.raises(ValueError, match="share a parameter, which would come ap"):
         shard_model(torn, wrap={nn.Embedding})
     tied = make_model()
     tied.head.weight = tied.embedding.weight
@@ -176,8 +176,8 @@ def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
     assert select_modules(model, ()) == []
     with pytest.raises(ValueError, match=r"selects none .*: \['Block', 'Dropout"):
         select_modules(model, {nn.Conv2d})
-    with pytest.raises(TypeError, match=r"wrap must be a collection .* not 'Block'"):
-        select_modules(model, "Block", "wrap")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must be a collection .* not 'Block'"):
+        select_modules(model, "Block")  # type: ignore[arg-type]
 
 
 class Layers(nn.Module):
