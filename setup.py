@@ -36,7 +36,7 @@ class BuildWithScripts(build_py):
 setup(
     name="hooktrain",
     version=VERSION.group(1),
-    description="A hook-based minimal trainer for PyTorch that never loses or bends a run",
+    description="A hook-based minimal trainer for PyTorch that never loses or changes a run",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,4 +1,4 @@
-"""Everything around a step: one hook a file."""
+"""The hooks: everything around a step."""
 
 from hooktrain.engine.hooks.averaging import EMA as EMA, PreciseBN as PreciseBN
 from hooktrain.engine.hooks.bad_runs import (

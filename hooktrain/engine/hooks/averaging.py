@@ -1,4 +1,4 @@
-"""An average of the model's weights, beside the raw ones."""
+"""Averaged weights, and exact statistics of batch norm."""
 
 import logging
 from collections.abc import Iterable, Mapping
