@@ -1,5 +1,6 @@
 """Metrics: where they are put, kept, and written to."""
 
+from hooktrain.events.history import HistoryBuffer as HistoryBuffer
 from hooktrain.events.json_writer import (
     JSONWriter as JSONWriter,
     load_json_metrics as load_json_metrics,
@@ -7,7 +8,6 @@ from hooktrain.events.json_writer import (
 from hooktrain.events.printer import CommonMetricPrinter as CommonMetricPrinter
 from hooktrain.events.storage import (
     EventStorage as EventStorage,
-    HistoryBuffer as HistoryBuffer,
     get_event_storage as get_event_storage,
     has_event_storage as has_event_storage,
 )

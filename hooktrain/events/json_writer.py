@@ -64,15 +64,12 @@ class JSONWriter(EventWriter):
         """Write all or nothing."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Without a buffer: one would write later what a full disk has refused.
-        with open(self._path, "ab+", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            if end > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # the last line is torn; do not spoil ours
-                    text = b"\n" + text
+        with open(self._path, "ab", buffering=0) as file:
+            end = file.tell()
             try:
                 while text:
-                    text = text[file.write(text) :]
+                    written = file.write(text)
+                    text = text[written:]
             except OSError:
                 file.truncate(end)
                 raise

@@ -1,170 +1,22 @@
 """Where the metrics of a run live."""
 
-import math
-import statistics
-import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hooktrain.events import media
+from hooktrain.events.history import Entry, HistoryBuffer
 from hooktrain.utils.names import did_you_mean
 
-Array = Tensor | NDArray[Any]
-Scalar = float | np.generic | Array  # with one element
-Entry = tuple[float, int]  # a value and its iteration
-Image = tuple[str, Tensor, int]  # a name, an image on the CPU, its iteration
+Scalar = float | np.generic | media.Array  # with one element
 
 _MAX_PENDING = 4096  # values of a metric that wait to be fetched
-_MAX_QUEUED = 64  # images or histograms that wait for a writer
-_MAX_SAVED = 1000  # values of a metric in a checkpoint
-
-
-class HistoryBuffer:
-    """The last values of a metric, and the mean of all its values.
-
-    A window shows a NaN as long as it lies inside. The global average is that of the
-    finite values, so that it recovers.
-
-    Args:
-        max_length: how many values to keep, at least 1; the oldest are dropped.
-
-    Attributes:
-        count: how many values were ever added.
-        smoothing_hint: whether writers should show the median of the last iterations.
-        pending: values that the storage has put here and not added yet. Some of them
-            may be tensors on a device.
-    """
-
-    def __init__(self, max_length: int = 10_000) -> None:
-        self._data: deque[Entry] = deque(maxlen=max_length)
-        self.smoothing_hint = True
-        self.pending: list[tuple[Any, int]] = []
-        self.count = 0
-        self._finite_count = 0
-        self._finite_sum = 0.0
-
-    def update(self, value: float, iteration: int | None = None) -> None:
-        """Add a value.
-
-        Args:
-            value: the value.
-            iteration: when it was measured. None means the number of values before it.
-        """
-        if iteration is None:
-            iteration = self.count
-        self.extend([(value, iteration)])
-
-    def extend(self, entries: Sequence[Entry]) -> None:
-        """Add pairs (value, iteration), in order."""
-        self._data.extend(entries)
-        self.count += len(entries)
-        for value, _ in entries:
-            if math.isfinite(value):
-                self._finite_count += 1
-                self._finite_sum += value
-
-    def latest(self) -> float:
-        """The value that was added last.
-
-        Raises:
-            IndexError: if there is none.
-        """
-        return self._data[-1][0]
-
-    def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values; NaN if one of them is."""
-        values = [value for value, _ in self.tail(window_size)]
-        return _median(values)
-
-    def avg(self, window_size: int) -> float:
-        """The mean of the last ``window_size`` values."""
-        values = [value for value, _ in self.tail(window_size)]
-        return sum(values) / len(values)
-
-    def global_avg(self) -> float:
-        """The mean of all finite values ever added; NaN if there are none."""
-        if self._finite_count == 0:
-            return math.nan
-        return self._finite_sum / self._finite_count
-
-    def values(self) -> list[Entry]:
-        """All values that are kept, as pairs (value, iteration), the oldest first."""
-        return list(self._data)
-
-    def tail(self, window_size: int) -> list[Entry]:
-        """The last ``window_size`` pairs (value, iteration), the oldest first."""
-        newest_first = islice(reversed(self._data), window_size)
-        return list(newest_first)[::-1]
-
-    def since(self, iteration: int) -> list[Entry]:
-        """The pairs (value, iteration) after the last one older than ``iteration``."""
-        newest_first = []
-        for entry in reversed(self._data):
-            if entry[1] < iteration:
-                break
-            newest_first.append(entry)
-        return newest_first[::-1]
-
-    def recent(self, window_size: int) -> list[float]:
-        """The values of the last ``window_size`` iterations, up to the last value."""
-        _, last = self._data[-1]
-        return [value for value, _ in self.since(last - window_size + 1)]
-
-    def recent_median(self, window_size: int) -> float:
-        """The median of :meth:`recent`; NaN if one of the values is."""
-        return _median(self.recent(window_size))
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last 1000 values, and what the global average needs.
-
-        Returns:
-            ``values`` (float64) and ``iterations`` (int64), tensors of one dimension,
-            and plain numbers.
-        """
-        values = []
-        iterations = []
-        for value, iteration in self.tail(_MAX_SAVED):
-            values.append(value)
-            iterations.append(iteration)
-        return {
-            "values": torch.tensor(values, dtype=torch.float64),
-            "iterations": torch.tensor(iterations, dtype=torch.int64),
-            "smoothing_hint": self.smoothing_hint,
-            "count": self.count,
-            "non_finite_count": self.count - self._finite_count,
-            "finite_sum": self._finite_sum,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace everything by what :meth:`state_dict` returned."""
-        values = state_dict["values"].tolist()
-        iterations = state_dict["iterations"].tolist()
-        self.pending.clear()
-        self._data.clear()
-        self._data.extend(zip(values, iterations, strict=True))
-        self.smoothing_hint = state_dict["smoothing_hint"]
-        self.count = state_dict["count"]
-        self._finite_count = self.count - state_dict["non_finite_count"]
-        self._finite_sum = state_dict["finite_sum"]
-
-
-def _median(values: list[float]) -> float:
-    if any(map(math.isnan, values)):
-        return math.nan
-    return statistics.median(values)
-
 
 # A thread or task sees the storages that it has entered itself, the innermost last.
 _Stack = tuple["EventStorage", ...]
@@ -217,8 +69,9 @@ class EventStorage:
         self.written: dict[str, int] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._vis_data: deque[Image] = deque(maxlen=_MAX_QUEUED)
-        self._histograms: deque[dict[str, Any]] = deque(maxlen=_MAX_QUEUED)
+        self._has_tensors = False  # perhaps, among what is pending
+        self._vis_data = media.new_queue()
+        self._histograms = media.new_queue()
 
     def put_scalar(
         self,
@@ -243,11 +96,13 @@ class EventStorage:
         """
         if type(value) is not float:
             value = _read_scalar(name, value)
+            self._has_tensors |= type(value) is not float
         name = self._current_prefix + name
         history = self._histories.get(name)
         if history is None:
-            history = self._histories[name] = HistoryBuffer()
+            history = HistoryBuffer()
             history.smoothing_hint = bool(smoothing_hint)
+            self._histories[name] = history
         elif history.smoothing_hint != smoothing_hint:
             hint = f"smoothing_hint={history.smoothing_hint}"
             raise ValueError(
@@ -271,7 +126,7 @@ class EventStorage:
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def put_image(self, img_name: str, img_tensor: Array) -> None:
+    def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers. Waits for the image's device.
 
         Args:
@@ -283,20 +138,13 @@ class EventStorage:
             ValueError: for another shape.
         """
         name = self._current_prefix + img_name
-        image = torch.as_tensor(img_tensor).detach()
-        channels = image.shape[0] if image.dim() == 3 else 0
-        if channels not in (1, 3):
-            raise ValueError(
-                f"image {name!r} must have the shape (channels, height, width) with 1 "
-                f"or 3 channels, but has {tuple(image.shape)}"
-            )
-        image = image.to("cpu", copy=True)  # host-device synchronisation
-        _queue(self._vis_data, (name, image, self.iter))
+        image = media.new_image(name, img_tensor, self.iter)
+        media.append(self._vis_data, image)
 
     def put_histogram(
         self,
         hist_name: str,
-        hist_tensor: Array,
+        hist_tensor: media.Array,
         bins: int = 1000,
     ) -> None:
         """Queue a histogram for the writers. Waits for the tensor's device.
@@ -310,21 +158,9 @@ class EventStorage:
             ValueError: if there is no element or one that is not finite, or for
                 ``bins`` below 1.
         """
-        tensor = torch.as_tensor(hist_tensor).detach()
-        values = tensor.cpu().double().numpy()  # host-device synchronisation
-        counts, edges = np.histogram(values, bins)
-        histogram = {  # the arguments of SummaryWriter.add_histogram_raw
-            "tag": self._current_prefix + hist_name,
-            "min": float(values.min()),
-            "max": float(values.max()),
-            "num": int(values.size),
-            "sum": float(values.sum()),
-            "sum_squares": float(np.square(values).sum()),
-            "bucket_limits": edges[1:].tolist(),
-            "bucket_counts": counts.tolist(),
-            "global_step": self.iter,
-        }
-        _queue(self._histograms, histogram)
+        name = self._current_prefix + hist_name
+        histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
+        media.append(self._histograms, histogram)
 
     def history(self, name: str) -> HistoryBuffer:
         """The values of one metric.
@@ -363,11 +199,10 @@ class EventStorage:
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
         """As :meth:`latest`, with the median of the last iterations where hinted."""
         latest = self.latest()
-        for name, (_, iteration) in latest.items():
-            history = self._histories[name]
+        for name, history in self._histories.items():
             if history.smoothing_hint:
-                median = history.recent_median(window_size)
-                latest[name] = (median, iteration)
+                _, iteration = latest[name]
+                latest[name] = (history.recent_median(window_size), iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -382,11 +217,11 @@ class EventStorage:
         """The hint that each metric was put with, by name."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
 
-    def images(self) -> list[Image]:
+    def images(self) -> list[media.Image]:
         """The queued images as (name, tensor on the CPU, iteration), the oldest first."""
         return list(self._vis_data)
 
-    def histograms(self) -> list[dict[str, Any]]:
+    def histograms(self) -> list[media.Histogram]:
         """The queued histograms: arguments of ``SummaryWriter.add_histogram_raw``."""
         return list(self._histograms)
 
@@ -449,9 +284,19 @@ class EventStorage:
         self.iter = state_dict["iteration"]
         self.written = dict(state_dict.get("written", {}))
         self._histories = histories
+        self._has_tensors = False
 
     def _fetch_pending(self) -> None:
-        """Add what is waiting to the histories, the tensors in one transfer."""
+        """Add what is waiting to the histories."""
+        if self._has_tensors:
+            self._fetch_tensors()
+        for history in self._histories.values():
+            if history.pending:
+                history.extend(history.pending)
+                history.pending.clear()
+
+    def _fetch_tensors(self) -> None:
+        """Replace the tensors that wait by their values, in one transfer."""
         histories = self._histories.values()
         tensors = []
         for history in histories:
@@ -460,13 +305,10 @@ class EventStorage:
                     tensors.append(value)
         fetched = iter(_to_floats(tensors))
         for history in histories:
-            entries = []
-            for value, iteration in history.pending:
+            for index, (value, iteration) in enumerate(history.pending):
                 if type(value) is not float:
-                    value = next(fetched)
-                entries.append((value, iteration))
-            history.pending.clear()
-            history.extend(entries)
+                    history.pending[index] = (next(fetched), iteration)
+        self._has_tensors = False
 
 
 def _read_scalar(name: str, value: Scalar) -> float | Tensor:
@@ -493,13 +335,3 @@ def _to_floats(tensors: list[Tensor]) -> list[float]:
     together = torch.stack([tensor.to(device) for tensor in tensors])
     floats: list[float] = together.tolist()  # host-device synchronisation
     return floats
-
-
-def _queue(queue: deque[Any], item: Any) -> None:
-    if len(queue) == queue.maxlen:
-        warnings.warn(
-            f"more than {_MAX_QUEUED} images or histograms wait for a writer, such as "
-            "TensorboardXWriter: the oldest are dropped",
-            stacklevel=3,
-        )
-    queue.append(item)

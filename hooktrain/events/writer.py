@@ -3,12 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from hooktrain.events.storage import (
-    Entry,
-    EventStorage,
-    HistoryBuffer,
-    get_event_storage,
-)
+from hooktrain.events.history import Entry, HistoryBuffer
+from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.utils import comm
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
@@ -68,11 +64,11 @@ class UnwrittenScalars:
         return {iteration: found[iteration] for iteration in sorted(found)}
 
     def _new_entries(self, history: HistoryBuffer) -> list[Entry]:
-        written = self._counts.get(history, 0)
-        new = history.tail(history.count - written)
-        if new and history.smoothing_hint:
-            median = history.recent_median(self._window_size)
-            return [(median, new[-1][1])]
+        new_count = history.count - self._counts.get(history, 0)
+        if new_count > 0 and history.smoothing_hint:
+            ((_, iteration),) = history.tail(1)
+            return [(history.recent_median(self._window_size), iteration)]
+        new = history.tail(new_count)
         iterations = {iteration for _, iteration in new}
         last_of_series = []
         for value, iteration in new:

@@ -1,0 +1,154 @@
+"""The values of one metric."""
+
+import math
+import operator
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import islice
+from typing import Any
+
+import torch
+
+Entry = tuple[float, int]  # a value and its iteration
+
+_MAX_SAVED = 1000  # values of a metric in a checkpoint
+
+
+class HistoryBuffer:
+    """The last values of a metric, and the mean of all its values.
+
+    A window shows a NaN as long as it lies inside. The global average is that of the
+    finite values, so that it recovers.
+
+    Args:
+        max_length: how many values to keep, at least 1; the oldest are dropped.
+
+    Attributes:
+        count: how many values were ever added.
+        smoothing_hint: whether writers should show the median of the last iterations.
+        pending: values that the storage has not added yet; tensors on a device among
+            them.
+    """
+
+    def __init__(self, max_length: int = 10_000) -> None:
+        self._data: deque[Entry] = deque(maxlen=max_length)
+        self.smoothing_hint = True
+        self.pending: list[tuple[Any, int]] = []
+        self.count = 0
+        self._finite_count = 0
+        self._finite_sum = 0.0
+
+    def update(self, value: float, iteration: int | None = None) -> None:
+        """Add a value.
+
+        Args:
+            value: the value.
+            iteration: when it was measured. None means the number of values before it.
+        """
+        if iteration is None:
+            iteration = self.count
+        self.extend([(value, iteration)])
+
+    def extend(self, entries: Sequence[Entry]) -> None:
+        """Add pairs (value, iteration), in order."""
+        self._data.extend(entries)
+        self.count += len(entries)
+        finite = list(filter(math.isfinite, _values(entries)))
+        self._finite_count += len(finite)
+        # One after the other: sum() rounds otherwise in later versions of Python.
+        self._finite_sum = reduce(operator.add, finite, self._finite_sum)
+
+    def latest(self) -> float:
+        """The value that was added last.
+
+        Raises:
+            IndexError: if there is none.
+        """
+        return self._data[-1][0]
+
+    def median(self, window_size: int) -> float:
+        """The median of the last ``window_size`` values; NaN if one of them is."""
+        return _median(_values(self.tail(window_size)))
+
+    def avg(self, window_size: int) -> float:
+        """The mean of the last ``window_size`` values."""
+        values = _values(self.tail(window_size))
+        return sum(values) / len(values)
+
+    def global_avg(self) -> float:
+        """The mean of all finite values ever added; NaN if there are none."""
+        if self._finite_count == 0:
+            return math.nan
+        return self._finite_sum / self._finite_count
+
+    def values(self) -> list[Entry]:
+        """All values that are kept, as pairs (value, iteration), the oldest first."""
+        return list(self._data)
+
+    def tail(self, window_size: int) -> list[Entry]:
+        """The last ``window_size`` pairs (value, iteration), the oldest first."""
+        newest_first = islice(reversed(self._data), window_size)
+        return list(newest_first)[::-1]
+
+    def since(self, iteration: int) -> list[Entry]:
+        """The pairs (value, iteration) after the last one older than ``iteration``."""
+        newest_first = []
+        for entry in reversed(self._data):
+            if entry[1] < iteration:
+                break
+            newest_first.append(entry)
+        return newest_first[::-1]
+
+    def recent(self, window_size: int) -> list[float]:
+        """The values of the last ``window_size`` iterations, up to the last value."""
+        _, last = self._data[-1]
+        return _values(self.since(last - window_size + 1))
+
+    def recent_median(self, window_size: int) -> float:
+        """The median of :meth:`recent`; NaN if one of the values is."""
+        return _median(self.recent(window_size))
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last 1000 values, and what the global average needs.
+
+        Returns:
+            ``values`` (float64) and ``iterations`` (int64), tensors of one dimension,
+            and plain numbers.
+        """
+        entries = self.tail(_MAX_SAVED)
+        iterations = [iteration for _, iteration in entries]
+        return {
+            "values": torch.tensor(_values(entries), dtype=torch.float64),
+            "iterations": torch.tensor(iterations, dtype=torch.int64),
+            "smoothing_hint": self.smoothing_hint,
+            "count": self.count,
+            "non_finite_count": self.count - self._finite_count,
+            "finite_sum": self._finite_sum,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace everything by what :meth:`state_dict` returned."""
+        values = state_dict["values"].tolist()
+        iterations = state_dict["iterations"].tolist()
+        self.pending.clear()
+        self._data.clear()
+        self._data.extend(zip(values, iterations, strict=True))
+        self.smoothing_hint = state_dict["smoothing_hint"]
+        self.count = state_dict["count"]
+        self._finite_count = self.count - state_dict["non_finite_count"]
+        self._finite_sum = state_dict["finite_sum"]
+
+
+def _values(entries: Sequence[Entry]) -> list[float]:
+    return [value for value, _ in entries]
+
+
+def _median(values: list[float]) -> float:
+    if any(map(math.isnan, values)):
+        return math.nan
+    return statistics.median(values)

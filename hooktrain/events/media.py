@@ -1,0 +1,72 @@
+"""Images and histograms: checked, copied to the host, and queued for a writer."""
+
+import warnings
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = Tensor | NDArray[Any]
+Image = tuple[str, Tensor, int]  # a name, an image on the CPU, its iteration
+Histogram = dict[str, Any]  # the arguments of SummaryWriter.add_histogram_raw
+
+_MAX_QUEUED = 64  # images or histograms that wait for a writer
+
+
+def new_queue() -> deque[Any]:
+    """A queue of the last 64 images or histograms."""
+    return deque(maxlen=_MAX_QUEUED)
+
+
+def append(queue: deque[Any], item: Any) -> None:
+    """Put an image or a histogram into a queue; warns if the oldest is dropped."""
+    if len(queue) == queue.maxlen:
+        warnings.warn(
+            f"more than {_MAX_QUEUED} images or histograms wait for a writer, such as "
+            "TensorboardXWriter: the oldest are dropped",
+            stacklevel=3,
+        )
+    queue.append(item)
+
+
+def new_image(
+    name: str,
+    array: Array,
+    iteration: int,
+) -> Image:
+    """A copy of an image in host memory; see :meth:`EventStorage.put_image`."""
+    image = torch.as_tensor(array).detach()
+    channels = image.shape[0] if image.dim() == 3 else 0
+    if channels not in (1, 3):
+        raise ValueError(
+            f"image {name!r} must have the shape (channels, height, width) with 1 or 3 "
+            f"channels, but has {tuple(image.shape)}"
+        )
+    copied = image.to("cpu", copy=True)  # host-device synchronisation
+    return name, copied, iteration
+
+
+def new_histogram(
+    name: str,
+    array: Array,
+    iteration: int,
+    bins: int,
+) -> Histogram:
+    """Count a tensor's elements; see :meth:`EventStorage.put_histogram`."""
+    tensor = torch.as_tensor(array).detach()
+    values = tensor.cpu().double().numpy()  # host-device synchronisation
+    counts, edges = np.histogram(values, bins)
+    return {
+        "tag": name,
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "num": int(values.size),
+        "sum": float(values.sum()),
+        "sum_squares": float(np.square(values).sum()),
+        "bucket_limits": edges[1:].tolist(),
+        "bucket_counts": counts.tolist(),
+        "global_step": iteration,
+    }
