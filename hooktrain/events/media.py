@@ -21,7 +21,10 @@ def new_queue() -> deque[Any]:
     return deque(maxlen=_MAX_QUEUED)
 
 
-def append(queue: deque[Any], item: Any) -> None:
+def append(
+    queue: deque[Any],
+    item: Any,
+) -> None:
     """Put an image or a histogram into a queue; warns if the oldest is dropped."""
     if len(queue) == queue.maxlen:
         warnings.warn(

@@ -126,7 +126,11 @@ class EventStorage:
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def put_image(self, img_name: str, img_tensor: media.Array) -> None:
+    def put_image(
+        self,
+        img_name: str,
+        img_tensor: media.Array,
+    ) -> None:
         """Queue a copy of an image for the writers. Waits for the image's device.
 
         Args:

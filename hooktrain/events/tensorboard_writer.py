@@ -78,7 +78,11 @@ class TensorboardXWriter(EventWriter):
         storage.clear_images()
         storage.clear_histograms()
 
-    def _send(self, storage: EventStorage, scalars: Metrics) -> None:
+    def _send(
+        self,
+        storage: EventStorage,
+        scalars: Metrics,
+    ) -> None:
         writer: Any = self.summary_writer
         for iteration, metrics in scalars.items():
             for name, value in metrics.items():

@@ -76,7 +76,11 @@ class UnwrittenScalars:
                 last_of_series.append((value, iteration))
         return last_of_series
 
-    def mark_written(self, storage: EventStorage, found: Metrics) -> None:
+    def mark_written(
+        self,
+        storage: EventStorage,
+        found: Metrics,
+    ) -> None:
         """Remember that what was found is written."""
         for history in storage.histories().values():
             self._counts[history] = history.count

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hooktrain.utils.names import is_loss
 from hooktrain.utils.registry import MODELS
-from hooktrain.utils.tensors import can_move, map_items
+from hooktrain.utils.tensors import can_move, map_leaves
 
 # The values of a step to log.
 Values: TypeAlias = dict[str, Tensor]
@@ -40,11 +40,15 @@ class BaseDataPreprocessor(nn.Module):
         Containers are copied and keep their types. Everything else, such as strings and
         None, is returned as it is.
         """
-        if can_move(data):
+
+        def move(_: tuple[Any, ...], leaf: Any) -> Any:
+            if not can_move(leaf):
+                return leaf
             if self.non_blocking:
-                return data.to(self.device, non_blocking=True)
-            return data.to(self.device)
-        return map_items(lambda _, item: self.cast_data(item), data)
+                return leaf.to(self.device, non_blocking=True)
+            return leaf.to(self.device)
+
+        return map_leaves(move, data)
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Turn a batch into the arguments of the model's forward.

@@ -29,7 +29,12 @@ class BackgroundWorker:
         self._thread: Thread | None = None
         self._outcome: Future[object] = Future()
 
-    def submit(self, job: Callable[[], object], *, daemon: bool = False) -> None:
+    def submit(
+        self,
+        job: Callable[[], object],
+        *,
+        daemon: bool = False,
+    ) -> None:
         """Wait for the job before, then start this one.
 
         Args:

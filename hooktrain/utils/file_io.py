@@ -14,7 +14,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -86,7 +85,8 @@ def sweep(folder: AnyPath) -> None:
         try:
             if _TEMPORARY.fullmatch(entry.name):
                 _remove(entry)
-            elif moved := _MOVED_ASIDE.fullmatch(entry.name):
+            moved = _MOVED_ASIDE.fullmatch(entry.name)
+            if moved is not None:
                 _put_back(entry, entry.with_name(moved[1]))
         except OSError as error:
             logger.warning("Cannot remove %s of a killed run: %s", entry, error)
@@ -187,8 +187,10 @@ def delete(path: AnyPath) -> None:
 
 def first_free(path: Path) -> Path:
     """The first of ``<name>.1``, ``<name>.2``, ... that is not there."""
-    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
-    return next(free for free in numbered if not free.exists())
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}.{number}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -215,7 +217,10 @@ def is_disk_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
-def raise_disk_full(error: BaseException, path: Path) -> None:
+def raise_disk_full(
+    error: BaseException,
+    path: Path,
+) -> None:
     """Raise an OSError with the path and the free space, if an exception came of a full disk."""
     if not isinstance(error, Exception) or "no space to write" in str(error):
         return  # the second says so already, perhaps of another rank's disk

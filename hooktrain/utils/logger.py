@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,8 @@ from types import SimpleNamespace
 from termcolor import colored
 
 from hooktrain.utils.file_io import on_disk
+
+_ERASE_LINE = "\x1b[K"
 
 LEVELS = {
     "quiet": logging.WARNING,
@@ -155,7 +156,7 @@ def show_progress(
 ) -> bool:
     """Draw a progress bar below the lines on the terminal, if a person watches one.
 
-    The next line takes its place. Only the main thread draws.
+    The next line takes its place.
 
     Args:
         what: what takes so long.
@@ -190,28 +191,21 @@ _bar = SimpleNamespace(text="", drawn_at=0.0)
 
 
 def _draw(text: str) -> None:
-    """Replace the bar. Notebooks know no better way than blanks to erase it."""
-    blanks = f"\r{' ' * len(_bar.text)}\r" if _bar.text else ""
+    """Replace the bar by another; an empty one removes it."""
+    if text or _bar.text:
+        with suppress(OSError):  # the terminal may be gone
+            sys.stdout.write(f"\r{_ERASE_LINE}{text}")
+            sys.stdout.flush()
     _bar.text = text
     _bar.drawn_at = time.monotonic()
-    with suppress(OSError):  # the terminal may be gone
-        sys.stdout.write(blanks + text)
-        sys.stdout.flush()
 
 
 def _is_watched() -> bool:
-    """Whether a person sees what the main thread prints, and wants to see progress."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    has_terminal = False
+    """Whether a person watches the terminal, and wants to see progress."""
     for handler in logging.getLogger("hooktrain").handlers:
-        if isinstance(handler, _TerminalHandler):
-            has_terminal = handler.level <= logging.INFO
-    if sys.stdout is None or not has_terminal:
-        return False
-    # A notebook's stream is no terminal, and does what is needed of one.
-    module = type(sys.stdout).__module__
-    return module.startswith("ipykernel") or sys.stdout.isatty()
+        if isinstance(handler, _TerminalHandler) and handler.level <= logging.INFO:
+            return sys.stdout is not None and sys.stdout.isatty()
+    return False
 
 
 def pretty_seconds(seconds: float) -> str:

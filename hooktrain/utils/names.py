@@ -4,13 +4,13 @@ import difflib
 import importlib
 import inspect
 import logging
-import pickle
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def did_you_mean(name: object, known: Iterable[object]) -> str:
+def did_you_mean(
+    name: object,
+    known: Iterable[object],
+) -> str:
     """The end of an error message about a name that does not exist.
 
     Args:
@@ -28,7 +31,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     Returns:
         ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist.
     """
-    names = [str(k) for k in known]
+    names = list(map(str, known))
     near = difflib.get_close_matches(str(name), names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
@@ -41,7 +44,10 @@ def is_loss(name: str) -> bool:
     return "loss" in name
 
 
-def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
+def refuse_overrides(
+    kind: type,
+    instead: Mapping[str, str],
+) -> None:
     """Say at once, when a class is defined, that nothing would call a method of it.
 
     For ``__init_subclass__``.
@@ -102,33 +108,22 @@ def importable_name(obj: Any) -> tuple[str, str]:
     """
     if isinstance(obj, torch.dtype):
         return "torch", str(obj).removeprefix("torch.")
+    home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
+    name = name.removeprefix("_VariableFunctionsClass.")  # torch.tanh calls itself so
     if isinstance(obj, Enum):
         name = f"{type(obj).__qualname__}.{obj.name}"
-    for module, each in _candidates(obj, name) if name else ():
+    for module in accumulate(home.split("."), "{}.{}".format):
         found: Any = sys.modules.get(module)
-        for part in each.split("."):
+        for part in name.split("."):
             found = getattr(found, part, None)
         # Each access gives a new class method: the same one is equal, not identical.
         if type(found) is type(obj) and found == obj:
-            return module, each
+            return module, name
     raise ValueError(
         f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
         "class or function that is defined at the top of a module"
     )
-
-
-def _candidates(obj: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Where an object may be found as ``(module, name)``, the shortest first."""
-    short = name.rpartition(".")[2]
-    home = getattr(obj, "__module__", None)
-    if home is None:  # as of functions of torch's extensions
-        home = pickle.whichmodule(obj, short)  # type: ignore[attr-defined]
-    parts = home.split(".")
-    for length in range(1, len(parts) + 1):
-        module = ".".join(parts[:length])
-        yield module, name
-        yield module, short  # torch.tanh calls itself _VariableFunctions.tanh
 
 
 def call(
@@ -152,23 +147,23 @@ def call(
             know, the note suggests the nearest one.
     """
     try:
-        target = locate(target) if isinstance(target, str) else target
-        return target(*args, **kwargs)
-    except Exception as err:
-        name = getattr(target, "__qualname__", str(target))
+        function = locate(target) if isinstance(target, str) else target
+        return function(*args, **kwargs)
+    except Exception as error:
+        name = getattr(target, "__qualname__", target)
         note = f"while instantiating {name} {where}"
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(err))
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is not None:
-            note += did_you_mean(unknown[1], _parameters(target))
-        getattr(err, "add_note", logger.error)(note)  # Python 3.10 has no notes
+            note += did_you_mean(unknown[1], _parameters(function))
+        add_note = getattr(error, "add_note", logger.error)
+        add_note(note)
         raise
 
 
 def _parameters(target: Any) -> set[str]:
     """The parameters of a function, or of the constructors of a class and its bases."""
-    constructors = [base.__init__ for base in getattr(target, "__mro__", ())]
     found: set[str] = set()
-    for each in constructors or [target]:
+    for each in getattr(target, "__mro__", [target]):
         with suppress(TypeError, ValueError):  # some written in C have no signature
             found.update(inspect.signature(each).parameters)
     return found

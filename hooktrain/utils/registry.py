@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tabulate import tabulate
 from torch import nn
 
 from hooktrain.utils.names import call, did_you_mean, locate
@@ -113,7 +112,12 @@ class Registry:
         is_dotted = "." in kind and kind not in self
         return locate(kind) if is_dotted else self.get(kind)
 
-    def build(self, cfg: Mapping[str, Any], /, **defaults: Any) -> Any:
+    def build(
+        self,
+        cfg: Mapping[str, Any],
+        /,
+        **defaults: Any,
+    ) -> Any:
         """Call ``cfg["type"]`` with the other items of ``cfg``.
 
         Args:
@@ -143,8 +147,7 @@ class Registry:
         return len(self._objects)
 
     def __repr__(self) -> str:
-        table = tabulate(self._objects.items(), ["Name", "Object"], "fancy_grid")
-        return f"Registry of {self.name}:\n{table}"
+        return f"Registry of {self.name}: {self._objects}"
 
 
 # What a configuration may choose by ``type``. Each part of the package registers what it

@@ -4,7 +4,8 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from itertools import compress
+from functools import partial
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -64,27 +65,52 @@ def full_tensors(state: Any) -> Any:
 
 def map_leaves(
     function: Callable[[tuple[Any, ...], Any], Any],
-    state: Any,
+    data: Any,
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """A copy of nested dicts, lists and tuples with ``function(path, leaf)`` for each leaf.
+    """A copy of containers in containers with ``function(path, leaf)`` for each leaf.
+
+    Containers are dicts, lists, tuples and dataclasses without a method ``to``. They
+    keep their types, and dicts their attributes, such as the ``_metadata`` of a state.
 
     Args:
-        function: takes the keys and indices that lead to a leaf, and the leaf.
-        state: it is not changed.
-        path: of the state itself.
+        function: takes the keys, indices and names of fields that lead to a leaf, and
+            the leaf.
+        data: it is not changed.
+        path: of the data itself.
     """
-    if not isinstance(state, dict | list | tuple):
-        return function(path, state)
 
     def inside(key: Any, item: Any) -> Any:
         return map_leaves(function, item, (*path, key))
 
-    return map_items(inside, state)
+    if can_move(data):
+        return function(path, data)
+    if isinstance(data, Mapping):
+        changed: Any = copy.copy(data)  # not every kind of dict can be made from pairs
+        for key, item in data.items():
+            changed[key] = inside(key, item)
+        return changed
+    if isinstance(data, list | tuple):
+        make = getattr(type(data), "_make", type(data))  # namedtuples have _make
+        return make(map(inside, count(), data))
+    if is_dataclass(data) and not isinstance(data, type):
+        changes = {}
+        for field in fields(data):
+            changes[field.name] = inside(field.name, getattr(data, field.name))
+        return replace(data, **changes)
+    return function(path, data)
+
+
+def can_move(data: Any) -> bool:
+    """Whether it is an object with a method ``to``, as a tensor is."""
+    return callable(getattr(data, "to", None)) and not isinstance(data, type)
 
 
 @torch.no_grad()
-def shard_like(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(
+    value: Tensor,
+    like: Tensor,
+) -> Tensor:
     """Split a full tensor as another one of its shape is. Collective if that one is sharded.
 
     Args:
@@ -95,20 +121,19 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     is_whole = is_sharded(like) and not is_sharded(value)
     if not is_whole or value.shape != like.shape:
         return value
-    from torch.distributed.tensor import (
-        distribute_tensor,
-    )  # loaded, as there are shards
+    # It takes half a second to import, but is loaded already, as there are shards.
+    from torch.distributed.tensor import distribute_tensor
 
     sharding: Any = like
-    sharded = distribute_tensor(
-        value.detach(),
-        sharding.device_mesh,
-        sharding.placements,
-    )
+    whole = value.detach()
+    sharded = distribute_tensor(whole, sharding.device_mesh, sharding.placements)
     return sharded.to(like.device)
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any],
+) -> None:
     """Load a state of full tensors into a model, sharded or not. Collective.
 
     Args:
@@ -183,14 +208,12 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     if device.type == "cuda":
         copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def move(data: Any) -> Any:
-        if isinstance(data, Tensor):
-            return _copy(data, device, copying)
-        if can_move(data):
-            return data.to(device)
-        return map_items(lambda _, item: move(item), data)
+    def move(_: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _copy(leaf, device, copying)
+        return leaf.to(device) if can_move(leaf) else leaf
 
-    return move
+    return partial(map_leaves, move)
 
 
 def _copy(
@@ -207,35 +230,3 @@ def _copy(
     computing.wait_stream(copying)
     moved.record_stream(computing)  # its memory is lent again when that has used it
     return moved
-
-
-def can_move(data: Any) -> bool:
-    """Whether it is an object with a method ``to``, as a tensor is."""
-    return callable(getattr(data, "to", None)) and not isinstance(data, type)
-
-
-def map_items(
-    function: Callable[[Any, Any], Any],
-    data: Any,
-) -> Any:
-    """A dict, list, tuple or dataclass of the same type with ``function(key, item)`` for its items.
-
-    A key is that of a dict, an index or the name of a field. Attributes of a dict, such as the
-    ``_metadata`` of a state dict, stay. Everything else, such as strings and None, is returned as
-    it is.
-    """
-    if isinstance(data, Mapping):
-        changed: Any = copy.copy(data)  # not every kind of dict can be made from pairs
-        for key, item in data.items():
-            changed[key] = function(key, item)
-        return changed
-    if isinstance(data, list | tuple):
-        items = [function(i, item) for i, item in enumerate(data)]
-        make = getattr(type(data), "_make", type(data))  # namedtuples have _make
-        return make(items)
-    if is_dataclass(data) and not isinstance(data, type):
-        changes = {}
-        for field in fields(data):
-            changes[field.name] = function(field.name, getattr(data, field.name))
-        return replace(data, **changes)
-    return data

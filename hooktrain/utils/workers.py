@@ -9,7 +9,6 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
-import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,10 +29,9 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
             so are all where the system does not say who has sent a signal (macOS).
 
     Raises:
-        TypeError: if it is a data set, a tensor or a string, which give no batches.
+        TypeError: if it is a data set, which gives samples and no batches.
     """
-    is_dataset = isinstance(loader, Dataset) and not hasattr(loader, "__iter__")
-    if is_dataset or isinstance(loader, str | torch.Tensor):
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         raise TypeError(
             f"give a loader of batches, such as a DataLoader, not a {type(loader)}"
         )

@@ -54,7 +54,11 @@ class IterationTimer(HookBase):
             self._timed += 1
             self._steps_seconds += seconds
         if self._is_watched:
-            show_progress("Training", iteration + 1, self.trainer.max_iter)
+            end = self.trainer.max_iter
+            if self._timed:
+                seconds = (now - self._timed_start) / self._timed  # with the hooks
+            seconds_left = seconds * (end - iteration - 1)
+            show_progress("Training", iteration + 1, end, seconds_left)
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""
