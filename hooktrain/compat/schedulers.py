@@ -1,11 +1,12 @@
-"""MMEngine's schedulers that the core has not: restarts, one cycle, the momentum.
+"""MMEngine's schedulers that the core has not: restarts, one cycle, plateaus, the momentum.
 
 Importing ``hooktrain.compat.mmengine`` registers them. Those of the momentum schedule the
 first of Adam's betas where there is no momentum.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,7 +24,6 @@ from hooktrain.solver.param_scheduler import (
     LRSchedulerMixin,
     MultiStepParamScheduler,
     PolyParamScheduler,
-    ReduceOnPlateauParamScheduler,
     StepParamScheduler,
     half_cosine,
 )
@@ -72,7 +72,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
     arXiv:1708.07120).
 
     Args:
-        eta_max: the maximum, or one for each parameter group.
+        eta_max: the maximum.
         total_steps: the steps of a loop that steps after each iteration; one more raises
             ValueError. By default the length of the range.
         pct_start: the share of the steps that goes up, in [0, 1].
@@ -84,7 +84,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
 
     NEEDS = ("end", "total_steps")
 
-    eta_max: float | Sequence[float]
+    eta_max: float
     total_steps: int | None = None
     pct_start: float = 0.3
     anneal_strategy: str = "cos"
@@ -94,7 +94,6 @@ class OneCycleParamScheduler(GroupParamScheduler):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        self._for_each_group(self.eta_max)
         if not 0 <= self.pct_start <= 1:
             raise ValueError(f"pct_start must lie in [0, 1]: {self.pct_start!r}")
         if self.anneal_strategy not in ("cos", "linear"):
@@ -121,7 +120,130 @@ class OneCycleParamScheduler(GroupParamScheduler):
         return corners[-1][1]
 
     def _base(self, i: int, value: Any) -> Any:
-        return self._for_each_group(self.eta_max)[i]
+        return self.eta_max
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauParamScheduler(GroupParamScheduler):
+    """Multiplies by ``factor`` after more than ``patience`` metrics without improvement.
+
+    Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only
+    counts an epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
+
+    Args:
+        monitor: the name of the metric.
+        rule: ``"less"`` if less is better, ``"greater"`` if more is.
+        factor: what to multiply by, below 1.
+        patience: how many values in a row may be no improvement.
+        threshold: by how much a value must be better than the best one.
+        threshold_rule: ``"rel"``, a share of the best value, or ``"abs"``.
+        cooldown: how many values after a reduction do not count as bad.
+        min_value: the least value to reduce to; or one for each parameter group.
+        eps: a reduction by no more than this is not made.
+
+    Attributes:
+        best: the best value so far; infinite before the first.
+        num_bad_epochs: how many values in a row were no improvement.
+        cooldown_counter: how many values the cooldown still lasts.
+    """
+
+    monitor: str = "loss"
+    rule: str = "less"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_rule: str = "rel"
+    cooldown: int = 0
+    min_value: float | Sequence[float] = 0.0
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.best = math.inf if self.rule == "less" else -math.inf
+        self.num_bad_epochs = 0
+        self.cooldown_counter = 0
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        self._least()
+        is_known = self.rule in ("less", "greater")
+        if not is_known or self.threshold_rule not in ("rel", "abs"):
+            raise ValueError(
+                "rule must be 'less' or 'greater', and threshold_rule 'rel' or 'abs': "
+                f"{self!r}"
+            )
+        if not self.by_epoch:
+            raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Take in the metrics of an evaluation; without any, count an epoch.
+
+        Raises:
+            KeyError: if the metric is not among them.
+        """
+        if metrics is None:
+            self.global_step += 1
+            return
+        is_inside = self.begin <= self.global_step < self.end
+        if not is_inside or not self._is_due(metrics[self.monitor]):
+            return
+        least = self._least()
+        # Synchronises with the device, if the values are tensors there.
+        values = self.get_last_value()
+        for i, group in enumerate(self._groups()):
+            reduced = max(values[i] * self.factor, least[i])
+            if values[i] - reduced > self.eps:
+                self._write(group, reduced)
+
+    def _least(self) -> list[float]:
+        """The least value of each group."""
+        count = len(self.optimizer.param_groups)
+        least = self.min_value
+        values = list(least) if isinstance(least, Sequence) else [least] * count
+        if len(values) != count:
+            raise ValueError(
+                f"give one min_value, or one for each of the {count} groups: {least!r}"
+            )
+        return values
+
+    def _is_better(self, value: float, best: float) -> bool:
+        """Whether a value of the metric is an improvement; MMEngine's name."""
+        less = self.rule == "less"
+        margin = -self.threshold if less else self.threshold
+        bound = best * (1 + margin) if self.threshold_rule == "rel" else best + margin
+        return value < bound if less else value > bound
+
+    def _is_due(self, value: float) -> bool:
+        """Count a value of the metric; whether to reduce."""
+        if self._is_better(value, self.best):
+            self.best = float(value)
+            self.num_bad_epochs = 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs <= self.patience:
+            return False
+        self.cooldown_counter = self.cooldown
+        self.num_bad_epochs = 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of every scheduler, the best value and the counters."""
+        return {
+            **super().state_dict(),
+            "best": self.best,
+            "num_bad_epochs": self.num_bad_epochs,
+            "cooldown_counter": self.cooldown_counter,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`GroupParamScheduler.load_state_dict`."""
+        super().load_state_dict(state_dict)
+        self.best = state_dict["best"]
+        self.num_bad_epochs = state_dict["num_bad_epochs"]
+        self.cooldown_counter = state_dict["cooldown_counter"]
 
 
 @dataclass(eq=False)
@@ -132,6 +254,11 @@ class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
 @dataclass(eq=False)
 class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
     """:class:`OneCycleParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
+    """:class:`ReduceOnPlateauParamScheduler` of the learning rate."""
 
 
 @dataclass(eq=False)

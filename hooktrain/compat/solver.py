@@ -27,27 +27,6 @@ def __getattr__(name: str) -> Any:
     return of_detectron2(name)
 
 
-def get_default_optimizer_params(  # type: ignore[no-redef]
-    model: nn.Module,
-    *args: Any,
-    overrides: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """:func:`hooktrain.solver.get_default_optimizer_params`, which warns of an override of nothing.
-
-    There that is an error. Models of detection have overrides for parts that not all of them have.
-    """
-    overrides = overrides or {}
-    known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    unused = {rule for rule in overrides if rule.isidentifier()} - known
-    if unused:
-        text = "Overrides of parameters that the model does not have: %s"
-        logger.warning(text, unused)
-    used = [rule for rule in overrides if rule not in unused]
-    options["overrides"] = {rule: overrides[rule] for rule in used}
-    return solver.get_default_optimizer_params(model, *args, **options)
-
-
 def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
     """Clip before each step as ``SOLVER.CLIP_GRADIENTS`` says: each parameter by itself.
 

@@ -20,7 +20,6 @@ from hooktrain.solver.param_scheduler import (
     LinearLR as LinearLR,
     MultiStepLR as MultiStepLR,
     PolyLR as PolyLR,
-    ReduceOnPlateauLR as ReduceOnPlateauLR,
     StepLR as StepLR,
 )
 from hooktrain.solver.schedule import (

@@ -26,11 +26,11 @@ class AmpOptimWrapper(OptimWrapper):
         loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has
             that scaler's arguments (``init_scale``, ``growth_interval``, ...); a number
             is a fixed scale; a scaler is used as it is.
-        device_type: such as ``"cuda"`` or ``"cpu"``. None takes the parameters' device.
         accumulative_counts: see :class:`OptimWrapper`.
         clip_grad: see :class:`OptimWrapper`; gradients are unscaled before.
 
     Attributes:
+        device_type: that of the parameters, such as ``"cuda"``.
         grad_scaler: the scaler; a disabled one if the data type needs none.
 
     Raises:
@@ -43,14 +43,14 @@ class AmpOptimWrapper(OptimWrapper):
         dtype: torch.dtype | str | None = None,
         *,
         loss_scale: str | float | Options | torch.amp.GradScaler = "dynamic",
-        device_type: str | None = None,
         accumulative_counts: int = 1,
         clip_grad: Options | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = device_type or _device_type(optimizer)
-        dtype = dtype or torch.get_autocast_dtype(self.device_type)
-        self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        self.device_type = _device_type(optimizer)
+        self.dtype: Any = dtype or torch.get_autocast_dtype(self.device_type)
+        if isinstance(dtype, str):
+            self.dtype = getattr(torch, dtype, None)
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
         self.grad_scaler = _build_scaler(
@@ -124,8 +124,7 @@ def _both(outer: Context, inner: Context) -> Iterator[None]:
 
 def _device_type(optimizer: Optimizer) -> str:
     """The type of the device that the first parameter is computed on."""
-    groups = optimizer.param_groups
-    parameter = next(p for group in groups for p in group["params"])
+    parameter = optimizer.param_groups[0]["params"][0]
     # Shards may be offloaded to the CPU, where nothing is computed.
     mesh = getattr(parameter, "device_mesh", None)
     return str(parameter.device.type if mesh is None else mesh.device_type)

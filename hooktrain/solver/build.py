@@ -275,8 +275,8 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:
         length = max_epochs if arguments.get("by_epoch", True) else max_iters
-        is_given = not needs or any(map(arguments.get, needs))
-        if length is None and not is_given:
+        given = [name for name in needs if arguments.get(name)]
+        if needs and not given and length is None:
             raise ValueError(
                 f"{target.__name__} needs {' or '.join(needs)}, or the run's max_epochs or "
                 "max_iters"

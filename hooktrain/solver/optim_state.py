@@ -102,8 +102,14 @@ def load_optimizer_state(
     state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        members = [name for name, entry in here.items() if entry[0] == number]
-        origins = [saved[name][0] for name in members if name in saved]
+        members = []
+        origins = []
+        for name, (own_number, _) in here.items():
+            if own_number != number:
+                continue
+            members.append(name)
+            if name in saved:
+                origins.append(saved[name][0])
         settings = settings_of(group)
         if origins:
             origin = state_dict["param_groups"][mode(sorted(origins))]
@@ -147,7 +153,9 @@ def _names_in(groups: Sequence[ParamGroup], known: Names) -> list[str] | None:
         for item, name in zip(group["params"], own_names, strict=True):
             names.append(known.get(item, name))
     is_named = all(isinstance(name, str) for name in names)
-    return names if is_named and len(set(names)) == len(names) else None
+    if not is_named or len(set(names)) < len(names):
+        return None
+    return names
 
 
 def _entries(names: Iterable[str], groups: Sequence[ParamGroup]) -> Entries:
@@ -226,7 +234,9 @@ def _fitting_states(
         if shape not in (None, tuple(parameter.shape)):
             reshaped.append(f"{name} {shape}")
         elif state:
-            fitting[name] = {k: _like(parameter, v) for k, v in state.items()}
+            fitting[name] = {}
+            for entry, value in state.items():
+                fitting[name][entry] = _like(parameter, value)
     _warn(
         "has state of parameters that are not here", [n for n in saved if n not in here]
     )
@@ -237,9 +247,12 @@ def _fitting_states(
 
 def _warn(text: str, names: Sequence[str]) -> None:
     if names:
-        shown = ", ".join(names[:10])
-        dots = ", ..." if len(names) > 10 else ""
-        logger.warning("The optimizer's checkpoint %s: %s%s", text, shown, dots)
+        logger.warning(
+            "The optimizer's checkpoint %s: %d, %s",
+            text,
+            len(names),
+            names[:10],
+        )
 
 
 def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:

@@ -272,7 +272,8 @@ class OptimWrapper:
 
     def _put_scalar(self, name: str, value: Any, smooth: bool = True) -> None:
         if has_event_storage():
-            name = f"{self.name}.{name}" if self.name else name
+            if self.name:
+                name = f"{self.name}.{name}"
             get_event_storage().put_scalar(name, value, smooth)
 
     # State

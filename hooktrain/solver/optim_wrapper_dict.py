@@ -8,7 +8,6 @@ from torch import nn
 from hooktrain.solver.optim_state import State
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.param_groups import ParamGroup
-from hooktrain.utils.names import did_you_mean
 
 
 class OptimWrapperDict(dict[str, OptimWrapper]):
@@ -33,10 +32,6 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
                 raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
             wrapper.name = name
         super().__init__(wrappers)
-
-    def __missing__(self, name: str) -> OptimWrapper:
-        hint = did_you_mean(name, self)
-        raise KeyError(f"there is no optimizer named {name!r}{hint}")
 
     @property
     def param_groups(self) -> dict[str, list[ParamGroup]]:

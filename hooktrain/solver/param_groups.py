@@ -5,6 +5,7 @@ and settings such as ``lr`` and ``weight_decay``. Groups made here also have
 ``param_names``, the full names of ``params``, which torch keeps.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils.names import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]
 # A parameter's full names, the module that has it under the first, and itself.
@@ -52,9 +55,12 @@ def _walk(
         if parameter is not None:
             yield prefix + name, module, parameter
     for name, child in module._modules.items():  # named_children() has each child once
-        is_added = name in WRAPPER_PARTS or isinstance(module, DATA_PARALLEL)
-        if child is not None:
-            yield from _walk(child, prefix if is_added else f"{prefix}{name}.")
+        if child is None:
+            continue
+        if name in WRAPPER_PARTS or isinstance(module, DATA_PARALLEL):
+            yield from _walk(child, prefix)
+        else:
+            yield from _walk(child, f"{prefix}{name}.")
 
 
 def group_trainable(
@@ -70,8 +76,10 @@ def group_trainable(
     groups = []
     for names, module, parameter in walk_parameters(model):
         if parameter.requires_grad:
-            own = settings(names, module, parameter)
-            groups.append({**own, "params": [parameter], "param_names": names[:1]})
+            group = settings(names, module, parameter)
+            group["params"] = [parameter]
+            group["param_names"] = names[:1]
+            groups.append(group)
     return reduce_param_groups(groups)
 
 
@@ -88,7 +96,7 @@ def get_default_optimizer_params(
     """Parameter groups of the trainable parameters of a model, each parameter once.
 
     Without options this is one group of all of them. As in detectron2, except that an
-    override may also be for one parameter, must be for something, and that
+    override may also be for one parameter, that one for nothing is a warning, and that
     ``lr_factor_func`` and ``bias_lr_factor`` multiply where both apply.
 
     Names are full dotted names in the model, ``"backbone.stem.weight"``, without the
@@ -113,8 +121,8 @@ def get_default_optimizer_params(
             ``{"lr": 0.01, "weight_decay": 0.0}``.
 
     Raises:
-        ValueError: a factor is given without ``base_lr``; an override is for no
-            parameter; ``"bias"`` is overridden in two ways.
+        ValueError: a factor is given without ``base_lr``; ``"bias"`` is overridden in
+            two ways.
 
     Example::
 
@@ -133,7 +141,7 @@ def get_default_optimizer_params(
         raise ValueError(
             "biases are set twice: by overrides['bias'] and by another argument"
         )
-    _check_overrides(model, overrides)
+    _warn_of_unused(overrides, model)
 
     def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
         is_bias = _last_part(names[0]) == "bias"
@@ -156,13 +164,15 @@ def get_default_optimizer_params(
     return group_trainable(model, settings)
 
 
-def _check_overrides(model: nn.Module, overrides: Mapping[str, Any]) -> None:
-    full_names = [name for names, _, _ in walk_parameters(model) for name in names]
-    known = [*full_names, *map(_last_part, full_names)]
+def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
+    known: list[str] = []
+    for names, _, _ in walk_parameters(model):
+        known += names
+        known += map(_last_part, names)
     for name in overrides:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ValueError(f"overrides: {name!r} is no parameter of the model{hint}")
+            logger.warning("overrides: %r is no parameter of the model%s", name, hint)
 
 
 def _last_part(name: str) -> str:

@@ -11,10 +11,10 @@ chains, overlapping ranges multiply, and in a gap the value stays::
         scheduler.step()
 
 Each kind has two classes: ``XxxParamScheduler`` for any number that the parameter groups
-hold, and ``XxxLR`` for the learning rate. (``XxxMomentum``, OneCycle and CosineRestart are
-in ``hooktrain.compat.mmengine``; torch's ``OneCycleLR`` and
-``CosineAnnealingWarmRestarts`` do as well.) Five of the first are also names of pure functions in
-``schedule.py``. ``hooktrain.solver`` exports these; import those here from here.
+hold, and ``XxxLR`` for the learning rate. Five of the first are also names of pure
+functions in ``schedule.py``. ``hooktrain.solver`` exports these; import those here from
+here. MMEngine's other kinds are in ``hooktrain.compat.mmengine``: OneCycle, CosineRestart
+and ReduceOnPlateau, for which torch has schedulers as well, and ``XxxMomentum``.
 
 Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
 value where the range begins. The arguments that all schedulers have are those of
@@ -86,9 +86,6 @@ class GroupParamScheduler:
 
     # One of these arguments must be given for the scheduler to know where it ends.
     NEEDS: ClassVar[tuple[str, ...]] = ()
-    # More attributes that change from step to step, and are part of the state.
-    PROGRESS: ClassVar[tuple[str, ...]] = ()
-
     optimizer: Schedulable = field(repr=False)
     param_name: str
     _: KW_ONLY
@@ -104,7 +101,9 @@ class GroupParamScheduler:
         self.base_values = [self._base_value(group) for group in groups]
         self.start_values = [*self.base_values]
         self.written_values: list[float | None] = [None] * len(groups)
-        self.global_step = -1 if self.last_step < 0 else self.begin + self.last_step
+        self.global_step = -1
+        if self.last_step >= 0:
+            self.global_step = self.begin + self.last_step
         self.step()
 
     def _check_arguments(self) -> None:
@@ -113,17 +112,6 @@ class GroupParamScheduler:
             raise ValueError(
                 f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}"
             )
-
-    def _for_each_group(self, value: float | Sequence[float]) -> list[float]:
-        """A number for each group."""
-        count = len(self.optimizer.param_groups)
-        if not isinstance(value, Sequence):
-            return [value] * count
-        if len(value) != count:
-            raise ValueError(
-                f"give a number, or one for each of the {count} groups: {value!r}"
-            )
-        return list(value)
 
     def _read(self, group: ParamGroup) -> Any:
         """The value of a group, a number or a tensor."""
@@ -183,8 +171,7 @@ class GroupParamScheduler:
         """Go on by one step; inside the range, set the values.
 
         Raises:
-            ValueError: if parameter groups were added or removed, or a cycle is at its
-                end.
+            ValueError: if parameter groups were added or removed.
         """
         self.global_step += 1
         if self.begin <= self.global_step < self.end:
@@ -192,7 +179,10 @@ class GroupParamScheduler:
             values = self._get_value()
             for group, value in zip(self._groups(), values, strict=True):
                 self._write(group, value)
-            self.written_values = [None if isinstance(v, Tensor) else v for v in values]
+            self.written_values = []
+            for value in values:
+                known = None if isinstance(value, Tensor) else value
+                self.written_values.append(known)
 
     def _get_value(self) -> list[Any]:
         """The value of each group at step ``last_step`` of the range."""
@@ -203,7 +193,8 @@ class GroupParamScheduler:
             if not isinstance(base, Tensor):
                 self.start_values[i] = base
             # This form gives exactly the base at 1, and exactly the floor at 0.
-            values.append(base * share + self._floor(i) * (1 - share))
+            floor = self._floor(i)
+            values.append(base * share + floor * (1 - share))
         return values
 
     def _share(self, k: int) -> float:
@@ -214,7 +205,8 @@ class GroupParamScheduler:
 
     def _where(self, k: int) -> float:
         """How far step ``k`` is in the range: 0 at its first step, 1 at its last."""
-        return k / max(self.end - self.begin - 1, 1)
+        last = self.end - self.begin - 1
+        return k / max(last, 1)
 
     def _floor(self, i: int) -> float:
         """The value of group ``i`` where the share is 0."""
@@ -247,7 +239,7 @@ class GroupParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The current step and the values, not the arguments."""
-        state: dict[str, Any] = {
+        return {
             "param_name": self.param_name,
             "by_epoch": self.by_epoch,
             "base_values": [*self.base_values],
@@ -256,9 +248,6 @@ class GroupParamScheduler:
             "_global_step": self.global_step,
             "_last_value": self.get_last_value(),
         }
-        for name in self.PROGRESS:
-            state[name] = getattr(self, name)
-        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was taken, and give the groups their values of then.
@@ -277,10 +266,9 @@ class GroupParamScheduler:
                 raise ValueError(
                     f"the state has {key}={state_dict[key]!r}, and this is {self!r}"
                 )
-        for name in self.PROGRESS:
-            setattr(self, name, state_dict[name])
         self.global_step = state_dict["_global_step"]
-        self.last_step = max(min(self.global_step, self.end - 1) - self.begin, -1)
+        reached = min(self.global_step, self.end - 1)
+        self.last_step = max(reached - self.begin, -1)
         groups = self._groups()
         self.written_values = [None] * len(groups)
         values = state_dict["_last_value"]
@@ -306,7 +294,10 @@ class ConstantParamScheduler(GroupParamScheduler):
     factor: float = 1.0 / 3
 
     def _share(self, k: int) -> float:
-        return 1.0 if 0 < k == self.end - self.begin - 1 else self.factor
+        last = self.end - self.begin - 1
+        if k == last > 0:
+            return 1.0
+        return self.factor
 
 
 @dataclass(eq=False)
@@ -331,7 +322,8 @@ class StepParamScheduler(GroupParamScheduler):
     gamma: float = 0.1
 
     def _share(self, k: int) -> float:
-        return float(self.gamma ** (k // self.step_size))
+        decays = k // self.step_size
+        return float(self.gamma**decays)
 
 
 @dataclass(eq=False)
@@ -342,7 +334,8 @@ class MultiStepParamScheduler(GroupParamScheduler):
     gamma: float = 0.1
 
     def _share(self, k: int) -> float:
-        return float(self.gamma ** sum(milestone <= k for milestone in self.milestones))
+        reached = sum(milestone <= k for milestone in self.milestones)
+        return float(self.gamma**reached)
 
 
 @dataclass(eq=False)
@@ -361,14 +354,6 @@ class Falling(GroupParamScheduler):
     eta_min: float | None
     eta_min_ratio: float | None = None
 
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self.eta_min is not None and self.eta_min_ratio is not None:
-            raise ValueError(
-                f"give eta_min={self.eta_min!r} or eta_min_ratio={self.eta_min_ratio!r}, "
-                "not both"
-            )
-
     def _floor(self, i: int) -> float:
         if self.eta_min is not None:
             return self.eta_min
@@ -385,7 +370,8 @@ class PolyParamScheduler(Falling):
     power: float = 1.0
 
     def _share(self, k: int) -> float:
-        return float((1 - self._where(k)) ** self.power)
+        left = 1 - self._where(k)
+        return float(left**self.power)
 
 
 def half_cosine(k: float, length: float) -> float:
@@ -408,105 +394,8 @@ class CosineAnnealingParamScheduler(Falling):
     eta_min_ratio: float | None = field(default=None, kw_only=True)
 
     def _share(self, k: int) -> float:
-        return half_cosine(k, self.T_max or self.end - self.begin)
-
-
-@dataclass(eq=False)
-class ReduceOnPlateauParamScheduler(GroupParamScheduler):
-    """Multiplies by ``factor`` after more than ``patience`` metrics without improvement.
-
-    Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only
-    counts an epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
-
-    Args:
-        monitor: the name of the metric.
-        rule: ``"less"`` if less is better, ``"greater"`` if more is.
-        factor: what to multiply by, below 1.
-        patience: how many values in a row may be no improvement.
-        threshold: by how much a value must be better than the best one.
-        threshold_rule: ``"rel"``, a share of the best value, or ``"abs"``.
-        cooldown: how many values after a reduction do not count as bad.
-        min_value: the least value to reduce to; or one for each parameter group.
-        eps: a reduction by no more than this is not made.
-
-    Attributes:
-        best: the best value so far; infinite before the first.
-        num_bad_epochs: how many values in a row were no improvement.
-        cooldown_counter: how many values the cooldown still lasts.
-    """
-
-    PROGRESS = ("best", "num_bad_epochs", "cooldown_counter")
-
-    monitor: str = "loss"
-    rule: str = "less"
-    factor: float = 0.1
-    patience: int = 10
-    threshold: float = 1e-4
-    threshold_rule: str = "rel"
-    cooldown: int = 0
-    min_value: float | Sequence[float] = 0.0
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.best = math.inf if self.rule == "less" else -math.inf
-        self.num_bad_epochs = 0
-        self.cooldown_counter = 0
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        self._for_each_group(self.min_value)
-        is_known = self.rule in ("less", "greater")
-        if not is_known or self.threshold_rule not in ("rel", "abs"):
-            raise ValueError(
-                "rule must be 'less' or 'greater', and threshold_rule 'rel' or 'abs': "
-                f"{self!r}"
-            )
-        if not self.by_epoch:
-            raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
-
-    def step(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Take in the metrics of an evaluation; without any, count an epoch.
-
-        Raises:
-            KeyError: if the metric is not among them.
-        """
-        if metrics is None:
-            self.global_step += 1
-            return
-        is_inside = self.begin <= self.global_step < self.end
-        if not is_inside or not self._is_due(metrics[self.monitor]):
-            return
-        least = self._for_each_group(self.min_value)
-        # Synchronises with the device, if the values are tensors there.
-        values = self.get_last_value()
-        for i, group in enumerate(self._groups()):
-            reduced = max(values[i] * self.factor, least[i])
-            if values[i] - reduced > self.eps:
-                self._write(group, reduced)
-
-    def _is_better(self, value: float, best: float) -> bool:
-        """Whether a value of the metric is an improvement; MMEngine's name."""
-        less = self.rule == "less"
-        margin = -self.threshold if less else self.threshold
-        bound = best * (1 + margin) if self.threshold_rule == "rel" else best + margin
-        return value < bound if less else value > bound
-
-    def _is_due(self, value: float) -> bool:
-        """Count a value of the metric; whether to reduce."""
-        if self._is_better(value, self.best):
-            self.best = float(value)
-            self.num_bad_epochs = 0
-        else:
-            self.num_bad_epochs += 1
-        if self.cooldown_counter > 0:
-            self.cooldown_counter -= 1
-            self.num_bad_epochs = 0
-        if self.num_bad_epochs <= self.patience:
-            return False
-        self.cooldown_counter = self.cooldown
-        self.num_bad_epochs = 0
-        return True
+        length = self.T_max or self.end - self.begin
+        return half_cosine(k, length)
 
 
 @dataclass(eq=False)
@@ -553,11 +442,6 @@ class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
 @dataclass(eq=False)
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the learning rate."""
-
-
-@dataclass(eq=False)
-class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
-    """:class:`ReduceOnPlateauParamScheduler` of the learning rate."""
 
 
 for _name, _member in [*globals().items()]:

@@ -31,7 +31,7 @@ class ParamScheduler:
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``; 1.0 gives the final value."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+        raise NotImplementedError
 
 
 @dataclass
@@ -66,7 +66,8 @@ class CosineParamScheduler(ParamScheduler):
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
         height = 0.5 * (self.start_value - self.end_value)
-        return self.end_value + height * (1 + math.cos(math.pi * where))
+        cosine = math.cos(math.pi * where)
+        return self.end_value + height * (1 + cosine)
 
 
 @dataclass
@@ -158,14 +159,12 @@ class MultiStepParamScheduler(ParamScheduler):
             milestones = [width * k for k in range(1, parts)]
         elif end is None:
             *milestones, end = milestones
-        if len(milestones) != parts - 1:
+        boundaries = [0, *milestones, end]
+        is_increasing = all(left < right for left, right in pairwise(boundaries))
+        if len(milestones) != parts - 1 or not is_increasing:
             raise ValueError(
-                f"{parts} values need {parts - 1} milestones and the end of the run: "
-                f"milestones={self.milestones!r}, num_updates={self.num_updates!r}"
-            )
-        if any(left >= right for left, right in pairwise([0, *milestones, end])):
-            raise ValueError(
-                f"milestones must increase and lie in (0, {end!r}): {milestones!r}"
+                f"{parts} values need {parts - 1} milestones that increase, in "
+                f"(0, {end!r}), but got {milestones!r}"
             )
         self.milestones = milestones
         self.num_updates = end
@@ -196,8 +195,9 @@ class StepParamScheduler(ParamScheduler):
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        index = int((where + ROUNDING) * len(self.values))
-        return self.values[min(index, len(self.values) - 1)]
+        parts = len(self.values)
+        index = int((where + ROUNDING) * parts)
+        return self.values[min(index, parts - 1)]
 
 
 @dataclass
@@ -222,8 +222,10 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        decays = int((where + ROUNDING) * (self.num_decays + 1))
-        return float(self.base_value * self.gamma ** min(decays, self.num_decays))
+        parts = self.num_decays + 1
+        decays = int((where + ROUNDING) * parts)
+        decays = min(decays, self.num_decays)
+        return float(self.base_value * self.gamma**decays)
 
 
 @dataclass
@@ -260,15 +262,21 @@ class CompositeParamScheduler(ParamScheduler):
             raise ValueError(
                 f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}"
             )
-        self.lengths = [*lengths[:-1], max(0.0, 1.0 - sum(lengths[:-1]))]
+        others = lengths[:-1]
+        last = max(0.0, 1.0 - sum(others))
+        self.lengths = [*others, last]
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        ends = [end if end < 1 - ROUNDING else 1.0 for end in accumulate(self.lengths)]
+        ends = []
+        for end in accumulate(self.lengths):
+            is_last = end >= 1 - ROUNDING
+            ends.append(1.0 if is_last else end)
         k = bisect_left(ends, min(where + ROUNDING, 1.0))
         if self.interval_scaling[k] == "rescaled":
             start = ends[k - 1] if k else 0.0
-            where = max(0.0, (where - start) / (ends[k] - start))
+            length = ends[k] - start
+            where = max(0.0, (where - start) / length)
         return self.schedulers[k](where)
 
 
@@ -320,7 +328,8 @@ class WarmupParamScheduler(ParamScheduler):
         if self.warmup_method == "constant":
             return start
         end = self.scheduler(0.0 if self.rescale_interval else length)
-        return end * (where / length) + start * (1 - where / length)
+        share = where / length
+        return end * share + start * (1 - share)
 
 
 class LRMultiplier(LRScheduler):

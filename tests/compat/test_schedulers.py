@@ -1,18 +1,19 @@
-"""Schedulers of MMEngine: restarts, one cycle, the momentum, and subclasses of users."""
+"""MMEngine's restarts, one cycle, plateaus and momentum; schedulers of users."""
 
 import copy
 import inspect
+import json
 import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
 
 from hooktrain.compat import mmengine as ours
-from hooktrain.compat.mmengine import CosineRestartLR, OneCycleLR
+from hooktrain.compat.mmengine import CosineRestartLR, OneCycleLR, ReduceOnPlateauLR
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 from scheduler_toys import (
@@ -57,13 +58,13 @@ def test_one_cycle_has_the_values_of_mmengine(
     assert values(ours, [spec], sgd(0.1, 0.37), steps=steps) == near(reference)
 
 
-def test_a_cycle_has_a_maximum_for_each_group() -> None:
+def test_a_cycle_overwrites_what_others_do() -> None:
     optimizer = OptimWrapper(sgd(1.0, 1.0))
-    scheduler = OneCycleLR(optimizer, [1.0, 3.0], 10, div_factor=10.0)
-    assert rates(optimizer) == pytest.approx([0.1, 0.3])
+    scheduler = OneCycleLR(optimizer, 3.0, 10, div_factor=10.0)
+    assert rates(optimizer) == pytest.approx([0.3, 0.3])
     optimizer.param_groups[0]["lr"] = 50.0
     scheduler.step()
-    assert rates(optimizer)[0] == pytest.approx(rates(optimizer)[1] / 3)
+    assert rates(optimizer)[0] == rates(optimizer)[1]
     run(optimizer, [scheduler], 8)
     with pytest.raises(ValueError, match="total_steps=10, and this is step 11"):
         run(optimizer, [scheduler], 2)
@@ -80,7 +81,9 @@ def test_a_cycle_ends_with_exactly_its_final_value() -> None:
     [
         (lambda o: OneCycleLR(o, 1.0, pct_start=30), "pct_start must lie .*: 30"),
         (lambda o: CosineRestartLR(o, [3, 3]), r"periods .*\[3, 3\], .*\(1,\)"),
-        (lambda o: OneCycleLR(o, [1.0, 2.0]), r"each of the 1 .*\[1.0, 2.0\]"),
+        (lambda o: ReduceOnPlateauLR(o, rule="min"), "'less' or 'greater'.*'min'"),
+        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), "by_epoch=False"),
+        (lambda o: ReduceOnPlateauLR(o, min_value=[0, 0]), r"of the 1 .*\[0, 0\]"),
         (lambda o: OneCycleLR(o, 1.0, anneal_strategy="up"), "'cos' or 'linear'.*'up'"),
     ],
 )
@@ -90,6 +93,92 @@ def test_a_wrong_argument_writes_nothing(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(optimizer)
     assert [*optimizer.param_groups[0].items()] == before
+
+
+METRICS = st.lists(
+    st.sampled_from([1.0, 0.9, 0.8999, 0.85, 0.5, -0.2, 2.0]), max_size=40
+)
+
+
+def plateau(library: Any, metrics: list[float], **args: Any) -> list[list[float]]:
+    """The values after each metric; an epoch is counted after each."""
+    optimizer, seen = sgd(0.1, 0.02), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler = library.ReduceOnPlateauLR(optimizer, "acc", **args)
+        for metric in metrics:
+            scheduler.step({"acc": metric})
+            scheduler.step()
+            seen.append(rates(optimizer))
+    return seen
+
+
+@settings(SAME_EACH_TIME, max_examples=80)
+@given(
+    METRICS,
+    st.sampled_from(["less", "greater"]),
+    st.sampled_from(["rel", "abs"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "factor": st.floats(0.1, 0.9),
+            "patience": st.integers(0, 3),
+            "threshold": st.sampled_from([0.0, 1e-3, 0.1]),
+            "cooldown": st.integers(0, 3),
+            "eps": st.sampled_from([1e-8, 0.005]),
+        },
+    ),
+    st.sampled_from([0.0, 0.01, [0.03, 0.001]]),
+    st.integers(0, 5),
+)
+def test_a_plateau_has_the_values_of_mmengine(
+    metrics: Any, rule: str, threshold_rule: str, args: Any, least: Any, begin: int
+) -> None:
+    args |= {"rule": rule, "threshold_rule": threshold_rule, "min_value": least}
+    args |= {"begin": begin, "end": 30}
+    assert plateau(ours, metrics, **args) == near(plateau(theirs, metrics, **args))
+
+
+def test_a_plateau_asks_an_overridden_is_better_as_in_mmengine() -> None:
+    class NeverBetter:
+        def _is_better(self, a: float, best: float) -> bool:
+            return False
+
+    values = []
+    for library in (ours, theirs):
+        optimizer = sgd(0.1)
+        kind = type("Own", (NeverBetter, library.ReduceOnPlateauLR), {})
+        scheduler = kind(optimizer, "acc", patience=1)
+        for metric in (3.0, 2.0, 1.0):
+            scheduler.step({"acc": metric})
+            values.append(rates(optimizer))
+    assert values[0] != values[1]
+    assert values[:3] == values[3:]
+
+
+def test_a_plateau_goes_on_where_it_was() -> None:
+    def make(library: Any) -> Any:
+        return library.ReduceOnPlateauLR(
+            sgd(1.0), "loss", factor=0.5, patience=3, cooldown=2
+        )
+
+    def feed(scheduler: Any, times: int) -> list[float]:
+        seen = []
+        for _ in range(times):
+            scheduler.step({"loss": 1.0})
+            scheduler.step()
+            seen += rates(scheduler.optimizer)
+        return seen
+
+    whole = feed(make(ours), 20)
+    assert whole[-1] == 0.125
+    for library in (ours, theirs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first, second = make(library), make(ours)
+        feed(first, 7)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert feed(second, 13) == whole[7:]
 
 
 @SAME_EACH_TIME

@@ -15,7 +15,6 @@ from hooktrain.compat.solver import (
     _expand_param_groups,
     build_lr_scheduler,
     build_optimizer,
-    get_default_optimizer_params,
     maybe_add_gradient_clipping,
 )
 
@@ -96,16 +95,6 @@ def test_the_groups_of_the_tree_have_its_rates_and_decays() -> None:
         "1.weight": (0.1, 0.0, 0.9),
         "1.bias": (0.2, 0.0, 0.9),
     }
-
-
-def test_an_override_of_a_part_that_the_model_lacks_is_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rules = {"features": {"lr": 9.0}, "bias": {"lr": 0.5}}
-    groups = get_default_optimizer_params(nn.Linear(1, 1), 0.1, overrides=rules)
-    rates = {name: group["lr"] for group in groups for name in group["param_names"]}
-    assert rates == {"weight": 0.1, "bias": 0.5}
-    assert "does not have: {'features'}" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_a_schedule_ends_with_the_run_unless_it_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"type": "CosineAnnealingLR", "T_max": 7}, {"type": "ReduceOnPlateauLR"}]
+    "config", [{"type": "CosineAnnealingLR", "T_max": 7}, {"type": "ConstantLR"}]
 )
 def test_a_schedule_without_an_end_may_go_on(config: Any) -> None:
     (scheduler,) = build_param_scheduler(config, groups_of(1.0))

@@ -346,10 +346,9 @@ def test_who_looks_before_the_update_sees_true_gradients(dtype: str | None) -> N
     torch.testing.assert_close(seen[0], reference.fc.weight.grad)
 
 
-def test_the_device_is_that_of_the_first_parameter() -> None:
+def test_the_device_is_that_of_the_parameters() -> None:
     parameter = nn.Parameter(torch.ones(1, device="meta"))
-    groups = [{"params": []}, {"params": [parameter]}]
-    wrapper = AmpOptimWrapper(torch.optim.SGD(groups, lr=0.1), "bfloat16")
+    wrapper = AmpOptimWrapper(torch.optim.SGD([parameter], lr=0.1), "bfloat16")
     assert wrapper.device_type == "meta"
 
 

@@ -125,17 +125,29 @@ def test_an_override_of_one_parameter_wins_over_that_of_all_of_its_last_name() -
             {"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}},
             "biases are set twice",
         ),
-        (
-            {"overrides": {"head.wieght": {}}},
-            "is no parameter.*did you mean 'head.weight'",
-        ),
-        ({"overrides": {"scales": {}}}, "did you mean 'scale'"),
-        ({"overrides": {"head": {}}}, "'head' is no parameter"),
     ],
 )
 def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get_default_optimizer_params(Net(), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("head.wieght", "is no parameter of the model; did you mean 'head.weight'"),
+        ("scales", "did you mean 'scale'"),
+        ("head", "'head' is no parameter"),
+    ],
+)
+def test_an_override_of_nothing_is_a_warning(
+    name: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = {name: {"lr": 9.0}, "scale": {"lr": 0.5}}
+    found = options(Net(), base_lr=0.1, overrides=rules)
+    assert found["scale"] == {"lr": 0.5}
+    assert found["head.weight"] == {"lr": 0.1}
+    assert message in caplog.text
 
 
 def test_shared_parameters_answer_to_each_of_their_names() -> None:

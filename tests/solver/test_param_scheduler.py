@@ -21,7 +21,6 @@ from hooktrain.solver.param_scheduler import (
     LinearLR,
     LinearParamScheduler,
     PolyLR,
-    ReduceOnPlateauLR,
     StepLR,
 )
 from hooktrain.utils.registry import PARAM_SCHEDULERS
@@ -116,67 +115,6 @@ def test_epochs_become_iterations(spec: Any, epoch_length: int) -> None:
     assert run(ours) == near(run(theirs))
 
 
-METRICS = st.lists(
-    st.sampled_from([1.0, 0.9, 0.8999, 0.85, 0.5, -0.2, 2.0]), max_size=40
-)
-
-
-def plateau(library: Any, metrics: list[float], **args: Any) -> Values:
-    """The values after each metric; an epoch is counted after each."""
-    optimizer, seen = sgd(0.1, 0.02), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scheduler = library.ReduceOnPlateauLR(optimizer, "acc", **args)
-        for metric in metrics:
-            scheduler.step({"acc": metric})
-            scheduler.step()
-            seen.append(rates(optimizer))
-    return seen
-
-
-@settings(SAME_EACH_TIME, max_examples=80)
-@given(
-    METRICS,
-    st.sampled_from(["less", "greater"]),
-    st.sampled_from(["rel", "abs"]),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "factor": st.floats(0.1, 0.9),
-            "patience": st.integers(0, 3),
-            "threshold": st.sampled_from([0.0, 1e-3, 0.1]),
-            "cooldown": st.integers(0, 3),
-            "eps": st.sampled_from([1e-8, 0.005]),
-        },
-    ),
-    st.sampled_from([0.0, 0.01, [0.03, 0.001]]),
-    st.integers(0, 5),
-)
-def test_a_plateau_has_the_values_of_mmengine(
-    metrics: Any, rule: str, threshold_rule: str, args: Any, least: Any, begin: int
-) -> None:
-    args |= {"rule": rule, "threshold_rule": threshold_rule, "min_value": least}
-    args |= {"begin": begin, "end": 30}
-    assert plateau(ours, metrics, **args) == near(plateau(theirs, metrics, **args))
-
-
-def test_a_plateau_asks_an_overridden_is_better_as_in_mmengine() -> None:
-    class NeverBetter:
-        def _is_better(self, a: float, best: float) -> bool:
-            return False
-
-    values = []
-    for library in (ours, theirs):
-        optimizer = sgd(0.1)
-        kind = type("Own", (NeverBetter, library.ReduceOnPlateauLR), {})
-        scheduler = kind(optimizer, "acc", patience=1)
-        for metric in (3.0, 2.0, 1.0):
-            scheduler.step({"acc": metric})
-            values.append(rates(optimizer))
-    assert values[0] != values[1]
-    assert values[:3] == values[3:]
-
-
 NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Scheduler")) and n[0] != "_"]
 
 
@@ -229,9 +167,6 @@ def test_the_last_step_has_exactly_the_final_value(
     ("make", "message"),
     [
         (lambda o: StepLR(o, 2, begin=5, end=5), "begin=5, end=5"),
-        (lambda o: CosineAnnealingLR(o, 5, 0.1, eta_min_ratio=0.2), "not both"),
-        (lambda o: ReduceOnPlateauLR(o, rule="min"), "'less' or 'greater'.*'min'"),
-        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), "by_epoch=False"),
         (
             lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
             "epoch_length=0",
@@ -375,31 +310,6 @@ def test_copied_schedulers_keep_their_initial_values() -> None:
     for scheduler in copies:
         assert run(scheduler.optimizer, [scheduler], 4) == rest
         assert scheduler.base_values == [1.0]
-
-
-def test_a_plateau_goes_on_where_it_was() -> None:
-    def make(library: Any) -> Any:
-        return library.ReduceOnPlateauLR(
-            sgd(1.0), "loss", factor=0.5, patience=3, cooldown=2
-        )
-
-    def feed(scheduler: Any, times: int) -> list[float]:
-        seen = []
-        for _ in range(times):
-            scheduler.step({"loss": 1.0})
-            scheduler.step()
-            seen += rates(scheduler.optimizer)
-        return seen
-
-    whole = feed(make(ours), 20)
-    assert whole[-1] == 0.125
-    for library in (ours, theirs):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            first, second = make(library), make(ours)
-        feed(first, 7)
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert feed(second, 13) == whole[7:]
 
 
 def test_another_range_than_that_of_the_state_is_used() -> None:

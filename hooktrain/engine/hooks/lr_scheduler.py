@@ -27,8 +27,8 @@ class LRScheduler(HookBase):
     - a :class:`~hooktrain.solver.ParamScheduler`, which multiplies the optimizer's learning rate
       over the whole run;
     - one of MMEngine's family, such as :class:`~hooktrain.solver.LinearLR`. It steps at the end of
-      each epoch if it has ``by_epoch``, and :class:`~hooktrain.solver.ReduceOnPlateauLR` also
-      after each new value of its ``monitor``;
+      each epoch if it has ``by_epoch``, and ``ReduceOnPlateauLR`` of
+      ``hooktrain.compat.mmengine`` also after each new value of its ``monitor``;
     - a scheduler of torch.
 
     An iteration counts also where a scaler skipped its update. Where a momentum is scheduled, it is

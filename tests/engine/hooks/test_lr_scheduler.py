@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import (
     StepLR as TorchStepLR,
 )
 
-from hooktrain.compat.schedulers import LinearMomentum
+from hooktrain.compat.schedulers import LinearMomentum, ReduceOnPlateauLR
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
 from hooktrain.solver import (
@@ -25,7 +25,6 @@ from hooktrain.solver import (
     MultiStepLR,
     OptimWrapper,
     OptimWrapperDict,
-    ReduceOnPlateauLR,
     StepLR,
 )
 from toys import LinearLoss, linear_trainer
