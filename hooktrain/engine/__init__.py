@@ -12,9 +12,9 @@ from hooktrain.engine.defaults import (
     default_setup as default_setup,
 )
 from hooktrain.engine.launch import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT, launch as launch
+from hooktrain.engine.step_trainer import StepTrainer as StepTrainer
 from hooktrain.engine.train_loop import HookBase as HookBase, TrainerBase as TrainerBase
 from hooktrain.engine.trainers import (
     AMPTrainer as AMPTrainer,
     SimpleTrainer as SimpleTrainer,
-    StepTrainer as StepTrainer,
 )

@@ -15,8 +15,9 @@ from hooktrain import evaluation, events, solver
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
+from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.train_loop import TrainerBase
-from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
+from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.events import EventWriter
 from hooktrain.model import init_weights_once
@@ -68,8 +69,7 @@ def default_hooks(
     """The usual hooks in the order that makes resuming exact.
 
     Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
-    metric files are complete up to it. Last come those that end a run before its time. Put hooks of
-    your own in with ``trainer.register_hooks(..., before=hooks.EvalHook)`` or the like.
+    metric files are complete up to it. Last come those that end a run before its time.
 
     Args:
         scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
@@ -85,11 +85,8 @@ def default_hooks(
             ones.
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: of the writers.
-        watchdog_s: after how many seconds without progress a rank is taken to hang: more than an
-            iteration and a save take. See :class:`~hooktrain.engine.hooks.Watchdog`, which then
-            ends the process. 0 watches nothing.
-        time_limit_s: after how many seconds the run saves and ends; see
-            :class:`~hooktrain.engine.hooks.Preemption`. 0 is no limit.
+        watchdog_s: see :class:`~hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
+        time_limit_s: see :class:`~hooktrain.engine.hooks.Preemption`. 0 is no limit.
         sanity_batches: evaluate on so many batches before the first step.
     """
     found: list[hooks.HookBase] = [
@@ -168,8 +165,6 @@ class DefaultTrainer(TrainerBase):
     updating = of_inner_trainer("updating")
     last_batch = of_inner_trainer("last_batch")
     last_outputs = of_inner_trainer("last_outputs")
-    prepare_batch = of_inner_trainer("prepare_batch")
-    reset_data_loader = of_inner_trainer("reset_data_loader")
     _data_loader_iter = of_inner_trainer("_data_loader_iter")
     _write_metrics = of_inner_trainer("_write_metrics")
 
@@ -190,13 +185,10 @@ class DefaultTrainer(TrainerBase):
         self.ema: hooks.EMA | None = None
         if train.ema.enabled:
             self.ema = hooks.EMA(self.model, train.ema.decay)
-        self.meta = {"config": LazyConfig.to_py(cfg), "seed": self.seed}
+        self.meta = {"config": LazyConfig.to_py(cfg)}
         self.last_results: dict[str, Any] = {}
         self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
-        count = sum(p.numel() for p in self.model.parameters())
-        ranks, device = comm.get_world_size(), self.strategy.device.type
-        logger.info("%s parameters, on %d x %s", f"{count:,}", ranks, device)
 
     def _build_inner_trainer(self, cfg: Any) -> SimpleTrainer | StepTrainer:
         model = self.strategy.prepare(
@@ -228,8 +220,7 @@ class DefaultTrainer(TrainerBase):
         """Where the model lives, from ``train.strategy``, ``train.device`` and ``train.ddp``.
 
         Raises:
-            TypeError: if ``train.strategy`` is an object: it gets device, seed and more from
-                ``train``.
+            TypeError: if ``train.strategy`` is an object, which ``train`` could not change.
             KeyError: for an unknown strategy or wrapper.
         """
         train = cfg.train
@@ -256,9 +247,7 @@ class DefaultTrainer(TrainerBase):
     @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
         """The model; the strategy brings it to its device and wraps it."""
-        model: nn.Module = instantiate(cfg.model)
-        logger.debug("Model:\n%s", model)
-        return model
+        return instantiate(cfg.model)  # type: ignore[no-any-return]
 
     @classmethod
     def build_optimizer(
@@ -266,23 +255,21 @@ class DefaultTrainer(TrainerBase):
     ) -> OptimWrapper | OptimWrapperDict:
         """The optimizer in its wrapper: precision, accumulation and clipping."""
         if "optim_wrapper" in cfg:
-            if "optimizer" in cfg:
-                raise ValueError(
-                    "the configuration has both optimizer and optim_wrapper"
-                )
+            _refuse_both(cfg, "optimizer", "optim_wrapper")
             return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
         # A copy with the model in it: the configuration stays plain data.
         params = {**cfg.optimizer.params, "model": model}
         optimizer = instantiate({**cfg.optimizer, "params": params})
         train = cfg.train
-        options = {
-            "accumulative_counts": train.accumulative_counts,
-            "clip_grad": train.clip_grad,
-        }
         if train.amp.enabled:
             dtype = instantiate(train.amp.dtype)  # in a saved file, a call
-            return solver.AmpOptimWrapper(optimizer, dtype, **options)
-        return OptimWrapper(optimizer, **options)
+            return solver.AmpOptimWrapper(
+                optimizer,
+                dtype,
+                accumulative_counts=train.accumulative_counts,
+                clip_grad=train.clip_grad,
+            )
+        return OptimWrapper(optimizer, train.accumulative_counts, train.clip_grad)
 
     @classmethod
     def build_lr_scheduler(
@@ -291,10 +278,7 @@ class DefaultTrainer(TrainerBase):
         """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
         if "param_scheduler" not in cfg:
             return instantiate(cfg.get("lr_multiplier", []))
-        if "lr_multiplier" in cfg:
-            raise ValueError(
-                "the configuration has both lr_multiplier and param_scheduler"
-            )
+        _refuse_both(cfg, "lr_multiplier", "param_scheduler")
         run = {"max_iters": cfg.train.max_iter}
         length = cfg.train.get("epoch_length")
         if length:
@@ -307,22 +291,17 @@ class DefaultTrainer(TrainerBase):
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
         """The endless stream of training batches."""
-        loader: Iterable[Any] = instantiate(cfg.dataloader.train)
-        return loader
+        return instantiate(cfg.dataloader.train)  # type: ignore[no-any-return]
 
     @classmethod
     def build_test_loader(cls, cfg: Any) -> Iterable[Any] | None:
         """The batches to evaluate on; None evaluates nothing."""
-        loader: Iterable[Any] | None = instantiate(cfg.dataloader.get("test"))
-        return loader
+        return instantiate(cfg.dataloader.get("test"))  # type: ignore[no-any-return]
 
     @classmethod
     def build_evaluator(cls, cfg: Any) -> DatasetEvaluator | None:
         """What judges the model's outputs; None evaluates nothing."""
-        evaluator: DatasetEvaluator | None = instantiate(
-            cfg.dataloader.get("evaluator")
-        )
-        return evaluator
+        return instantiate(cfg.dataloader.get("evaluator"))  # type: ignore[no-any-return]
 
     def build_checkpointer(self) -> Checkpointer:
         """What saves and loads the model and this trainer."""
@@ -452,6 +431,11 @@ class DefaultTrainer(TrainerBase):
         if expected and comm.is_main_process():
             evaluation.verify_results(expected, self.last_results)
         return self.last_results
+
+
+def _refuse_both(cfg: Any, first: str, second: str) -> None:
+    if first in cfg and second in cfg:
+        raise ValueError(f"the configuration has both {first} and {second}")
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -1,6 +1,7 @@
 """What most training scripts share: arguments, set-up, and by detectron2's path the rest."""
 
 import argparse
+import difflib
 import logging
 import sys
 from functools import partial
@@ -114,9 +115,10 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
 def default_setup(cfg: Any, args: Any) -> None:
     """Prepare a run: output folder, logs, environment report, configuration file, seed.
 
-    It writes ``log.txt`` (one more for each further rank) and ``config.json`` into the output
-    folder, and locks the folder against a second run until the process ends. A folder that
-    has checkpoints is first renamed to ``<folder>.1``, unless the run resumes.
+    It writes ``log.txt`` (one more for each further rank) and ``config.json`` into the
+    output folder, and locks the folder against a second run. A folder that has checkpoints
+    is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
+    of the configuration have changed.
 
     Args:
         cfg: a configuration; of it, ``train.output_dir``, ``train.seed``,
@@ -162,7 +164,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if path and comm.is_main_process() and not eval_only:
+        before = path.read_text("utf-8") if path.is_file() else ""
         LazyConfig.save(cfg, path)
+        _log_changes(before, path.read_text("utf-8"))
         logger.info("Full config saved to %s", path)
     _set_backends(train, eval_only)
 
@@ -191,6 +195,16 @@ def _log_circumstances(args: Any) -> None:
     file = getattr(args, "config_file", "")
     if file:
         logger.debug("Contents of %s:\n%s", file, Path(file).read_text("utf-8"))
+
+
+def _log_changes(before: str, now: str) -> None:
+    """Log which lines of the configuration a resumed run has changed."""
+    lines = difflib.unified_diff(
+        before.splitlines(), now.splitlines(), "before", "now", lineterm="", n=0
+    )
+    changes = "\n".join(lines)
+    if before and changes:
+        logger.info("The configuration has changed:\n%s", changes)
 
 
 def _seed(train: Any, earlier: Path | None) -> None:

@@ -14,7 +14,6 @@ from hooktrain.engine.default_trainer import DefaultTrainer
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.evaluation import flatten_results_dict
 from hooktrain.utils import comm
-from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import is_loss
 
@@ -47,29 +46,26 @@ def dry_run(cfg: Any, kind: type[DefaultTrainer] = DefaultTrainer) -> None:
         trainer.register_hooks([clock], before=HookBase)
         trainer.resume_or_load(resume=False)
         trainer.train(max_iter=min(2, length))
-        size = max(
-            (path.stat().st_size for path in Path(folder).glob("*.pth")), default=0
-        )
+        sizes = [path.stat().st_size for path in Path(folder).glob("*.pth")]
         # The folder of the main process goes, and others may be writing in it.
         comm.synchronize()
     if not comm.is_main_process():
         return
-    counts = [p.numel() for p in trainer.model.parameters()]
+    count = sum(p.numel() for p in trainer.model.parameters())
+    whole = pretty_seconds(clock.seconds * length)
     results = flatten_results_dict(trainer.last_results)
-    latest = trainer.storage.latest().items()
-    losses = {n: value for n, (value, _) in latest if is_loss(n) and n not in results}
+    losses = {}
+    for name, (value, _) in trainer.storage.latest().items():
+        if is_loss(name) and name not in results:
+            losses[name] = value
     rows = {
-        "model": f"{sum(counts):,} parameters",
+        "model": f"{count:,} parameters",
         "losses": _short(losses),
         "evaluation": _short(results) or "none",
         "iteration": f"{clock.seconds:.4f} s",
-        "checkpoint": f"{size / 2**20:,.1f} MiB",
-        "whole run": f"about {pretty_seconds(clock.seconds * length)} for {length:,} "
-        "iterations, without evaluations",
+        "checkpoint": f"{max(sizes, default=0) / 2**20:,.1f} MiB",
+        "whole run": f"about {whole} for {length:,} iterations, without evaluations",
     }
-    peak = getattr(device_module(), "max_memory_allocated", None)
-    if peak is not None:
-        rows["memory"] = f"{peak() / 2**20:,.0f} MiB at the peak"
     table = tabulate(rows.items(), tablefmt="plain", maxcolwidths=80)
     logger.info("The run works:\n%s", table)
 

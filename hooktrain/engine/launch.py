@@ -49,40 +49,39 @@ def launch(
 ) -> Any:
     """Run ``main_func(*args)`` in every process of a distributed run.
 
-    - Under torchrun, srun or mpirun, which have started the processes already, this one joins
-      the others; see :func:`~hooktrain.strategy.environment.find_place`.
+    - Under torchrun, srun or mpirun, which have started the processes already, this one
+      joins the others; see :func:`~hooktrain.strategy.environment.find_place`.
     - A single process is a plain call, without a process group.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
 
-    In a distributed run the process group, and one for each machine (``comm.get_local_rank()``),
-    is there while ``main_func`` runs. The current accelerator, if there is one, is that of the
-    local rank. When a rank fails, the others fail too, since it has left them: they report the
-    error of the first.
+    The process group, and one for each machine (``comm.get_local_rank()``), is there while
+    ``main_func`` runs, and the current accelerator is that of the local rank. When a rank
+    fails, the others fail too, and report the error of the first.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 that the parent gets are passed on to its processes, and it
-    waits for them to end. When the parent or torchrun is killed, they are killed with it (Linux).
+    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the started processes. They are
+    killed when their parent is (Linux).
 
     Args:
         main_func: must be importable by name when processes are started.
         num_gpus_per_machine: processes on each machine; without CUDA they share the CPU.
         num_machines: the number of machines.
         machine_rank: the number of this machine, from 0.
-        dist_url: where the processes meet, such as "tcp://192.168.1.7:29500", an address of machine
-            0. With one machine None or "auto" find a free port.
+        dist_url: where the processes meet, such as "tcp://192.168.1.7:29500", an address of
+            machine 0. With one machine None or "auto" find a free port.
         args: passed to ``main_func``, pickled when processes are started.
         timeout: of the collectives.
         backend: of the process group; None is nccl with CUDA and gloo without.
 
     Returns:
-        What ``main_func`` returned. When processes were started, a list of what it returned in each
-        process of this machine, by local rank, which must be picklable.
+        What ``main_func`` returned. When processes were started, a list of what it returned
+        in each process of this machine, by local rank, which must be picklable.
 
     Raises:
         ValueError: if the arguments contradict each other, or the launcher.
-        RuntimeError: if a started process failed; names its rank and has its traceback. The others
-            have been ended. Under a launcher: if another rank failed before this one did.
-        SystemExit: if a started process called ``sys.exit()``, when all of them have ended.
+        RuntimeError: if a started process failed; has its rank and traceback. Under a
+            launcher: if another rank failed before this one did.
+        SystemExit: if a started process called ``sys.exit()``, when all have ended.
     """
     if num_gpus_per_machine < 1:
         raise ValueError(
@@ -92,33 +91,25 @@ def launch(
         raise ValueError(
             f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}"
         )
-    launcher, world_size = (
-        environment.infer_launcher(),
-        num_machines * num_gpus_per_machine,
-    )
+    launcher = environment.infer_launcher()
+    world_size = num_machines * num_gpus_per_machine
     there = environment.find_place(launcher).world_size
     if launcher == "pytorch" or there > 1:
         if world_size not in (1, there):  # 1 is the default
-            problem = (
-                f"num_machines * num_gpus_per_machine is {world_size}, and {launcher!r}"
-            )
             raise ValueError(
-                f"{problem} has started {there} processes: leave these arguments out"
+                f"num_machines * num_gpus_per_machine is {world_size}, and {launcher!r} "
+                f"has started {there} processes: leave these arguments out"
             )
         return _run_rank(main_func, args, launcher, backend, timeout)
     if world_size == 1:
         return main_func(*args)
     variables, _store = _meeting_place(dist_url, num_machines)
-    variables |= {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(num_gpus_per_machine),
-    }
-    ranks = range(
-        machine_rank * num_gpus_per_machine, (machine_rank + 1) * num_gpus_per_machine
-    )
-    return _run_processes(
-        ranks, variables, (main_func, args, "pytorch", backend, timeout)
-    )
+    variables["WORLD_SIZE"] = str(world_size)
+    variables["LOCAL_WORLD_SIZE"] = str(num_gpus_per_machine)
+    first = machine_rank * num_gpus_per_machine
+    ranks = range(first, first + num_gpus_per_machine)
+    work = (main_func, args, "pytorch", backend, timeout)
+    return _run_processes(ranks, variables, work)
 
 
 def _meeting_place(
@@ -128,13 +119,19 @@ def _meeting_place(
     if num_machines > 1 or dist_url not in (None, "auto"):
         url = urlparse(dist_url or "")
         if url.scheme != "tcp" or not url.hostname or not url.port:
-            like = "an address of machine 0 and a free port of it, such as 'tcp://10.0.0.1:29500'"
-            raise ValueError(f"dist_url must be {like}, got {dist_url!r}")
+            raise ValueError(
+                "dist_url must be an address of machine 0 and a free port of it, such as "
+                f"'tcp://10.0.0.1:29500', got {dist_url!r}"
+            )
         return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
-    # The parent keeps the port that it was given, so that nobody can take it before a child comes.
+    # The parent keeps the port, so that nobody can take it before a child comes.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    return {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}, store
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return variables, store
 
 
 def _run_processes(
@@ -143,24 +140,23 @@ def _run_processes(
     """Start a process for each rank, wait until all have ended, and return their results."""
     failure = ""
     outcomes: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="hooktrain-") as folder:
-        with _passing_on_signals() as (started, signals):
-            arguments = (ranks, variables, folder, work)
-            context: ProcessContext = start_processes(
-                _child, arguments, len(ranks), join=False
-            )  # type: ignore[no-untyped-call]
-            started += context.processes
-            for early in signals[:]:  # they came when not all processes were there
-                _signal_all(started, early)
-            try:
-                while not context.join(grace_period=_GRACE_SECONDS):
-                    pass
-            except ProcessException as error:
-                rank = ranks[error.error_index]
-                failure = f"rank {rank} failed: {error.msg.strip()}"
-        if not failure:
-            files = [Path(folder, str(rank)) for rank in ranks]
-            outcomes = [pickle.loads(file.read_bytes()) for file in files]
+    with (
+        tempfile.TemporaryDirectory(prefix="hooktrain-") as folder,
+        _passing_on_signals() as (started, signals),
+    ):
+        context: ProcessContext = start_processes(
+            _child, (ranks, variables, folder, work), len(ranks), join=False
+        )  # type: ignore[no-untyped-call]
+        started += context.processes
+        for early in signals[:]:  # they came when not all processes were there
+            _signal_all(started, early)
+        try:
+            while not context.join(grace_period=_GRACE_SECONDS):
+                pass
+            for rank in ranks:
+                outcomes.append(pickle.loads(Path(folder, str(rank)).read_bytes()))
+        except ProcessException as error:
+            failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
     for left in context.error_files:  # torch leaves them behind
         Path(left).unlink(missing_ok=True)
     if failure and signals:
@@ -206,9 +202,8 @@ def _child(
 ) -> None:
     """What a started process does: the same as under torchrun, and its result goes to a file."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    for (
-        number
-    ) in ENDING:  # A rank that waits for the others to come knows no KeyboardInterrupt.
+    # A rank that waits for the others to come knows no KeyboardInterrupt.
+    for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it has died before
@@ -217,8 +212,7 @@ def _child(
     os.setpgrp()
     os.environ.update(variables, RANK=str(ranks[index]), LOCAL_RANK=str(index))
     if "OMP_NUM_THREADS" not in os.environ:
-        # Processes that take all cores each are in each other's way: on two cores, two of two
-        # threads take four times as long as two of one.
+        # Processes that take all cores each are in each other's way.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(ranks)))
     try:
         main_func, *rest = work
@@ -243,15 +237,8 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
         try:
             return main_func(*args)
         except Exception as error:
-            report = first = (
-                f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
-            )
-            with suppress(
-                RuntimeError, ValueError
-            ):  # the latter: it has left the group
-                # Not a collective: a request to the server of the store, which may have ended.
-                store = dist.distributed_c10d._get_default_store()
-                first = store.compare_set("hooktrain/first_error", "", report).decode()
+            report = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
+            first = _first_error(report)
             if first == report:
                 raise
             raise RuntimeError(first) from error
@@ -259,3 +246,12 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
             environment.leave_processes()
 
     return run()
+
+
+def _first_error(report: str) -> str:
+    """The report of the rank that was the first to fail, which may be this one."""
+    # Without a process group, or when the server of the store has ended, nobody knows.
+    with suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        report = store.compare_set("hooktrain/first_error", "", report).decode()
+    return report

@@ -20,9 +20,9 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Split what a model returned in training into the loss and the values to record.
 
     - A tensor is the loss.
-    - Of an object with ``loss``, such as the outputs of Hugging Face's models, that is.
-    - Of a dict all tensors are added up, as in detectron2. Left out are metrics, as in
-      MMEngine: those without a gradient and without "loss" in their names.
+    - Of an object with ``loss``, as Hugging Face's models return, that is it.
+    - The tensors of a dict are added up, without its metrics: those that have neither a
+      gradient nor "loss" in their names.
 
     Returns:
         The loss to go backward from, and all values by name. If there are metrics, the
@@ -39,15 +39,15 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError(
             f"'total_loss' is the name of the sum: leave it out of {list(values)}"
         )
-    for value in values.values() or [None]:
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise TypeError(
-                "a model in training must return a loss or a dict of losses, of one "
-                f"element each, not {describe(output)}"
-            )
+    scalars = [v for v in values.values() if isinstance(v, Tensor) and v.numel() == 1]
+    if not values or len(scalars) < len(values):
+        raise TypeError(
+            "a model in training must return a loss or a dict of losses, of one element "
+            f"each, not {_describe(output)}"
+        )
     losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):
-        raise ValueError(f"no loss has a gradient: {describe(output)}")
+        raise ValueError(f"no loss has a gradient: {_describe(output)}")
     loss = reduce(add, losses)
     if len(losses) < len(values):
         values = {"total_loss": loss, **values}
@@ -64,12 +64,11 @@ def _values_by_name(output: Any) -> dict[str, Any]:
     return dict(output) if isinstance(output, Mapping) else {}
 
 
-def describe(value: Any) -> str:
-    """A short text: of a tensor the shape, of a dict what is in it, else the type."""
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+        return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        items = [f"{name!r}: {describe(item)}" for name, item in value.items()]
+        items = [f"{name!r}: {_describe(item)}" for name, item in value.items()]
         return f"{{{', '.join(items)}}}"
     return type(value).__name__
 
@@ -77,13 +76,11 @@ def describe(value: Any) -> str:
 class LossRecorder:
     """Records the losses of each step of a run, and checks that they are finite.
 
-    A single process puts them into the trainer's storage. With several ranks they wait in
-    a storage of this rank until :meth:`exchange` puts the means over the ranks into the
-    trainer's.
+    A single process puts them into the trainer's storage. With several ranks they wait
+    until :meth:`exchange` puts their means there.
 
-    On the CPU of a single process a loss is checked when it is recorded, before the
-    update. Elsewhere the host would have to wait for the device or for other ranks, so
-    :meth:`check` does it at the end of a period.
+    On the CPU of a single process a loss is checked before the update. Elsewhere the host
+    would have to wait, so :meth:`check` does it at the end of a period.
 
     Args:
         iteration: the first iteration of the run.
@@ -119,9 +116,8 @@ class LossRecorder:
             iteration: the iteration.
             losses: numbers, or tensors with one element, by name.
             data_time: the seconds that the step waited for data.
-            total: the name of the sum, which must be finite. It may be one of ``losses``.
-                None means that there are metrics of any kind among them: they are not
-                summed, and those with "loss" in their names must be finite.
+            total: the name of the sum, which must be finite; it may be one of ``losses``.
+                None sums nothing, and those with "loss" in their names must be finite.
             check_now: whether to check at once, where that is free.
 
         Raises:
@@ -138,8 +134,9 @@ class LossRecorder:
         if on_device or not check_now or not self._alone:
             self._to_check.update(checked)
         elif iteration not in self._tolerated:
-            if not all(math.isfinite(values[name]) for name in checked):
-                raise _non_finite(iteration, values)
+            for name in checked:
+                if not math.isfinite(values[name]):
+                    raise _non_finite(iteration, values)
             self._checked = iteration + 1
         target = storage if self._alone else self._waiting
         for name, value in values.items():
@@ -151,9 +148,9 @@ class LossRecorder:
     def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
-        One maximum tells whether a rank has new names or a request to stop, and the
-        slowest data time of each iteration. One sum adds up the values and how many there
-        are. A collective, which every rank calls after the same iteration.
+        A collective of two calls. One maximum tells whether a rank has new names or a
+        request to stop, and the slowest data time of each iteration. One sum adds up the
+        values and how many there are.
 
         Args:
             storage: the trainer's storage.
@@ -165,7 +162,9 @@ class LossRecorder:
         """
         first = self._exchanged
         count = finished - first
-        histories = {n: h.since(first) for n, h in self._waiting.histories().items()}
+        histories = {}
+        for name, history in self._waiting.histories().items():
+            histories[name] = history.since(first)
         self._exchanged = finished
         self._waiting = EventStorage()
         rank = comm.get_rank()
@@ -197,7 +196,10 @@ class LossRecorder:
         return int(asking)
 
     def _put_means(
-        self, storage: EventStorage, iteration: int, sums: list[list[float]]
+        self,
+        storage: EventStorage,
+        iteration: int,
+        sums: list[list[float]],
     ) -> None:
         for name, total, ranks in zip(self._columns, *sums, strict=True):
             if ranks:
@@ -205,9 +207,6 @@ class LossRecorder:
 
     def check(self, storage: EventStorage, finished: int) -> None:
         """Check the losses of the finished iterations that were not checked yet.
-
-        With several ranks those that are not exchanged yet are only looked at: the ranks
-        come to the same verdict at the next exchange.
 
         Raises:
             FloatingPointError: for the first one that is not finite, with its iteration.
@@ -222,9 +221,9 @@ class LossRecorder:
                     for value, i in history.since(self._checked):
                         losses.setdefault(i, {})[name] = value
             for i in sorted(losses.keys() - self._tolerated):
-                checked = [losses[i].get(name, 0.0) for name in self._to_check]
-                if not all(map(math.isfinite, checked)):
-                    raise _non_finite(i, losses[i])
+                for name in self._to_check:
+                    if not math.isfinite(losses[i].get(name, 0.0)):
+                        raise _non_finite(i, losses[i])
         self._checked = finished if self._alone else self._exchanged
 
 

@@ -4,8 +4,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from datetime import datetime, timezone
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -23,6 +22,9 @@ EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_
 # The parts of a trainer's state that can be loaded one by one.
 STATE_PARTS = frozenset({"iteration", "hooks", "storage", "seed", "optimizer", "data"})
 
+# What a run takes from the main process.
+_SHARED = ("seed", "max_iter", "sync_period", "epoch_length")
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,18 +41,17 @@ class HookBase:
             hook.after_step()
         hook.after_train()
 
-    ``before_step`` should be cheap, since timers count it as part of the step. Do the work
-    in ``after_step``. Register a hook on every rank: hooks that write decide which rank
-    writes. One that the main process alone has must call no collective.
+    ``before_step`` should be cheap, since timers count it. Register a hook on every rank:
+    hooks that write decide which rank writes. One that the main process alone has must call
+    no collective.
 
     A hook with state overrides both ``state_dict`` and ``load_state_dict``. Its state is
-    saved with the trainer's, under :attr:`key`. A copy of a hook belongs to no trainer.
+    saved with the trainer's, under :attr:`key`.
 
     Attributes:
         trainer: a weak proxy of the trainer, set when the hook is registered.
-        key: the name of this hook in checkpoints and tables; None is the name of its
-            class. Give names where several hooks of one class have state, so that removing
-            one of them does not shift the others.
+        key: the name of this hook in checkpoints and tables; None is its class. Give names
+            where several hooks of one class have state.
         on_every_rank: whether all ranks have this hook, so that it may call collectives.
             The trainer sets it before ``before_train``.
     """
@@ -107,32 +108,25 @@ class HookBase:
         )
 
 
-# Beside which hooks to put others: an object, those of a class, or a key.
-Place: TypeAlias = HookBase | type[HookBase] | str | None
-
-
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
-    Random numbers are a function of the seed, the iteration and the rank: the global
-    generators are seeded at the start of each iteration. So a resumed run draws the same
-    numbers as one that was not interrupted.
+    Random numbers are a function of the seed, the iteration and the rank, since the global
+    generators are seeded at the start of each iteration.
 
-    A trainer may have another one inside that makes its steps, as detectron2's
-    DefaultTrainer has. Assign it to ``self._trainer`` in the constructor, and let
-    ``run_step`` do ``self._trainer.iter = self.iter; self._trainer.run_step()``. The inner
-    one then works for the outer one's hooks and storage, and its optimizer and its
-    position in the data are part of the outer one's state.
+    Another trainer may be inside and make the steps, as in detectron2's DefaultTrainer.
+    Assign it to ``self._trainer`` in the constructor, and let ``run_step`` do
+    ``self._trainer.iter = self.iter; self._trainer.run_step()``. It then works for the outer
+    trainer's hooks and storage, and its state is part of the outer one's.
 
     Attributes:
         iter: the current iteration, counted from 0; ``max_iter`` after a complete run.
         start_iter: the first iteration of the current run.
         max_iter: the iteration that the run ends before. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing has failed.
-        epoch_length: the iterations of an epoch. Trainers with a loader take it from its
-            length; None if that is not known.
-        seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process
-            when the training begins.
+        epoch_length: the iterations of an epoch, from the length of the loader; None if that
+            is not known.
+        seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process.
         storage: the :class:`~hooktrain.events.EventStorage` that takes the metrics.
         stop_reason: why the run is ending early, once all ranks agree; else None.
         sync_period: several ranks exchange metrics and requests to stop every so many
@@ -142,15 +136,16 @@ class TrainerBase:
 
     sync_period: int = 20
     epoch_length: int | None = None
-    # The trainer inside that makes the steps of this one, and the one that this is inside of.
-    _trainer: Any = None
-    _outer: Any = None
+    _trainer: Any = None  # the one inside that makes the steps, if there is one
+    _outer: Any = None  # the one that this one is inside of
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
         # The hooks whose before_train was called; None while nothing runs.
         self._begun: list[HookBase] | None = None
-        self.iter = self.start_iter = self.max_iter = 0
+        self.iter = 0
+        self.start_iter = 0
+        self.max_iter = 0
         self.succeeded = False
         self.seed: int | None = None
         self.storage = EventStorage()
@@ -174,24 +169,21 @@ class TrainerBase:
         """Run the iterations from ``start_iter`` up to, not including, ``max_iter``.
 
         Args:
-            start_iter: the first iteration. None continues after the last finished one:
-                from 0 in a new trainer, after the loaded state in a resumed one.
+            start_iter: the first iteration; None continues after the last finished one.
             max_iter: the iteration to end before. With ``max_iter == start_iter`` only
                 ``before_train`` and ``after_train`` run.
-            max_epochs: in place of ``max_iter``, the epochs to train, counted from
-                iteration 0.
+            max_epochs: in place of ``max_iter``, counted from iteration 0.
 
         Raises:
             ValueError: if ``max_iter`` is missing or lies before ``start_iter``; or if
                 nobody knows how long an epoch is.
             RuntimeError: if the last run broke off inside an iteration and ``start_iter``
-                is None: nobody knows what that iteration has done and what not.
+                is None.
         """
         if start_iter is None and self._broke_off:
             raise RuntimeError(
-                f"the last run broke off inside iteration {self.iter}: to go on exactly, "
-                "load a checkpoint; to go on with things as they are, call "
-                f"train(start_iter={self._finished}, ...)"
+                f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
+                f"or go on with things as they are: train(start_iter={self._finished})"
             )
         start = self._finished if start_iter is None else start_iter
         if max_iter is None and max_epochs is not None:
@@ -243,32 +235,44 @@ class TrainerBase:
     def before_train(self) -> None:
         """Begin a run at ``start_iter``, also for a loop of one's own, and call the hooks."""
         self.succeeded = False
-        self.stop_reason = self._stop_request = self._late_error = None
+        self.stop_reason = None
+        self._stop_request = None
+        self._late_error = None
         self._finished = self.start_iter
         self._losses = LossRecorder(self.start_iter)
+        if self._trainer is not None:
+            self.sync_period = self._trainer.sync_period
+            self.epoch_length = self.epoch_length or self._trainer.epoch_length
         self._agree()
         self.storage.iter = self.iter
+        if self._trainer is not None:
+            self._share_with(self._trainer)
+        # First, since it refuses runs that cannot be meant.
+        self._steps.begin_steps()
         self._begun = []
         for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
-        self.begin_steps()
         self.succeeded = self.start_iter >= self.max_iter  # nothing is left to do
 
     def _agree(self) -> None:
         """Take the main process's seed and lengths; see which hooks all ranks have."""
-        if self._trainer is not None:
-            self.sync_period = self._trainer.sync_period
-            self.epoch_length = self.epoch_length or self._trainer.epoch_length
         self._rank = comm.get_rank()
-        seed = torch.initial_seed() if self.seed is None else self.seed
+        if self.seed is None:
+            self.seed = torch.initial_seed()
         hooks = self._named_hooks()
-        lengths = (self.sync_period, self.epoch_length, self.max_iter)
-        ranks = comm.all_gather((list(hooks), lengths, seed))
-        _, lengths, self.seed = ranks[0]
-        self.sync_period, self.epoch_length, self.max_iter = lengths
+        mine = {name: getattr(self, name) for name in _SHARED}
+        ranks = comm.all_gather((list(hooks), mine))
+        for name, value in ranks[0][1].items():
+            setattr(self, name, value)
         for name, hook in hooks.items():
-            hook.on_every_rank = all(name in names for names, _, _ in ranks)
+            hook.on_every_rank = all(name in names for names, _ in ranks)
+
+    def _share_with(self, inner: Any) -> None:
+        inner._outer = weakref.proxy(self)
+        inner._losses = self._losses
+        for name in ("storage", "iter", "start_iter", "max_iter"):
+            setattr(inner, name, getattr(self, name))
 
     def before_step(self) -> None:
         """Seed and stamp this iteration, then call the hooks."""
@@ -291,7 +295,8 @@ class TrainerBase:
 
     def after_step(self) -> None:
         """Bring the ranks together where the period ends, then call the hooks."""
-        done = self._finished = self.iter + 1
+        done = self.iter + 1
+        self._finished = done
         if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
         for hook in self._hooks:
@@ -308,7 +313,7 @@ class TrainerBase:
         if self.succeeded:
             self.iter = self.max_iter
         self.storage.iter = self.iter
-        self.end_steps()
+        self._steps.end_steps(self.succeeded)
         begun = self._begun or []
         self._begun = None
         first: BaseException | None = None
@@ -333,10 +338,9 @@ class TrainerBase:
         """Ask for an early, orderly end of the run, from any hook or rank.
 
         The current iteration is completed. Then all ranks stop at the same iteration: at
-        once in a single process, else at the next exchange, every ``sync_period``
-        iterations; inside gradient accumulation, after the update. ``max_iter`` becomes the
-        number of finished iterations, so that the final checkpoint, evaluation and logs
-        happen as at any end.
+        once in a single process, else at the next exchange; inside gradient accumulation,
+        after the update. ``max_iter`` becomes the number of finished iterations, so that
+        the final checkpoint, evaluation and logs happen as at any end.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -345,10 +349,9 @@ class TrainerBase:
             self.stop_reason = self._stop_request
 
     def raise_later(self, error: BaseException) -> None:
-        """Let an error end the run when the other hooks have seen this iteration.
+        """Raise an error when the other hooks have seen this iteration, and perhaps saved.
 
-        So what was trained is saved where that is due. All ranks must call it, or none,
-        since the other hooks may call collectives.
+        All ranks must call it, or none.
         """
         self._late_error = self._late_error or error
 
@@ -370,13 +373,13 @@ class TrainerBase:
         self._losses.check(self.storage, self._finished)
 
     def prepare_save(self, on_every_rank: bool = True) -> None:
-        """What a hook calls before it saves: all ranks learn of what must not be saved.
+        """Let all ranks learn of what must not be saved. A hook calls it before it saves.
 
         Args:
             on_every_rank: whether all ranks call it; then it is a collective.
 
         Raises:
-            FloatingPointError: as :meth:`state_dict` does, but on every rank.
+            FloatingPointError: as :meth:`state_dict`, but on every rank.
         """
         if on_every_rank and comm.get_world_size() > 1:
             self.synchronize()
@@ -384,30 +387,20 @@ class TrainerBase:
 
     def _check_finite(self) -> None:
         self._losses.check(self.storage, self._finished)
-        self.check_weights()
+        self._steps.check_weights()
 
-    # The steps: SimpleTrainer and StepTrainer override these. Another trainer asks the one
-    # inside of it.
+    # What a trainer with steps of its own overrides.
+
+    @property
+    def _steps(self) -> Any:
+        """The trainer that makes the steps: the one inside, or this one."""
+        return self if self._trainer is None else self._trainer
 
     def begin_steps(self) -> None:
-        """Get ready for the first step of a run, when the hooks have begun."""
-        inner = self._trainer
-        if inner is not None:
-            inner._outer = weakref.proxy(self)
-            inner._losses = self._losses
-            inner.storage = self.storage
-            inner.iter = self.iter
-            inner.start_iter = self.start_iter
-            inner.max_iter = self.max_iter
-            inner.begin_steps()
+        """Get ready for the first step of a run. Hooks have not begun."""
 
-    def end_steps(self) -> None:
+    def end_steps(self, succeeded: bool) -> None:
         """Let go of what :meth:`begin_steps` has set, before the hooks end."""
-        inner = self._trainer
-        if inner is not None:
-            inner.succeeded = self.succeeded
-            inner.end_steps()
-            inner._outer = None
 
     @property
     def can_save(self) -> bool:
@@ -416,24 +409,24 @@ class TrainerBase:
 
     def check_weights(self) -> None:
         """Raise FloatingPointError if weights that are to be saved are not finite."""
-        if self._trainer is not None:
-            self._trainer.check_weights()
 
     def step_state_dict(self) -> dict[str, Any]:
         """The part of the state that the steps own: optimizer and position in the data."""
-        return {} if self._trainer is None else self._trainer.step_state_dict()
+        return {}
 
     def check_step_state(
-        self, state: Mapping[str, Any], parts: Collection[str]
+        self,
+        state: Mapping[str, Any],
+        parts: Collection[str],
     ) -> None:
         """Refuse a state that :meth:`load_step_state` could not load; change nothing."""
-        if self._trainer is not None:
-            self._trainer.check_step_state(state, parts)
 
-    def load_step_state(self, state: Mapping[str, Any], parts: Collection[str]) -> None:
+    def load_step_state(
+        self,
+        state: Mapping[str, Any],
+        parts: Collection[str],
+    ) -> None:
         """Load the chosen parts of what :meth:`step_state_dict` returned."""
-        if self._trainer is not None:
-            self._trainer.load_step_state(state, parts)
 
     # The state.
 
@@ -447,77 +440,87 @@ class TrainerBase:
                 checkpoint holds them.
         """
         self._check_finite()
-        states = {key: hook.state_dict() for key, hook in self._named_hooks().items()}
+        hooks = {}
+        for key, hook in self._named_hooks().items():
+            state = hook.state_dict()
+            if state:
+                hooks[key] = state
         meta = {
             "hooktrain": __version__,
             "torch": str(torch.__version__),
             "world_size": comm.get_world_size(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         return {
             "iteration": self._finished - 1,
-            "hooks": {key: state for key, state in states.items() if state},
+            "hooks": hooks,
             "storage": self.storage.state_dict(),
             "seed": self.seed,
             "meta": {**self.meta, **meta},
-            **self.step_state_dict(),
+            **self._steps.step_state_dict(),
         }
 
     def check_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        only: Collection[str] | None = None,
     ) -> None:
         """Refuse a state that :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown name in ``only``; if the state of a hook would be
-                lost since no such hook is registered; or if optimizer or data are others.
+            ValueError: for an unknown name in ``only``; if a hook with saved state is not
+                registered; or if optimizer or data are others.
         """
         parts = STATE_PARTS if only is None else set(only)
-        if unknown := sorted(parts - STATE_PARTS):
+        unknown = sorted(parts - STATE_PARTS)
+        if unknown:
             raise ValueError(
-                f"unknown parts {unknown} of the trainer's state; "
-                f"there are {sorted(STATE_PARTS)}"
+                f"unknown {unknown} in only; there is {sorted(STATE_PARTS)}"
             )
-        hooks = self._named_hooks()
-        saved = state_dict.get("hooks", {}) if "hooks" in parts else {}
-        lost = [key for key in saved if key not in hooks]
         # The state is the main process's. Other ranks may have fewer hooks.
-        if lost and comm.is_main_process():
-            raise ValueError(
-                f"the checkpoint holds the state of hooks that are not registered: {lost}"
-                f"; there are {list(hooks)}. Register them, or load other parts only"
-            )
-        self.check_step_state(_flat(state_dict), parts)
+        if "hooks" in parts and comm.is_main_process():
+            hooks = self._named_hooks()
+            lost = [key for key in state_dict.get("hooks", {}) if key not in hooks]
+            if lost:
+                raise ValueError(
+                    "the checkpoint has state of hooks that are not registered: "
+                    f"{lost}; there are {list(hooks)}. Register them, or load other "
+                    "parts only"
+                )
+        self._steps.check_step_state(_flat(state_dict), parts)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        only: Collection[str] | None = None,
     ) -> None:
         """Load what :meth:`state_dict` returned, so that ``train`` continues after it.
 
         Args:
-            state_dict: the state. Those of detectron2's trainers load too. Parts that they
-                lack are left as they are.
-            only: the names of the parts to load, of :data:`STATE_PARTS`; None loads all.
-                Without ``"hooks"`` schedules begin anew: then the learning rates are not
-                loaded with the optimizer.
+            state_dict: the state, or that of a trainer of detectron2. Parts that it lacks
+                are left as they are.
+            only: the parts to load, of :data:`STATE_PARTS`; None loads all. Without
+                ``"hooks"`` schedules begin anew, and so do the learning rates.
 
         Raises:
             ValueError: as :meth:`check_state_dict`, before anything is changed.
         """
         self.check_state_dict(state_dict, only=only)
         parts = STATE_PARTS if only is None else set(only)
-        state = {key: value for key, value in state_dict.items() if key in parts}
-        self.load_step_state(_flat(state_dict), parts)
+        self._steps.load_step_state(_flat(state_dict), parts)
         if "hooks" in parts:
-            self._load_hooks(state.get("hooks", {}))
-        if "iteration" in state:
-            self.iter = int(state["iteration"])
+            self._load_hooks(state_dict.get("hooks", {}))
+        there = parts & state_dict.keys()
+        if "iteration" in there:
+            self.iter = int(state_dict["iteration"])
             self._finished = self.iter + 1
             self._broke_off = False
             self.storage.iter = max(self.iter, 0)
-        if "storage" in state:
-            self.storage.load_state_dict(state["storage"])
-        self.seed = state.get("seed", self.seed)
+        if "storage" in there:
+            self.storage.load_state_dict(state_dict["storage"])
+        if "seed" in there:
+            self.seed = state_dict["seed"]
 
     def _load_hooks(self, states: Mapping[str, Any]) -> None:
         for key, hook in self._named_hooks().items():
@@ -532,8 +535,7 @@ class TrainerBase:
         self,
         hooks: Iterable[HookBase | None],
         *,
-        before: Place = None,
-        after: Place = None,
+        before: HookBase | type[HookBase] | str | None = None,
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
@@ -542,18 +544,14 @@ class TrainerBase:
 
         Args:
             hooks: the hooks, in order. None entries are left out.
-            before: place them before this hook: an object, a class or a key.
-            after: place them after this hook, if there is no ``before``.
+            before: place them before this hook: an object, a class or a key. None is the
+                end.
 
         Raises:
             TypeError: for something that is not a hook.
-            ValueError: if ``before`` or ``after`` is not there, or a hook has a trainer.
+            ValueError: if ``before`` is not there, or a hook has a trainer.
         """
-        index = len(self._hooks)
-        if before is not None:
-            index = self._indices(before)[0]
-        elif after is not None:
-            index = self._indices(after)[-1] + 1
+        index = len(self._hooks) if before is None else self._index(before)
         # A proxy, since a cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
         for hook in hooks:
@@ -574,17 +572,14 @@ class TrainerBase:
                 hook.before_train()
                 self._begun.append(hook)
 
-    def _indices(self, wanted: Place) -> list[int]:
-        """Where the hooks are that have this key or class, or are this one."""
+    def _index(self, wanted: HookBase | type[HookBase] | str) -> int:
+        """Where the first hook is that has this key or class, or is this one."""
         named = self._named_hooks()
-        found = []
         for index, (key, hook) in enumerate(named.items()):
             is_of_class = isinstance(wanted, type) and isinstance(hook, wanted)
             if is_of_class or wanted in (key, hook):
-                found.append(index)
-        if not found:
-            raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
-        return found
+                return index
+        raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
 
     def _named_hooks(self) -> dict[str, HookBase]:
         """The hooks in order, by distinct names: the key or the class, then ``#1``, ``#2``."""
@@ -592,24 +587,27 @@ class TrainerBase:
         named = {}
         for hook in self._hooks:
             name = hook.key or type(hook).__qualname__
-            named[f"{name}#{seen[name]}" if seen[name] else name] = hook
+            count = seen[name]
             seen[name] += 1
+            if count:
+                name = f"{name}#{count}"
+            named[name] = hook
         return named
 
     def describe_hooks(self) -> str:
         """A table of the hooks: who runs at which event, and in which order."""
         rows = []
         for index, (key, hook) in enumerate(self._named_hooks().items()):
-            marks = ["x" if _overrides(hook, event) else "" for event in EVENTS]
+            marks = [_mark(hook, event) for event in EVENTS]
             rows.append([index, key, *marks])
         return tabulate(rows, headers=["", "hook", *EVENTS], tablefmt="pipe")
 
 
-def _overrides(hook: HookBase, event: str) -> bool:
-    function = getattr(getattr(hook, event), "__func__", None)
-    return function is not getattr(HookBase, event)
+def _mark(hook: HookBase, event: str) -> str:
+    own = getattr(type(hook), event)
+    return "" if own is getattr(HookBase, event) else "x"
 
 
 def _flat(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without nesting: detectron2's DefaultTrainer keeps an inner trainer's in it."""
+    """The state without nesting, which that of detectron2's DefaultTrainer has."""
     return {**state_dict.get("_trainer", {}), **state_dict}

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -17,7 +16,6 @@ from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import (
     AmpOptimWrapper,
-    OptimWrapper,
     OptimWrapperDict,
     build_optim_wrapper,
 )
@@ -33,8 +31,7 @@ logger = logging.getLogger(__name__)
 class Batches(Iterator[Any]):
     """The batches of a loader. A finite loader starts again when it is exhausted.
 
-    Before it starts again, ``set_epoch`` is called where the loader's ``sampler``, its
-    ``batch_sampler`` or the sampler of that one has it.
+    Before that, ``set_epoch`` is called where the loader's samplers have it.
 
     Args:
         loader: an iterable of batches.
@@ -98,8 +95,8 @@ class Batches(Iterator[Any]):
             self.loader.load_state_dict(state_dict["loader"])
         else:
             logger.warning(
-                "The position in the data could not be restored, so the loader starts at "
-                "its first batch. Loaders of hooktrain.data.build_train_loader continue"
+                "The position in the data could not be restored: the loader starts anew. "
+                "Those of hooktrain.data.build_train_loader go on"
             )
 
 
@@ -115,17 +112,16 @@ class ModelTrainer(TrainerBase):
         gather_metric_period: with several ranks, their metrics are brought together every
             so many iterations, or every ``"1 epoch"``. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
-        async_write_metrics: never check a loss inside the step. On the CPU the loss is
-            checked before each update by default. With this it is checked at the end of
-            the period, as it always is on accelerators and with several ranks.
+        async_write_metrics: check the losses at the end of each period only, as always on
+            accelerators and with several ranks. On the CPU of a single process they are
+            else checked before each update.
 
     Attributes:
         optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
         updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
-        TypeError: if ``model`` is no module, or ``optimizer`` is neither a torch optimizer
-            nor a wrapper, or is several for a step that makes one update.
+        TypeError: for another model or optimizer, or several for a step with one update.
         ValueError: for a period below 1.
     """
 
@@ -187,19 +183,12 @@ class ModelTrainer(TrainerBase):
     def reset_data_loader(
         self, data_loader_builder: Callable[[], Iterable[Any]]
     ) -> None:
-        """Replace the loader. The old one is freed before the new one is built.
-
-        Args:
-            data_loader_builder: makes the new loader.
-        """
+        """Replace the loader. The old one is freed before the new one is built."""
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
     def prepare_batch(self, data: Any) -> Any:
-        """Bring a batch to the model's device; see :func:`~hooktrain.utils.tensors.mover_to`.
-
-        Override it to do more. A ``run_step`` of your own may call it.
-        """
+        """Bring a batch to the model's device. Override it to do more."""
         if self._move is None:
             self._move = mover_to(self.model)
         return self._move(data)
@@ -219,8 +208,8 @@ class ModelTrainer(TrainerBase):
     def _check_mode(self) -> None:
         if not self.model.training:
             raise RuntimeError(
-                "the model is in evaluation mode; whoever called model.eval() during "
-                "training must call model.train() afterwards"
+                "the model is in evaluation mode: who calls model.eval() must call "
+                "model.train() afterwards"
             )
 
     def check_weights(self) -> None:
@@ -230,9 +219,8 @@ class ModelTrainer(TrainerBase):
         broken = non_finite(self.model.state_dict()) - self._meant_so
         if broken:
             raise FloatingPointError(
-                "Weights or buffers became infinite or NaN at or before "
-                f"iteration={self.iter}, and are not saved: {sorted(broken)[:10]}\n"
-                f"{LOOK_AGAIN}"
+                f"Weights or buffers are infinite or NaN at iteration={self.iter}, and are "
+                f"not saved: {sorted(broken)[:10]}\n{LOOK_AGAIN}"
             )
 
     def step_state_dict(self) -> dict[str, Any]:
@@ -243,7 +231,9 @@ class ModelTrainer(TrainerBase):
         }
 
     def check_step_state(
-        self, state: Mapping[str, Any], parts: Collection[str]
+        self,
+        state: Mapping[str, Any],
+        parts: Collection[str],
     ) -> None:
         """Refuse a state without an optimizer, or of another optimizer or other data."""
         if "optimizer" in parts:
@@ -253,7 +243,11 @@ class ModelTrainer(TrainerBase):
         if "data" in parts:
             self._data_loader_iter.check_state_dict(state.get("data", {}))
 
-    def load_step_state(self, state: Mapping[str, Any], parts: Collection[str]) -> None:
+    def load_step_state(
+        self,
+        state: Mapping[str, Any],
+        parts: Collection[str],
+    ) -> None:
         """Load optimizer and position; without ``"hooks"`` no rates and the like."""
         if "data" in parts and "data" in state:
             self._data_loader_iter.load_state_dict(state["data"])
@@ -272,8 +266,7 @@ class SimpleTrainer(ModelTrainer):
 
     An iteration is one update: it takes a batch from the loader (``accumulative_counts``
     batches where the wrapper accumulates), computes the losses, goes backward and updates.
-    The model, in training mode, takes what the loader yields and returns a loss, or a dict
-    of losses to add up, perhaps with metrics beside them:
+    The model takes a batch and returns a loss, or a dict of losses and metrics:
     :func:`~hooktrain.engine.losses.parse_losses` has the rule.
 
     For anything else write a subclass with your own :meth:`run_step`. The arguments are
@@ -403,94 +396,3 @@ class AMPTrainer(SimpleTrainer):
             scale = self.grad_scaler.get_scale()
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()
-
-
-class StepTrainer(ModelTrainer):
-    """The training of a model with ``train_step(data, optim_wrapper)``.
-
-    An iteration is one call of it with one batch. The model decides what is updated, how
-    often and by which optimizer; it returns a dict of values to log, or None.
-    ``accumulative_counts`` counts calls of ``update_params``, and the hooks'
-    ``after_backward`` runs in each update.
-
-    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has
-    left the update to the trainer.
-
-    The arguments are those of :class:`ModelTrainer`. The check for losses that are not
-    finite comes after the update, and always before a checkpoint. Gradients are not saved:
-    a resumed run is exact if no gradients live from one step to the next.
-
-    Attributes:
-        last_batch: the batch of the last step, for hooks.
-        last_outputs: the values to log that it returned.
-    """
-
-    last_batch: Any = None
-    last_outputs: Mapping[str, Any] | None = None
-
-    @property
-    def can_save(self) -> bool:
-        """Whether accumulated gradients are all used up: they are not saved."""
-        return all(wrapper.should_update() for wrapper in self._wrappers())
-
-    def run_step(self) -> None:
-        """One batch for the model's own step."""
-        self._check_mode()
-        start = time.perf_counter()
-        self.last_batch = next(self._data_loader_iter)
-        data_time = time.perf_counter() - start
-        outputs = self._call_step(self.last_batch)
-        self.last_outputs = outputs
-        self._losses.record(
-            self.storage,
-            self.storage.iter,
-            outputs,
-            data_time,
-            total=None,
-            check_now=not self.async_write_metrics,
-        )
-
-    def _call_step(self, data: Any) -> Mapping[str, Any]:
-        outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
-        if outputs is None:
-            return {}
-        if not isinstance(outputs, Mapping):
-            raise TypeError(
-                f"train_step must return a dict of values to log: {type(outputs)}"
-            )
-        if "log_vars" not in outputs:
-            return outputs
-        # What MMCV's runner and its optimizer hook do after a model's train_step.
-        log_vars = dict(outputs["log_vars"])
-        if "loss" in outputs:
-            self.optim_wrapper.update_params(outputs["loss"])
-            log_vars.setdefault("loss", outputs["loss"])
-        return log_vars
-
-    def begin_steps(self) -> None:
-        """Set the wrappers up. What a step that broke off has left is forgotten."""
-        super().begin_steps()
-        # As in MMEngine, one update_params an iteration is taken for granted, so that the
-        # last update may have fewer passes. Of several optimizers it is not known.
-        done = getattr(self.optim_wrapper, "inner_count", 0)
-        self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
-        self.optim_wrapper.zero_grad()
-        for wrapper in self._wrappers():
-            wrapper.after_backward = partial(self._before_update, wrapper)
-
-    def end_steps(self) -> None:
-        """Let go of the wrappers; say so if accumulated gradients made no update."""
-        for wrapper in self._wrappers():
-            wrapper.after_backward = None
-        if self.succeeded and not self.can_save:
-            logger.warning(
-                "The run ended inside gradient accumulation: its last backward passes "
-                "made no update, and are lost"
-            )
-
-    def _wrappers(self) -> Iterable[OptimWrapper]:
-        return wrappers_by_name(self.optim_wrapper).values()
-
-    def _before_update(self, wrapper: OptimWrapper) -> None:
-        self.updating = wrapper
-        self.after_backward()

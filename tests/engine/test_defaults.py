@@ -196,6 +196,14 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     assert new.train.seed != drawn
 
 
+def test_a_resume_logs_what_has_changed_in_the_configuration(folder: Path) -> None:
+    default_setup(config(folder), Namespace())
+    default_setup(config(folder, "optimizer.lr=0.25"), Namespace(resume=True))
+    log = (folder / "log.txt").read_text()
+    assert '-    "lr": 0.1,\n+    "lr": 0.25,\n' in log
+    assert log.count("\n+  ") == 1
+
+
 def test_setup_works_with_any_object_as_arguments_and_without_a_folder() -> None:
     try:
         default_setup({"train": {"seed": 3}}, {})

@@ -3,6 +3,8 @@
 import pytest
 from torch import nn
 
+from hooktrain.engine import SimpleTrainer
+from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.preflight import check_parts
 from toys import LinearLoss, sgd
 
@@ -13,6 +15,15 @@ def test_parts_that_belong_together_are_accepted_in_silence(
     model = LinearLoss()
     check_parts(model, [sgd(model)])
     assert caplog.messages == []
+
+
+def test_a_run_is_refused_before_its_hooks_begin() -> None:
+    trainer = SimpleTrainer(LinearLoss(), [], sgd(LinearLoss()))
+    begun: list[object] = []
+    trainer.register_hooks([CallbackHook(before_train=begun.append)])
+    with pytest.raises(ValueError, match="another model"):
+        trainer.train(max_iter=1)
+    assert begun == []
 
 
 def test_trainable_parameters_without_an_optimizer_are_named(

@@ -191,14 +191,14 @@ class Counter(HookBase):
         self.count = state_dict["count"]
 
 
-def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> None:
+def test_hooks_are_placed_before_others_by_class_key_or_object() -> None:
     trainer = Trainer()
-    first, last = Counter(key="first"), Recorder([])
-    trainer.register_hooks([first, last])
-    trainer.register_hooks([Counter(key="second")], after=first)
-    trainer.register_hooks([Counter(key="zeroth")], before="first")
-    trainer.register_hooks([Counter(key="third")], before=Recorder)
-    trainer.register_hooks([Counter(key="fourth")], after=Counter)
+    third, last = Counter(key="third"), Recorder([])
+    trainer.register_hooks([third, last])
+    trainer.register_hooks([Counter(key="first")], before="third")
+    trainer.register_hooks([Counter(key="second")], before=third)
+    trainer.register_hooks([Counter(key="fourth")], before=Recorder)
+    trainer.register_hooks([Counter(key="zeroth")], before=Counter)
     keys = [
         line.split("|")[2].strip() for line in trainer.describe_hooks().splitlines()[2:]
     ]
