@@ -247,12 +247,12 @@ class TrainerBase:
         self.storage.iter = self.iter
         if self._trainer is not None:
             self._share_with(self._trainer)
-        # First, since it refuses runs that cannot be meant.
-        self._steps.begin_steps()
+        self._steps.preflight()
         self._begun = []
         for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
+        self._steps.begin_steps()
         self.succeeded = self.start_iter >= self.max_iter  # nothing is left to do
 
     def _agree(self) -> None:
@@ -396,8 +396,11 @@ class TrainerBase:
         """The trainer that makes the steps: the one inside, or this one."""
         return self if self._trainer is None else self._trainer
 
+    def preflight(self) -> None:
+        """Refuse a run that cannot be meant, before the hooks begin."""
+
     def begin_steps(self) -> None:
-        """Get ready for the first step of a run. Hooks have not begun."""
+        """Get ready for the first step of a run, when the hooks have begun."""
 
     def end_steps(self, succeeded: bool) -> None:
         """Let go of what :meth:`begin_steps` has set, before the hooks end."""

@@ -193,13 +193,13 @@ class ModelTrainer(TrainerBase):
             self._move = mover_to(self.model)
         return self._move(data)
 
-    def begin_steps(self) -> None:
-        """See that the parts belong together, and start the loader.
-
-        Starting some loaders draws random numbers, so it is not left to the first step.
-        """
+    def preflight(self) -> None:
+        """See that model and optimizers belong together."""
         wrappers = wrappers_by_name(self.optim_wrapper).values()
         check_parts(self.model, [wrapper.optimizer for wrapper in wrappers])
+
+    def begin_steps(self) -> None:
+        """Start the loader: for some that draws random numbers, so not in the first step."""
         self._move = None  # the model may have been moved between two runs
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
