@@ -41,13 +41,11 @@ def is_main_process() -> bool:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Make one process group for each machine. Collective.
-
-    ``launch()`` has called this already. Calling it again replaces the groups.
+    """Make one process group for each machine; ``launch()`` does it. Collective.
 
     Args:
-        num_workers_per_machine: processes on each machine, the same number on all of
-            them; a machine's ranks follow one another.
+        num_workers_per_machine: the same number of processes on all machines. The ranks
+            of a machine follow one another.
 
     Raises:
         ValueError: the world size is not a multiple.
@@ -71,9 +69,7 @@ def get_local_process_group() -> ProcessGroup:
 
 
 def get_local_rank() -> int:
-    """The number of this process among those on its machine.
-
-    Read from the local process group, else from the LOCAL_RANK that torchrun sets.
+    """The number of this process on its machine, else the LOCAL_RANK of torchrun.
 
     Raises:
         RuntimeError: there is neither, and this is not the only process.
@@ -85,9 +81,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine.
-
-    Read from the local process group, else from the LOCAL_WORLD_SIZE that torchrun sets.
+    """The number of processes on this machine, else torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
         RuntimeError: there is neither, and this is not the only process.
@@ -120,7 +114,7 @@ def all_gather(
         group: a process group with this rank in it; None is all ranks.
 
     Returns:
-        The objects in the order of ranks; ``[data]`` itself, not a copy, in a single process.
+        The objects in the order of ranks; no copy in a single process.
     """
     if get_world_size() == 1:
         return [data]
@@ -143,8 +137,8 @@ def gather(
         group: a process group with this rank and ``dst`` in it; None is all ranks.
 
     Returns:
-        On ``dst`` the objects in the order of ranks, an empty list elsewhere; ``[data]``
-        itself, not a copy, in a single process.
+        On ``dst`` the objects in the order of ranks, an empty list elsewhere; no copy in
+        a single process.
     """
     if get_world_size() == 1:
         return [data]
@@ -194,11 +188,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def shared_random_seed() -> int:
-    """A random number in [0, 2^31) that all ranks agree on. Collective.
-
-    It comes from numpy's global generator of rank 0, so that a run with a fixed seed
-    gets the same one each time.
-    """
+    """A number in [0, 2^31) from numpy's global generator of rank 0. Collective."""
     return broadcast(int(np.random.randint(2**31)))
 
 
@@ -263,9 +253,8 @@ def on_all_ranks(
 
     Args:
         function: makes no collective calls, since it may fail on another rank. What it
-            returns is sent to all ranks, so it must be picklable.
-        group: of all ranks; None is :func:`object_group`. A thread needs a group that
-            nobody else uses.
+            returns must be picklable.
+        group: of all ranks; None is :func:`object_group`. A thread needs its own.
 
     Returns:
         What it returned on each rank, in their order.
