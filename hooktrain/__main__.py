@@ -29,7 +29,8 @@ come with the package."""
 
 def main() -> None:
     """Run a command: a script takes the place of this process."""
-    name, *arguments = sys.argv[1:] or ["--help"]
+    given = sys.argv[1:] or ["--help"]
+    name, *arguments = given
     if name in ("--help", "-h"):
         sys.stdout.write(f"{_USAGE}\n")
     elif name == "new":
@@ -38,7 +39,8 @@ def main() -> None:
         script, *options = _SCRIPTS[name]
         found = [_shipped(argument) for argument in arguments]
         path = str(_ROOT / "tools" / script)
-        os.execv(sys.executable, [sys.executable, path, *options, *found])
+        command = [sys.executable, path, *options, *found]
+        os.execv(command[0], command)
     else:
         known = ", ".join([*_SCRIPTS, "new"])
         raise SystemExit(f"hooktrain: there is no command {name!r}; there are {known}")
@@ -46,22 +48,27 @@ def main() -> None:
 
 def _shipped(argument: str) -> str:
     """The path of a configuration of the package, unless there is one of that name here."""
-    is_shipped = argument.startswith("configs/") and not Path(argument).exists()
-    return str(_ROOT / argument) if is_shipped else argument
+    if not argument.startswith("configs/"):
+        return argument
+    if Path(argument).exists():
+        return argument
+    return str(_ROOT / argument)
 
 
 def new(folder: str = "", *rest: str) -> None:
     """Make a folder with the training script that the README shows."""
     if folder[:1] in ("", "-") or rest:
         raise SystemExit("usage: hooktrain new FOLDER")
-    text = (_ROOT / "README.md").read_text("utf-8")
-    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert script is not None
+    readme = _ROOT / "README.md"
+    text = readme.read_text("utf-8")
+    found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    script = found[1].replace("output/readme", "output")
     path = Path(folder, "train.py")
     if path.exists():
         raise SystemExit(f"hooktrain: {path} is there already")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script[1].replace("output/readme", "output"), encoding="utf-8")
+    path.write_text(script, encoding="utf-8")
     sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")
 
 

@@ -84,7 +84,8 @@ class ConfigDict(dict[Any, Any]):
 
 
 def _warn_of_a_typo(name: str, known: Iterable[Any]) -> None:
-    near = get_close_matches(name, map(str, known), n=1, cutoff=0.9)
+    names = map(str, known)
+    near = get_close_matches(name, names, n=1, cutoff=0.9)
     if near:
         text = "The config has %r already, and gets %r beside it: a typo?"
         logger.warning(text, near[0], name)
@@ -150,11 +151,14 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
         try:
             found[path] = _resolved(cfg, path, text)
         except RecursionError:
-            what = f"{dotted(path)}: the reference {text!r}"
+            where = dotted(path)
+            what = f"{where}: the reference {text!r}"
             raise ValueError(f"{what} goes round in a circle") from None
     for path, value in found.items():
         _put(cfg, path, value)
-    vars(cfg).update(_written=written, _found=found)
+    remembered = vars(cfg)
+    remembered["_written"] = written
+    remembered["_found"] = found
     return cfg
 
 
@@ -169,8 +173,9 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
     """
     if not isinstance(cfg, ConfigDict):
         raise TypeError(f"a config must be a ConfigDict, but got {cfg!r:.80}")
-    written = vars(cfg).pop("_written", {})
-    found = vars(cfg).pop("_found", {})
+    remembered = vars(cfg)
+    written = remembered.pop("_written", {})
+    found = remembered.pop("_found", {})
     for path, text in written.items():
         # Something on the way may have been deleted.
         with suppress(KeyError, IndexError, TypeError):
@@ -188,22 +193,24 @@ def _references(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
     if _is_reference(value):
         yield path, value
     for key in known_keys(value):
-        yield from _references(value[key], (*path, key))
+        below = (*path, key)
+        yield from _references(value[key], below)
 
 
-def _at(node: Any, path: Path) -> Any:
+def _at(node: Any, path: Iterable[Any]) -> Any:
     for key in path:
         node = node[key]
     return node
 
 
 def _put(cfg: ConfigDict, path: Path, value: Any) -> None:
-    holder = _at(cfg, path[:-1])
+    *above, key = path
+    holder = _at(cfg, above)
     if isinstance(holder, dict):
         # ConfigDict's own would copy a dict that two keys refer to.
-        dict.__setitem__(holder, path[-1], value)
+        dict.__setitem__(holder, key, value)
     else:
-        holder[path[-1]] = value
+        holder[key] = value
 
 
 def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
@@ -218,13 +225,16 @@ def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
 def _follow(cfg: ConfigDict, path: Path, match: re.Match[str]) -> Any:
     """The value that a reference names."""
     dots, names = match.groups()
-    here = path[: -len(dots)] if dots else ()
+    here: Path = ()
+    if dots:
+        here = path[: -len(dots)]
     value = _at(cfg, here)
     for name in names.split("."):
         key = find_key(value, name)
         if key is None:
             hint = did_you_mean(name, known_keys(value))
-            what = f"{dotted(path)}: the reference {match[0]!r} names nothing"
+            where = dotted(path)
+            what = f"{where}: the reference {match[0]!r} names nothing"
             raise ValueError(f"{what}: no {name!r}{hint}")
         here = (*here, key)
         value = value[key]

@@ -7,7 +7,7 @@ import builtins
 import json
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,11 +68,17 @@ def instantiate(cfg: Any) -> Any:
 
 
 def _built(value: Any, path: tuple[Any, ...]) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(_built(v, (*path, i)) for i, v in enumerate(value))
-    if type(value) not in (dict, ConfigDict):
+    kind = type(value)
+    if kind in (list, tuple):
+        items = []
+        for index, item in enumerate(value):
+            items.append(_built(item, (*path, index)))
+        return kind(items)
+    if kind not in (dict, ConfigDict):
         return value
-    kwargs = {k: _built(v, (*path, k)) for k, v in value.items()}
+    kwargs = {}
+    for key, item in value.items():
+        kwargs[key] = _built(item, (*path, key))
     if "_target_" not in kwargs:
         return kwargs
     target = kwargs.pop("_target_")
@@ -117,8 +123,10 @@ class LazyConfig:
         path = Path(filename).absolute()
         if path.suffix == ".py":
             names = _run(path)
-            public = [name for name in names if _is_public(names, name)]
-            cfg = ConfigDict({name: names[name] for name in public})
+            cfg = ConfigDict()
+            for name, value in names.items():
+                if name[0] != "_" and isinstance(value, dict | list):
+                    cfg[name] = value
         else:
             names = cfg = _read_json(path)
         dict.update(names, resolve(cfg))
@@ -154,7 +162,8 @@ class LazyConfig:
         if Path(filename).suffix == ".py":
             hint = "a config is saved as JSON: give a name like 'config.json'"
             raise ValueError(f"{hint}, not {str(filename)!r}")
-        data = to_data(restore_references(cfg.copy()))
+        written = restore_references(cfg.copy())
+        data = to_data(written)
         for line in dotted_lines(data, ""):
             if NOT_SAVED in line:
                 logger.warning("The saved config lacks %s", line.strip())
@@ -164,12 +173,15 @@ class LazyConfig:
     @staticmethod
     def to_json(cfg: ConfigDict) -> str:
         """The text of the file that `save` writes."""
-        return _json(to_data(restore_references(cfg.copy())))
+        written = restore_references(cfg.copy())
+        data = to_data(written)
+        return _json(data)
 
     @staticmethod
     def to_py(cfg: ConfigDict, prefix: str = "cfg.") -> str:
         """A config as lines such as ``cfg.train.max_iter = 100``, for a log."""
-        return "".join(dotted_lines(to_data(cfg), prefix))
+        data = to_data(cfg)
+        return "".join(dotted_lines(data, prefix))
 
 
 def _json(data: Any) -> str:
@@ -182,10 +194,6 @@ def _read_json(path: Path) -> ConfigDict:
     except ValueError as error:
         what = "neither a .py file nor JSON, as LazyConfig.save writes it"
         raise ValueError(f"{str(path)!r} is {what}: {error}") from None
-
-
-def _is_public(names: Mapping[str, Any], name: str) -> bool:
-    return isinstance(names[name], dict | list) and name[0] != "_"
 
 
 def _run(path: Path) -> ConfigDict:
@@ -202,8 +210,9 @@ def _run(path: Path) -> ConfigDict:
             return builtins.__import__(name, globals, locals, fromlist)
         # As many dots as folders above the importing file.
         folder = Path(*path.parts[:-level])
-        file = folder / f"{name.replace('.', '/')}.py"
-        return SimpleNamespace(**_run(file))
+        below = name.replace(".", "/")
+        names = _run(folder / f"{below}.py")
+        return SimpleNamespace(**names)
 
     # The file's own copy of the builtins: only this file sees the other __import__.
     own_builtins = {**vars(builtins), "__import__": import_}

@@ -59,22 +59,24 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 def _apply(cfg: ConfigDict, override: str) -> None:
     adds = override.startswith("+")
     deletes = override.startswith("~")
-    change = override[1:] if adds or deletes else override
+    change = override
+    if adds or deletes:
+        change = override[1:]
     path, equals, text = change.partition("=")
     parts = path.split(".")
     if not all(parts) or bool(equals) == deletes:
         forms = "'key=value', '+key=value' or '~key', with a key like 'train.max_iter'"
         raise ValueError(f"the override {override!r} is none of {forms}")
     node: Any = cfg
-    for part in parts[:-1]:
+    *above, last = parts
+    for part in above:
         key = _find(node, part, override)
         if isinstance(node, dict):
             node.setdefault(key, {})
         node = node[key]
-    is_list = isinstance(node, list)
-    if adds and is_list and parts[-1] == str(len(node)):
+    if adds and isinstance(node, list) and last == str(len(node)):
         node.append(None)
-    key = _find(node, parts[-1], override)
+    key = _find(node, last, override)
     if deletes:
         del node[key]
         return
@@ -100,8 +102,9 @@ def _find(node: Any, part: str, override: str) -> Any:
 def parse_value(text: str) -> Any:
     """The value that the text after the ``=`` of an override means."""
     word = text.strip()
-    if word.lower() in _WORDS:
-        return _WORDS[word.lower()]
+    lowered = word.lower()
+    if lowered in _WORDS:
+        return _WORDS[lowered]
     try:
         # In brackets, so that 7#x is no 7 with a comment.
         return ast.literal_eval(f"({word})")

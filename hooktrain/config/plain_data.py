@@ -35,19 +35,28 @@ def to_data(value: Any) -> Any:
     if kind in (dict, ConfigDict):
         return _dict_data(value)
     if kind is partial:
-        args = (value.func, *value.args)
-        return _call_data(partial, *args, **value.keywords)
+        return _call_data(
+            partial,
+            value.func,
+            *value.args,
+            **value.keywords,
+        )
     if isinstance(value, range | PurePath | torch.device):
         # As pickle makes them again: what to call, and its arguments.
         reduced: Any = value.__reduce__()
-        return _call_data(reduced[0], *reduced[1])
-    return _call_data(pkgutil.resolve_name, _name(value, ":"))
+        target, args = reduced[:2]
+        return _call_data(target, *args)
+    name = _name(value, ":")
+    return _call_data(pkgutil.resolve_name, name)
 
 
 def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in value):
-        return _call_data(dict, list(value.items()))
-    named = "_target_" if "_target_" in value else "type"
+        items = list(value.items())
+        return _call_data(dict, items)
+    named = "type"
+    if "_target_" in value:
+        named = "_target_"
     data = {}
     for key, item in value.items():
         if key == named and callable(item):
@@ -58,7 +67,12 @@ def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return _dict_data({"_target_": target, "_args_": args, **kwargs})
+    call = {
+        "_target_": target,
+        "_args_": args,
+        **kwargs,
+    }
+    return _dict_data(call)
 
 
 def _name(value: Any, separator: str) -> str:
@@ -73,14 +87,16 @@ def dotted_lines(data: Any, prefix: str) -> Iterator[str]:
     """Plain data as lines such as ``train.max_iter = 100``."""
     for key in known_keys(data):
         value = data[key]
+        name = f"{prefix}{key}"
         if _has_parts(value):
-            yield from dotted_lines(value, f"{prefix}{key}.")
+            yield from dotted_lines(value, f"{name}.")
         else:
-            yield f"{prefix}{key} = {value!r}\n"
+            yield f"{name} = {value!r}\n"
 
 
 def _has_parts(value: Any) -> bool:
     if isinstance(value, dict):
         return len(value) > 0
-    items = value if isinstance(value, list) else []
-    return any(isinstance(item, dict | list) for item in items)
+    if isinstance(value, list):
+        return any(isinstance(item, dict | list) for item in value)
+    return False

@@ -83,29 +83,40 @@ class DatasetFromList(Dataset[Any]):
     """
 
     def __init__(
-        self, lst: Sequence[Any], copy: bool = True, serialize: bool = True
+        self,
+        lst: Sequence[Any],
+        copy: bool = True,
+        serialize: bool = True,
     ) -> None:
         self._copy = copy
         self._serialize = serialize
-        self._lst: Sequence[Any] = () if serialize else lst
-        if serialize:
-            parts = [pickle.dumps(item, protocol=-1) for item in lst]
-            # With a byte at the end, since torch takes no empty buffer.
-            whole = bytearray(b"".join(parts) + b"\0")
-            self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
-            self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        if not serialize:
+            self._lst = lst
+            return
+        parts = [pickle.dumps(item, protocol=-1) for item in lst]
+        # With a byte at the end, since torch takes no empty buffer.
+        whole = bytearray(b"".join(parts) + b"\0")
+        lengths = [0, *map(len, parts)]
+        self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
+        self._ends = np.cumsum(lengths, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1 if self._serialize else len(self._lst)
+        if self._serialize:
+            return len(self._ends) - 1
+        return len(self._lst)
 
     def __getitem__(self, index: int) -> Any:
         # Also for negative ones, with an IndexError beyond the end.
         index = range(len(self))[index]
         if self._serialize:
-            part = self._bytes[self._ends[index] : self._ends[index + 1]]
+            begin = self._ends[index]
+            end = self._ends[index + 1]
+            part = self._bytes[begin:end]
             return pickle.loads(part.numpy().data)
         item = self._lst[index]
-        return copy.deepcopy(item) if self._copy else item
+        if self._copy:
+            return copy.deepcopy(item)
+        return item
 
 
 @dataclass(eq=False)

@@ -82,7 +82,8 @@ class TrainLoader:
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
             # What is read in this process must not change the random numbers of the step.
-            with _preserved_rng_state() if in_process else nullcontext():
+            keeping = _preserved_rng_state() if in_process else nullcontext()
+            with keeping:
                 batch = next(batches)
             self.batches += 1
             yield batch
@@ -102,9 +103,11 @@ class TrainLoader:
             # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
             drawn = _endless(self.sampler, self.seed)
             indices = islice(drawn, first // world, None)
-        mine = zip(count(first + rank, world), indices, strict=False)
+        positions = count(first + rank, world)
+        mine = zip(positions, indices, strict=False)
+        share = self.total_batch_size // world
         while True:
-            yield list(islice(mine, self.total_batch_size // world))
+            yield list(islice(mine, share))
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what it is a position in."""
@@ -145,7 +148,9 @@ class TrainLoader:
         self.batches = state_dict["batches"]
 
     def _drawn_by_sampler(self) -> dict[str, str]:
-        return self.sampler.drawn if isinstance(self.sampler, StreamSampler) else {}
+        if isinstance(self.sampler, StreamSampler):
+            return self.sampler.drawn
+        return {}
 
     def _identity(self) -> dict[str, int]:
         identity = {

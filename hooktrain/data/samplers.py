@@ -35,8 +35,11 @@ class StreamSampler(Sampler[int]):
     endless = True
 
     def __init__(self, seed: int | None) -> None:
-        self.drawn = {"sampler_seed": "seed"} if seed is None else {}
-        self.seed = comm.shared_random_seed() if seed is None else int(seed)
+        self.drawn: dict[str, str] = {}
+        if seed is None:
+            seed = comm.shared_random_seed()
+            self.drawn["sampler_seed"] = "seed"
+        self.seed = int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
         self._rank = comm.get_rank()
         self._world_size = comm.get_world_size()
@@ -65,7 +68,8 @@ class StreamSampler(Sampler[int]):
             start -= length
             epoch += 1
             length = self.epoch_length(epoch)
-        yield from self.epoch_indices(epoch)[start:].tolist()
+        rest = self.epoch_indices(epoch)[start:]
+        yield from rest.tolist()
         for later in count(epoch + 1):
             yield from self.epoch_indices(later).tolist()
 
@@ -101,7 +105,10 @@ class TrainingSampler(StreamSampler):
     """
 
     def __init__(
-        self, size: int, shuffle: bool = True, seed: int | None = None
+        self,
+        size: int,
+        shuffle: bool = True,
+        seed: int | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, but got {size!r}")
@@ -128,15 +135,18 @@ class InferenceSampler(Sampler[int]):
     """
 
     def __init__(self, size: int) -> None:
-        self._local = self._get_local_indices(
-            size, comm.get_world_size(), comm.get_rank()
-        )
+        world = comm.get_world_size()
+        rank = comm.get_rank()
+        self._local = self._get_local_indices(size, world, rank)
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
         share, left = divmod(total_size, world_size)
         begin = rank * share + min(rank, left)
-        return range(begin, begin + share + (rank < left))
+        end = begin + share
+        if rank < left:
+            end += 1
+        return range(begin, end)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._local)

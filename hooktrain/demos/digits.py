@@ -29,10 +29,10 @@ def load_digits() -> tuple[Tensor, Tensor]:
         shape (1797,).
     """
     with np.load(DIGITS_FILE, allow_pickle=False) as arrays:
-        images, labels = arrays["images"], arrays["labels"]
-    return torch.from_numpy(images)[:, None].float() / 16, torch.from_numpy(
-        labels
-    ).long()
+        images = torch.from_numpy(arrays["images"])
+        labels = torch.from_numpy(arrays["labels"])
+    ink = images[:, None].float() / 16
+    return ink, labels.long()
 
 
 class DigitsDataset(Dataset[dict[str, Any]]):
@@ -84,11 +84,10 @@ class RandomShift:
         image = sample["image"]
         height, width = image.shape[-2:]
         down, right = torch.randint(2 * most + 1, (2,)).tolist()
-        padded = torch.nn.functional.pad(image, (most, most, most, most))
-        return {
-            **sample,
-            "image": padded[..., down : down + height, right : right + width],
-        }
+        padded = F.pad(image, (most, most, most, most))
+        rows = slice(down, down + height)
+        columns = slice(right, right + width)
+        return {**sample, "image": padded[..., rows, columns]}
 
 
 class DigitsCNN(nn.Module):
@@ -105,7 +104,10 @@ class DigitsCNN(nn.Module):
     """
 
     def __init__(
-        self, channels: int = 32, dropout: float = 0.2, num_classes: int = 10
+        self,
+        channels: int = 32,
+        dropout: float = 0.2,
+        num_classes: int = 10,
     ) -> None:
         super().__init__()
         self.stage1 = _stage(1, channels)
@@ -124,8 +126,9 @@ class DigitsCNN(nn.Module):
             ``{"loss_cls": mean cross entropy}``, or logits of shape (N, num_classes).
         """
         images = batch["image"]
-        features = self.stage2(self.stage1(images))
-        logits: Tensor = self.head(self.dropout(features.flatten(1)))
+        maps = self.stage2(self.stage1(images))
+        features = self.dropout(maps.flatten(1))
+        logits: Tensor = self.head(features)
         if not self.training:
             return logits
         return {"loss_cls": F.cross_entropy(logits, batch["label"])}

@@ -85,10 +85,8 @@ class DigitsGAN(nn.Module):
         values: dict[str, Tensor] = {}
         for _ in range(self.discriminator_steps):
             values = self.train_discriminator(images, optim_wrapper["discriminator"])
-        return {
-            **values,
-            **self.train_generator(len(images), optim_wrapper["generator"]),
-        }
+        of_generator = self.train_generator(len(images), optim_wrapper["generator"])
+        return {**values, **of_generator}
 
     def train_discriminator(
         self, images: Tensor, optimizer_wrapper: Any
@@ -100,12 +98,12 @@ class DigitsGAN(nn.Module):
             optimizer_wrapper: the discriminator's.
         """
         with optimizer_wrapper.optim_context(self.discriminator):
+            latents = self._random_latents(len(images))
             with torch.no_grad():
-                drawn = self.generator(self._random_latents(len(images)))
+                drawn = self.generator(latents).to(images.dtype)
             # One forward pass for both: DistributedDataParallel wants one to each backward.
-            logits = self.discriminator(
-                torch.cat([images, drawn.to(images.dtype)])
-            ).float()
+            both = torch.cat([images, drawn])
+            logits = self.discriminator(both).float()
             real, fake = logits.chunk(2)
             loss = F.softplus(-real).mean() + F.softplus(fake).mean()
         optimizer_wrapper.update_params(loss)
@@ -126,8 +124,10 @@ class DigitsGAN(nn.Module):
             optimizer_wrapper.optim_context(self.generator),
             _frozen(self.discriminator),
         ):
-            drawn = self.generator(self._random_latents(count))
-            loss = F.softplus(-self.discriminator(drawn).float()).mean()
+            latents = self._random_latents(count)
+            drawn = self.generator(latents)
+            logits = self.discriminator(drawn).float()
+            loss = F.softplus(-logits).mean()
         optimizer_wrapper.update_params(loss)
         return {"loss_generator": loss.detach()}
 
@@ -149,9 +149,8 @@ def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
     Returns:
         Shape (count, latent_size), on the CPU, from a standard normal distribution.
     """
-    return torch.randn(
-        count, latent_size, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, latent_size, generator=generator)
 
 
 def _hidden_layers(in_features: int, width: int) -> list[nn.Module]:
@@ -233,9 +232,10 @@ class SampleQualityEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample, or no real image.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        ranks = comm.all_gather(
-            (self._counts.tolist(), self._confidence.item(), self._judge())
-        )
+        counts = self._counts.tolist()
+        confidence = self._confidence.item()
+        judged = self._judge()
+        ranks = comm.all_gather((counts, confidence, judged))
         columns = zip(*(rank[0] for rank in ranks), strict=True)
         counts = [sum(column) for column in columns]
         total = sum(counts)
@@ -243,9 +243,8 @@ class SampleQualityEvaluator(DatasetEvaluator):
             raise ValueError("there is no sample to evaluate, on any rank")
         if comm.is_main_process():
             rows = list(zip(self._class_names, counts, strict=True))
-            logger.debug(
-                "Samples by class:\n%s", tabulate(rows, ["class", "samples"], "pipe")
-            )
+            table = tabulate(rows, ["class", "samples"], "pipe")
+            logger.debug("Samples by class:\n%s", table)
         shares = [count / total for count in counts if count]
         quality: OrderedDict[str, float] = OrderedDict(
             classes=len(shares),

@@ -34,12 +34,12 @@ class ImageClassifier(nn.Module):
             ``{"loss_cls": mean cross entropy, "accuracy": in percent}``, or logits.
         """
         images, labels = batch
-        logits: Tensor = self.net(images.contiguous(memory_format=torch.channels_last))
+        images = images.contiguous(memory_format=torch.channels_last)
+        logits: Tensor = self.net(images)
         if not self.training:
             return logits
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         # A smoothed loss is hard to read: it never comes near 0.
-        return {
-            "loss_cls": loss,
-            "accuracy": 100 * (logits.argmax(1) == labels).float().mean(),
-        }
+        is_right = logits.argmax(1) == labels
+        accuracy = 100 * is_right.float().mean()
+        return {"loss_cls": loss, "accuracy": accuracy}

@@ -125,7 +125,11 @@ class TextDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, text: str, vocabulary: CharVocabulary, block_size: int, stride: int = 1
+        self,
+        text: str,
+        vocabulary: CharVocabulary,
+        block_size: int,
+        stride: int = 1,
     ) -> None:
         if not 1 <= stride <= block_size:
             raise ValueError(f"stride must be in [1, {block_size}], but got {stride!r}")
@@ -133,9 +137,12 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         self.block_size = block_size
         self.stride = stride
         self.characters = len(text)
-        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), vocabulary.encode(text)])
-        samples = 1 + max(0, -(-(len(text) - block_size) // stride))
-        missing = (samples - 1) * stride + block_size - len(text)
+        start = torch.zeros(1, dtype=torch.int64)
+        tokens = torch.cat([start, vocabulary.encode(text)])
+        after_first = max(0, len(text) - block_size)
+        last_begin = -(-after_first // stride) * stride
+        samples = 1 + last_begin // stride
+        missing = last_begin + block_size - len(text)
         self._tokens = F.pad(tokens, (0, missing))
         self._targets = F.pad(tokens[1:], (0, missing), value=IGNORED_TARGET)
         self._samples = samples
@@ -260,7 +267,8 @@ class TextGPT(nn.Module):
                 f"'tokens' must have shape (N, T), T from 1 to block_size={self.block_size}, but "
                 f"got {tuple(tokens.shape)}"
             )
-        x = self.dropout(self.embedding(tokens.to(device, non_blocking=True)))
+        tokens = tokens.to(device, non_blocking=True)
+        x = self.dropout(self.embedding(tokens))
         rotation = _rotation(tokens.shape[1], self.head_width, device)
         for block in self.blocks:
             x = block(x, rotation)
@@ -268,7 +276,11 @@ class TextGPT(nn.Module):
         if not self.training:
             return logits
         targets = batch["targets"].to(device, non_blocking=True)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=-1,
+        )
         return {"loss_lm": loss}
 
     @torch.no_grad()
@@ -346,12 +358,8 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
         # (N, T, 3 * width) becomes three of (N, heads, T, width / heads).
-        parts = (
-            self.attention_in(x)
-            .unflatten(-1, (3, self.heads, -1))
-            .permute(2, 0, 3, 1, 4)
-        )
-        query, key, value = parts
+        parts = self.attention_in(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
             _rotate(query, rotation),
             _rotate(key, rotation),
@@ -374,7 +382,9 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn each pair of features by the angles of its place, computed in float32 at least."""
     cosine, sine = rotation
     a, b = x.chunk(2, dim=-1)
-    turned: Tensor = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
+    first = a * cosine - b * sine
+    second = b * cosine + a * sine
+    turned = torch.cat([first, second], dim=-1)
     return turned.to(x.dtype)
 
 

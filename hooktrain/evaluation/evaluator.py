@@ -89,9 +89,10 @@ class MetricEvaluator(DatasetEvaluator):
         """Take in one batch."""
         targets = targets_of(inputs, self._target_key)
         if not self._adds_up:
+            count = len(targets)
             mean = self._metric(outputs, targets)
-            self._sum = self._sum + mean * len(targets)
-            self._count += len(targets)
+            self._sum = self._sum + mean * count
+            self._count += count
             return
         can_move = hasattr(self._metric, "to")
         if can_move and isinstance(outputs, Tensor):
@@ -116,8 +117,9 @@ class MetricEvaluator(DatasetEvaluator):
 
 def targets_of(batch: Any, key: str) -> Any:
     """The targets in a batch: the last item of a tuple or list, else what is under ``key``."""
-    is_tuple = isinstance(batch, tuple | list)
-    return batch[-1 if is_tuple else key]
+    if isinstance(batch, tuple | list):
+        return batch[-1]
+    return batch[key]
 
 
 class DatasetEvaluators(DatasetEvaluator):
@@ -129,10 +131,11 @@ class DatasetEvaluators(DatasetEvaluator):
     """
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
-        self._evaluators = [
-            each if hasattr(each, "process") else MetricEvaluator(each)
-            for each in evaluators
-        ]
+        self._evaluators: list[Any] = []
+        for each in evaluators:
+            if not hasattr(each, "process"):
+                each = MetricEvaluator(each)
+            self._evaluators.append(each)
 
     def reset(self) -> None:
         """Reset each evaluator."""
@@ -253,10 +256,12 @@ def _callbacks(given: Callbacks) -> Callbacks:
 
 
 def _batches(
-    data_loader: Iterable[Any], module: nn.Module
+    data_loader: Iterable[Any],
+    module: nn.Module,
 ) -> Iterator[tuple[Any, bool]]:
     """The batches to call the model with, and whether each is one of this rank's."""
-    own = islice(start_workers(data_loader), _limit.get())
+    everything = start_workers(data_loader)
+    own = islice(everything, _limit.get())
     if computes_together(module):
         return in_step(own)
     return ((batch, True) for batch in own)

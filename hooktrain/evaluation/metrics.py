@@ -63,28 +63,34 @@ class ClassificationEvaluator(DatasetEvaluator):
         device = outputs.device
         classes = len(self._class_names)
         labels = torch.as_tensor(targets_of(inputs, self._label_key))
-        fits = outputs.shape == (labels.numel(), classes)
-        is_vector = labels.dim() == 1 and not labels.is_floating_point()
-        if not fits or not is_vector:
+        expected = (labels.numel(), classes)
+        is_vector = labels.dim() == 1
+        is_real = labels.is_floating_point()
+        if outputs.shape != expected or is_real or not is_vector:
             raise ValueError(
                 f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
                 f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
             )
         labels = labels.to(device, torch.int64, non_blocking=True)
         # Out of range, a label is an error of torch.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        log_probs = outputs.to(dtype).log_softmax(1)
-        of_labels = log_probs.gather(1, labels[:, None])
+        dtype = torch.float64
+        if device.type == "mps":
+            dtype = torch.float32
+        column = labels[:, None]
+        logits = outputs.to(dtype)
+        log_probs = logits.log_softmax(1)
+        of_labels = log_probs.gather(1, column)
         self._loss_sum = self._loss_sum.to(device, dtype)
         self._loss_sum -= of_labels.sum()
 
-        cells = labels * classes + outputs.argmax(1)
+        predicted = outputs.argmax(1)
+        cells = labels * classes + predicted
         self._counts = self._counts.to(device)
         one = torch.ones_like(cells)
         self._counts.scatter_add_(0, cells, one)
         if self._most:
             highest = outputs.topk(self._most, 1).indices
-            hits = highest == labels[:, None]
+            hits = highest == column
             self._ranked = self._ranked.to(device)
             self._ranked += hits.sum(0)
 
@@ -104,7 +110,8 @@ class ClassificationEvaluator(DatasetEvaluator):
         parts = (self._counts, self._ranked, self._loss_sum[None])
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
         own = [part.cpu().double() for part in parts]
-        sums = comm.all_reduce(torch.cat(own))
+        merged = torch.cat(own)
+        sums = comm.all_reduce(merged)
         sizes = [len(part) for part in own]
         cells, hits, loss = torch.split(sums, sizes)
         confusion = cells.view(classes, classes)
@@ -128,13 +135,28 @@ class ClassificationEvaluator(DatasetEvaluator):
             results[f"accuracy@{k}"] = 100 * right / total
         return {"classification": results}
 
-    def _log_table(self, images: Tensor, correct: Tensor, by_class: Tensor) -> None:
+    def _log_table(
+        self,
+        images: Tensor,
+        correct: Tensor,
+        by_class: Tensor,
+    ) -> None:
         if not comm.is_main_process() or len(self._class_names) > 100:
             return
-        columns = (images.tolist(), correct.tolist(), by_class.tolist())
-        rows = list(zip(self._class_names, *columns, strict=True))
+        columns = (
+            self._class_names,
+            images.tolist(),
+            correct.tolist(),
+            by_class.tolist(),
+        )
+        rows = list(zip(*columns, strict=True))
         headers = ["class", "images", "correct", "accuracy"]
         # Names stay as they are: "007" is not 7.
         formats = ("", ".0f", ".0f", ".2f")
-        table = tabulate(rows, headers, floatfmt=formats, disable_numparse=[0])
+        table = tabulate(
+            rows,
+            headers,
+            floatfmt=formats,
+            disable_numparse=[0],
+        )
         logger.debug("Accuracy by class:\n%s", table)

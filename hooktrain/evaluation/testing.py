@@ -25,10 +25,11 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
             logger.info("copypaste: %s=%s", task, _text(metrics))
             continue
         flat = flatten_results_dict(metrics)
-        values = map(_text, flat.values())
+        names = ",".join(flat)
+        values = ",".join(map(_text, flat.values()))
         logger.info("copypaste: Task: %s", task)
-        logger.info("copypaste: %s", ",".join(flat))
-        logger.info("copypaste: %s", ",".join(values))
+        logger.info("copypaste: %s", names)
+        logger.info("copypaste: %s", values)
 
 
 def verify_results(
@@ -63,13 +64,15 @@ def verify_results(
             hint = did_you_mean(name, flat)
             failures.append(f"{name} is missing{hint}")
             continue
-        difference = abs(float(flat[name]) - value)
+        found = flat[name]
+        difference = abs(float(found) - value)
         # Written so that anything not finite, on either side, fails.
         if not difference <= tolerance < math.inf:
             wanted = f"expected {value!r} with a tolerance of {tolerance!r}"
-            failures.append(f"{name} is {flat[name]!r}, {wanted}")
+            failures.append(f"{name} is {found!r}, {wanted}")
     if failures:
-        lines = "\n- ".join(["results are not as expected:", *failures])
+        failures.insert(0, "results are not as expected:")
+        lines = "\n- ".join(failures)
         raise ValueError(f"{lines}\nThe results are {flat}")
     logger.info("Results are as expected.")
     return True
@@ -87,8 +90,9 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             flat[str(key)] = value
             continue
-        for name, inner in flatten_results_dict(value).items():
-            flat[f"{key}/{name}"] = inner
+        inner = flatten_results_dict(value)
+        for name, leaf in inner.items():
+            flat[f"{key}/{name}"] = leaf
     return flat
 
 
