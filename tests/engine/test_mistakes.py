@@ -193,6 +193,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     (step(lambda y: {"ce": y.mean()}), ValueError, "'loss'.*'ce'"),
     # Evaluations and metrics
+    (
+        lambda: inference_on_dataset(Net(), small().data_loader, None),
+        ValueError,
+        "never ends, so build_test_loader",
+    ),
     (lambda: EvalHook(10, {"acc": 1}), TypeError, "callable.*'acc'"),  # type: ignore[arg-type]
     (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict of results.*0.5"),  # type: ignore[arg-type, return-value]
     (best_of_nothing, ValueError, "no metric 'accuracy'"),
