@@ -117,9 +117,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loop_of_ones_own_trains_resumes_and_evaluates(
-    folder: Path, ranks: int
-) -> None:
+def test_a_loop_of_ones_own_resumes(folder: Path, ranks: int) -> None:
     def run(end: int, *arguments: str) -> list[tuple[int, float]]:
         if ranks == 1:
             return [start_script(os.fspath(folder), end, *arguments)]
@@ -288,7 +286,7 @@ def test_a_trainer_inside_ends_on_nan(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Copied, CopiedWithState])
-def test_a_trainer_inside_is_saved_and_resumed_bit_for_bit(
+def test_a_trainer_inside_is_resumed_bit_for_bit(
     folder: Path, kind: type[Copied]
 ) -> None:
     whole = kind(str(folder / "whole"), stream())

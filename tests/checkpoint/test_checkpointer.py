@@ -413,7 +413,7 @@ def test_what_failed_in_the_background_is_raised_once_by_the_next_call(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_callbacks_tell_when_it_is_there_and_what_failed(
+def test_callbacks_tell_how_a_save_ended(
     background: bool, shards: bool, tmp_path: Path
 ) -> None:
     seen: list[Any] = []
@@ -470,7 +470,7 @@ def test_a_period_or_count_that_is_none_is_refused(settings: dict[str, Any]) -> 
         PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1)), **settings)
 
 
-def test_the_newest_are_kept_and_the_others_left_alone(tmp_path: Path) -> None:
+def test_the_newest_are_kept(tmp_path: Path) -> None:
     others = ["ema_0000004", "model_0090009", "model_best"]  # one of a longer run
     for other in others:
         Checkpointer(nn.Linear(1, 1), tmp_path).save(other, tag=False)
@@ -536,7 +536,7 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
     assert names(tmp_path)[1:] == ["model_0000009", "model_0000019"]
 
 
-def test_a_full_disk_costs_one_save_and_not_the_run(
+def test_a_full_disk_costs_one_save_only(
     shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
@@ -690,7 +690,7 @@ def save_on_all_ranks(folder: Path) -> Any:
     return checkpointer.save_to_disk, type(checkpointer.model).__name__, written
 
 
-def test_all_ranks_enter_a_save_and_the_main_process_writes(tmp_path: Path) -> None:
+def test_of_all_ranks_the_main_one_writes(tmp_path: Path) -> None:
     main, other = run_ranks(save_on_all_ranks, 2, tmp_path)
     assert main == (True, "Linear", ["last_checkpoint", "model_0000001.pth"])
     assert other == (False, "Linear", [])
@@ -843,7 +843,7 @@ def two(folder: Path, one: Any) -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2, folder)
 
 
-def test_files_and_folders_in_the_background_or_not_hold_the_same(
+def test_all_ways_to_save_hold_the_same(
     folder: Path, two: list[dict[str, Any]]
 ) -> None:
     assert_equal(two[0]["folder"], two[0]["background"])

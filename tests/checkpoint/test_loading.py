@@ -191,11 +191,6 @@ def test_names_are_revised_one_rule_after_the_other(
     assert list(state) == ["a.weight", "ab.weight"]
 
 
-def test_two_names_must_not_become_the_same() -> None:
-    with pytest.raises(ValueError, match="'b' and another one would both be named 'c'"):
-        revise_names({"a": 1, "b": 2}, [("a|b", "c")])
-
-
 def save(path: Path, content: Any) -> Path:
     torch.save(content, path)
     return path

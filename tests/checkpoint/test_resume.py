@@ -88,7 +88,7 @@ def test_the_file_of_the_pointer_is_taken_in_silence(
         "long",
     ],
 )
-def test_without_a_good_pointer_the_newest_file_is_taken_but_never_the_best(
+def test_without_a_good_pointer_the_newest_file_is_taken(
     pointer: bytes | None, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if pointer is None:
@@ -172,7 +172,7 @@ def test_the_final_file_is_compared_by_the_iteration_in_it(folder: Path) -> None
     assert resumed(folder) == 149
 
 
-def test_after_a_broken_file_comes_an_older_one_and_not_one_of_another_run(
+def test_after_a_broken_file_comes_an_older_one(
     folder: Path,
 ) -> None:
     save(folder, "model_0090009", 90_009)
@@ -261,7 +261,7 @@ def test_the_oldest_files_beyond_the_count_are_deleted(
     assert files_to_delete(there, prefix, keep, newest, pointed) == deleted
 
 
-def test_a_used_folder_is_renamed_whole_and_made_anew(
+def test_a_used_folder_is_renamed_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "out"

@@ -131,7 +131,7 @@ def _logs() -> Any:
     close_logger()
 
 
-def test_a_subclass_trains_and_resumes(tmp_path: Path) -> None:
+def test_a_subclass_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole = Trainer(tree(tmp_path / "whole"))
     whole.seed = 3
     whole.train()
@@ -214,7 +214,7 @@ def test_a_metric_of_a_hook_behind_the_writer_is_in_its_iterations_line(
     ]
 
 
-def test_a_tree_is_set_up_and_saved(tmp_path: Path) -> None:
+def test_a_tree_is_saved(tmp_path: Path) -> None:
     args = default_argument_parser().parse_args([])
     default_setup(tree(tmp_path), args)
     assert (tmp_path / "config.yaml").read_text() == "DUMPED: 7"

@@ -167,9 +167,7 @@ def test_a_reverted_norm_takes_any_number_of_dimensions(
         (revert_sync_batchnorm, nn.SyncBatchNorm, BatchNormXd),
     ],
 )
-def test_a_norm_stays_one_at_several_places_and_others_stay_what_they_are(
-    change: Any, old: Any, new: Any
-) -> None:
+def test_a_norm_stays_one_at_several_places(change: Any, old: Any, new: Any) -> None:
     norm, others = old(2), [new(2), nn.InstanceNorm1d(2)]
     whole = change(norm)
     assert type(whole) is new

@@ -272,7 +272,7 @@ def subclasses_for_mmengine(library: Any, mixins: Any) -> dict[str, Any]:
     "make", [sgd, lambda *lrs: torch.optim.Adam(sgd(*lrs).param_groups)]
 )
 @pytest.mark.parametrize("at", [1, 7, 25])
-def test_a_subclass_written_for_mmengine_has_its_values_here_and_resumes(
+def test_a_subclass_written_for_mmengine_resumes_with_its_values(
     name: str, make: Any, at: int
 ) -> None:
     def values(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:

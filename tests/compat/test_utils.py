@@ -80,7 +80,7 @@ def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
 @pytest.mark.parametrize(
     ("module", "logged"), [("mine", "mine"), ("__main__", "hooktrain")]
 )
-def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the_package(
+def test_a_file_whose_path_looks_like_the_logger_is_a_caller(
     module: str, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = compile("log_first_n(30, text)", "/home/me/utils/logger.py", "exec")
@@ -89,7 +89,7 @@ def test_a_file_whose_path_looks_like_the_logger_is_a_caller_and_a_script_is_the
     assert [(r.name, r.message) for r in caplog.records] == [(logged, "one")]
 
 
-def test_pauses_do_not_count_and_the_average_is_over_the_number_of_starts(
+def test_pauses_do_not_count(
     clock: SimpleNamespace,
 ) -> None:
     timer = Timer()

@@ -57,9 +57,7 @@ def test_dataset_from_list_gives_copies(serialize: bool) -> None:
     assert DatasetFromList(items, copy=False, serialize=False)[0] is items[0]
 
 
-def test_workers_read_each_sample_once_in_the_order_of_the_sampler_or_all_each() -> (
-    None
-):
+def test_workers_read_each_sample_once() -> None:
     order = SequentialSampler(range(10))
     for dataset, workers in (
         (ToIterableDataset(list(range(10)), order), 0),

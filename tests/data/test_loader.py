@@ -122,7 +122,7 @@ def disturbed(loader: TrainLoader, count: int) -> Iterator[Tensor]:
     [None, Lazy(6), RandomSampler(range(10)), WeightedRandomSampler([1.0] * 10, 7)],
     ids=lambda sampler: type(sampler).__name__,
 )
-def test_a_loaded_position_continues_bit_for_bit_with_another_number_of_workers(
+def test_a_position_continues_bit_for_bit_with_other_workers(
     workers: int, sampler: Sampler[int] | None
 ) -> None:
     options: dict[str, Any] = {"sampler": sampler, "collate_fn": draw_and_stack}

@@ -144,7 +144,7 @@ SLOWEST = 3.5
         ("a request", NUMBERS, 2, {"a": [(1.0, 7)], "data_time": [(SLOWEST, 7)]}),
     ],
 )
-def test_a_period_is_one_maximum_and_one_sum_and_new_names_are_told_in_objects(
+def test_a_period_needs_two_collectives(
     ranks: Any,
     name: str,
     collectives: list[str],

@@ -89,7 +89,7 @@ def losses_by_hand(count: int, zero_first: bool = False) -> tuple[list[float], N
 
 
 @pytest.mark.parametrize("zero_first", [False, True])
-def test_losses_and_weights_equal_a_loop_written_by_hand_bit_for_bit(
+def test_training_equals_a_loop_written_by_hand_bit_for_bit(
     zero_first: bool,
 ) -> None:
     trainer = net_trainer(zero_grad_before_forward=zero_first)
@@ -149,7 +149,7 @@ class OutputWithLoss(dict[str, Tensor]):
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_is_a_loss_is_added_up_and_metrics_are_recorded_only(
+def test_only_losses_are_added_up(
     output: Any, recorded: dict[str, float], count: int
 ) -> None:
     class Model(Net):
@@ -176,9 +176,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update() -> None:
     assert trainer.state_dict()["iteration"] == 0
 
 
-def test_async_write_metrics_finds_the_loss_at_the_end_of_the_period_and_names_its_iteration() -> (
-    None
-):
+def test_async_write_metrics_names_the_iteration_of_a_bad_loss() -> None:
     data = batches(3)
     data[1][0, 0] = math.inf
     trainer = net_trainer(data, async_write_metrics=True, gather_metric_period=3)
@@ -295,7 +293,7 @@ def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_amp_trainer_works_on_the_cpu_and_uses_a_scaler_for_float16_only(
+def test_amp_trainer_equals_autocast_by_hand_bit_for_bit(
     dtype: torch.dtype,
 ) -> None:
     model, reference = Net(), Net()
@@ -329,31 +327,6 @@ def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
         trainer.load_state_dict(state)
     trainer.load_state_dict(state, only={"iteration"})
     assert trainer.iter == 4
-
-
-def test_the_layouts_of_detectron2s_trainers_load() -> None:
-    model = Net()
-    optimizer = sgd(model)
-    model(batches(1)[0]).backward()
-    optimizer.step()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))  # makes it create its state
-    amp = {
-        "iteration": 9,
-        "optimizer": optimizer.state_dict(),
-        "grad_scaler": scaler.state_dict(),
-    }
-    nested = {"iteration": 9, "hooks": {}, "_trainer": amp}
-    for state in (amp, nested):
-        other = Net()
-        trainer = AMPTrainer(other, batches(1), sgd(other))
-        trainer.load_state_dict(state)
-        assert trainer.iter == 9
-        assert trainer.grad_scaler.get_scale() == 8.0
-        buffer = trainer.optimizer.state_dict()["state"][0]["momentum_buffer"]
-        assert torch.equal(
-            buffer, optimizer.state_dict()["state"][0]["momentum_buffer"]
-        )
 
 
 CONFIG = Path(__file__).parents[2] / "configs" / "digits_cnn.py"
@@ -529,7 +502,7 @@ def test_what_the_step_returns_is_logged_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_loss_that_is_not_finite_ends_the_run_and_a_metric_does_not(
+def test_a_step_whose_loss_is_not_finite_ends_the_run(
     at_once: bool,
 ) -> None:
     class Broken(Plain):
@@ -613,7 +586,7 @@ def test_the_last_update_of_one_optimizer_takes_what_is_left() -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stops", [[6], [2, 5]])
-def test_a_run_that_is_asked_to_stop_inside_a_window_stops_at_its_end_and_resumes_bit_for_bit(
+def test_a_run_stopped_inside_an_accumulation_resumes_bit_for_bit(
     tmp_path: Path, kind: str, stops: list[int]
 ) -> None:
     def make() -> tuple[StepTrainer, Checkpointer]:
@@ -654,7 +627,7 @@ def test_a_run_that_is_asked_to_stop_inside_a_window_stops_at_its_end_and_resume
     assert losses == [v for v, i in whole.storage.history("loss").values() if i >= 6]
 
 
-def test_a_run_that_ends_inside_of_a_window_says_so(
+def test_a_run_that_ends_inside_an_accumulation_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Rarely(Plain):
@@ -675,7 +648,7 @@ def test_a_run_that_ends_inside_of_a_window_says_so(
     assert "its last backward passes made no update" in caplog.text
 
 
-def test_a_step_that_broke_off_leaves_nothing_in_the_next_window() -> None:
+def test_a_step_that_broke_off_leaves_nothing_in_the_next_accumulation() -> None:
     def failing(at: int) -> Callable[..., Any]:
         calls = [0]
 
@@ -713,7 +686,7 @@ class Silent(Plain):
         super().train_step(data, optim_wrapper)
 
 
-def test_hooks_see_the_last_batch_and_what_the_step_returned_if_anything() -> None:
+def test_hooks_see_the_last_batch_with_its_outputs() -> None:
     for kind in (Plain, Silent):
         model, data, seen = kind(), batches(2), []  # type: ignore[var-annotated]
         trainer = StepTrainer(model, data, sgd(model))
@@ -873,7 +846,7 @@ def test_a_checkpoint_of_the_main_rank_alone_does_not_change_its_verdict(
     assert verdicts == ["Loss became infinite or NaN at iteration=2"] * 2
 
 
-def trained_after_half_a_window(folder: Path) -> list[float]:
+def trained_after_half_an_accumulation(folder: Path) -> list[float]:
     model: nn.Module = Net()
     generator = torch.Generator().manual_seed(comm.get_rank())
     data = [torch.randn(8, 4, generator=generator) for _ in range(4)]
@@ -885,10 +858,10 @@ def trained_after_half_a_window(folder: Path) -> list[float]:
     return model.fc.weight.flatten().tolist()  # type: ignore[operator, union-attr]
 
 
-def test_a_window_that_an_error_cut_short_does_not_shift_those_that_follow(
+def test_an_accumulation_cut_short_does_not_shift_those_that_follow(
     tmp_path: Path,
 ) -> None:
-    first, second = run_ranks(trained_after_half_a_window, 2, tmp_path)
+    first, second = run_ranks(trained_after_half_an_accumulation, 2, tmp_path)
     assert first == second
 
 
@@ -957,9 +930,7 @@ def test_a_bad_loss_in_a_last_period_that_is_cut_short_is_found_too() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_trainer_can_train_again_and_every_last_metric_reaches_the_file(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_every_last_metric_reaches_the_file(tmp_path: Path, asynchronous: bool) -> None:
     trainer = net_trainer(async_write_metrics=asynchronous)
     file = tmp_path / "metrics.json"
     trainer.register_hooks([PeriodicWriter([JSONWriter(file, window_size=1)])])
@@ -973,7 +944,7 @@ def test_a_trainer_can_train_again_and_every_last_metric_reaches_the_file(
     ]
 
 
-def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
+def test_a_failure_in_the_last_iteration_is_no_success(
     tmp_path: Path,
 ) -> None:
     evaluated = []
@@ -1001,9 +972,7 @@ def test_a_run_that_fails_in_its_last_iteration_is_neither_evaluated_nor_saved(
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_an_evaluation_that_leaves_the_model_in_evaluation_mode_is_told_at_the_next_step() -> (
-    None
-):
+def test_a_model_left_in_evaluation_mode_is_told() -> None:
     trainer = net_trainer()
     trainer.register_hooks([EvalHook(2, lambda: trainer.model.eval() and None)])
     with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
@@ -1043,7 +1012,7 @@ def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(
 
 
 @pytest.mark.parametrize("event", ["before_step", "after_backward", "after_step"])
-def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint_or_says_what_to_do(
+def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint(
     event: str,
 ) -> None:
     def trained(**interrupt: Any) -> SimpleTrainer:

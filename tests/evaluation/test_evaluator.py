@@ -185,7 +185,7 @@ def test_a_model_evaluates_without_gradients() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_each_submodule_comes_back_to_its_own_mode_also_after_an_error() -> None:
+def test_each_submodule_comes_back_to_its_own_mode() -> None:
     model = frozen_model()
     before = modes(model)
     assert before == [True, True, False, True, True]

@@ -49,7 +49,7 @@ def test_the_line_has_all_fields_over_their_windows(
         ("a/accuracy [metric]a/score", "[metric]a/score"),
     ],
 )
-def test_losses_are_shown_first_and_names_with_a_slash_are_not(
+def test_losses_are_shown_first(
     metrics: str, shown: str, log: pytest.LogCaptureFixture
 ) -> None:
     class Printer(CommonMetricPrinter):

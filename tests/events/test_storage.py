@@ -204,7 +204,7 @@ def test_putting_a_cuda_tensor_does_not_synchronise() -> None:
     assert storage.latest() == {"loss": (0.5, 0)}
 
 
-def test_a_name_scope_is_put_before_all_names_and_ends_with_an_exception() -> None:
+def test_a_name_scope_ends_with_an_exception() -> None:
     storage = EventStorage()
     with pytest.raises(ZeroDivisionError), storage.name_scope("stage0"):  # noqa: PT012
         storage.put_scalar("loss", 1.0)

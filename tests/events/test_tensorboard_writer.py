@@ -80,7 +80,7 @@ def test_a_folder_that_somebody_has_deleted_is_made_again(tmp_path: Path) -> Non
     assert scalars(tmp_path / "out", "loss") == [(1, 1.0)]
 
 
-def test_each_value_is_written_once_and_at_once_also_a_late_one(tmp_path: Path) -> None:
+def test_each_value_is_written_once(tmp_path: Path) -> None:
     writer = TensorboardXWriter(str(tmp_path / "tb"), filename_suffix=".mine")
     with EventStorage(19) as storage:
         writer.write()
@@ -101,7 +101,7 @@ def test_each_value_is_written_once_and_at_once_also_a_late_one(tmp_path: Path) 
     assert [path.suffix for path in (tmp_path / "tb").iterdir()] == [".mine", ".mine"]
 
 
-def test_only_the_main_process_writes_and_no_process_keeps_the_images(
+def test_only_the_main_process_writes_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comm, "is_main_process", lambda: False)

@@ -86,7 +86,7 @@ def test_verify_says_what_is_intact(
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 @pytest.mark.parametrize("broken", ["file", "folder"])
-def test_what_is_broken_is_named_and_gives_exit_code_1(
+def test_what_is_broken_gives_exit_code_1(
     command: str,
     broken: str,
     file: Path,

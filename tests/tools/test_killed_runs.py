@@ -105,7 +105,7 @@ def test_all_parts_of_the_run_really_take_part(
     assert "ema/classification/accuracy" in last
 
 
-def test_submitting_the_command_of_a_complete_run_again_changes_nothing_but_the_logs(
+def test_running_a_complete_run_again_changes_nothing(
     tmp_path: Path,
 ) -> None:
     short = ["train.max_iter=10"]

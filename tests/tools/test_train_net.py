@@ -137,13 +137,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert checkpoint(tmp_path / "two")["trainer"]["data"]["loader"]["batches"] == 16
 
 
-def test_num_gpus_starts_as_many_processes(tmp_path: Path) -> None:
-    run(tmp_path, "--num-gpus=2")
-    assert (tmp_path / "log.txt.rank1").exists()
-    assert checkpoint(tmp_path)["trainer"]["meta"]["world_size"] == 2
-
-
-def test_the_plain_script_trains_and_resumes(tmp_path: Path) -> None:
+def test_the_plain_script_resumes(tmp_path: Path) -> None:
     printed = run(tmp_path, script="plain_train_net.py")
     assert "copypaste: accuracy" in printed
     assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11]

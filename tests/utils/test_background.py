@@ -12,7 +12,7 @@ from hooktrain.utils.background import BackgroundWorker
 LIMIT = 20.0
 
 
-def test_the_caller_goes_on_while_a_job_runs_and_a_second_waits_for_it() -> None:
+def test_a_second_job_waits_for_the_first() -> None:
     go, worker, order = threading.Event(), BackgroundWorker("job"), []
 
     def first() -> None:
@@ -55,7 +55,7 @@ def test_an_error_is_raised_by_the_next_submit_which_starts_nothing() -> None:
 
 
 @pytest.mark.parametrize("job", [fail, lambda: sys.exit("disk gone")])
-def test_an_error_or_exit_is_logged_and_raised_by_wait_and_only_once(
+def test_an_error_is_raised_by_wait_once(
     job: Callable[[], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = BackgroundWorker("saving")
@@ -86,9 +86,7 @@ background.BackgroundWorker("job").submit(job)
     ("call", "printed"),
     [("submit(job)", "written\n"), ("submit(threading.Event().wait, daemon=True)", "")],
 )
-def test_the_interpreter_waits_at_its_exit_for_the_job_that_runs_unless_it_is_a_daemon(
-    call: str, printed: str
-) -> None:
+def test_the_interpreter_waits_at_its_exit_for_the_job(call: str, printed: str) -> None:
     path = sys.modules[BackgroundWorker.__module__].__file__
     command = [sys.executable, "-c", SCRIPT.replace("submit(job)", call), str(path)]
     result = subprocess.run(

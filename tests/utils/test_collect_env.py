@@ -25,7 +25,7 @@ def test_versions_and_the_build_of_torch_are_listed() -> None:
     assert info.endswith(torch.__config__.show())
 
 
-def test_variables_that_steer_the_run_are_listed_and_no_others(
+def test_only_variables_that_steer_the_run_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "007")

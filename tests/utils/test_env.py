@@ -30,7 +30,7 @@ def test_the_seed_is_that_of_the_libraries_themselves(
     assert caplog.messages == []
 
 
-def test_a_drawn_seed_is_returned_logged_and_new_each_time(
+def test_a_drawn_seed_is_new_each_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="hooktrain.utils.env"):

@@ -17,7 +17,7 @@ from hooktrain.utils.epochs import in_iterations
         ("2.0 epochs", 5, 10),
     ],
 )
-def test_epochs_become_iterations_and_a_part_of_one_counts(
+def test_epochs_become_iterations(
     number: int | str, length: int | None, expected: int
 ) -> None:
     assert in_iterations(number, length) == expected

@@ -72,7 +72,7 @@ def test_an_error_in_the_block_leaves_the_old_file(
 
 @pytest.mark.parametrize("fault", ["write 1", "write 3", "fsync", "replace"])
 @pytest.mark.parametrize("old", [b"old", None])
-def test_a_failure_at_any_call_leaves_the_old_file_and_no_other(
+def test_a_failure_at_any_call_leaves_the_old_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, old: bytes | None
 ) -> None:
     def fail(*args: object) -> None:
@@ -94,7 +94,7 @@ def test_a_failure_at_any_call_leaves_the_old_file_and_no_other(
     assert old is None or path.read_bytes() == old
 
 
-def test_the_file_reaches_the_disk_before_its_name_and_then_the_folder(
+def test_the_file_reaches_the_disk_before_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace: list[str] = []
@@ -152,7 +152,7 @@ def save_by_torch(file: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_told_with_the_path_and_the_free_space(
+def test_a_full_disk_is_told_with_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "a.bin"
@@ -244,7 +244,7 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_in_use_is_refused_until_that_process_is_gone_whatever_its_children(
+def test_a_folder_in_use_is_refused_until_that_process_is_gone(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
@@ -278,7 +278,7 @@ def test_the_same_process_may_lock_again_until_it_unlocks(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
-def test_on_a_file_system_without_locks_the_run_goes_on_and_nothing_is_swept(
+def test_on_a_file_system_without_locks_nothing_is_swept(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -111,9 +111,7 @@ def test_an_unknown_attribute_suggests_the_nearest() -> None:
         (some_function, f"{__name__}.some_function"),
     ],
 )
-def test_the_dotted_name_is_the_shortest_public_one_and_leads_back(
-    obj: Any, expected: str
-) -> None:
+def test_the_dotted_name_leads_back(obj: Any, expected: str) -> None:
     assert ".".join(importable_name(obj)) == expected
     assert locate(expected) is obj
 

@@ -20,7 +20,7 @@ from hooktrain.utils.events import get_event_storage
 from toys import LinearLoss, linear_trainer
 
 
-def test_the_average_follows_the_weights_and_the_model_keeps_the_raw_ones() -> None:
+def test_the_average_follows_the_weights() -> None:
     plain, trainer = linear_trainer(), linear_trainer()
     ema = EMA(trainer.model, decay=0.5, warmup=False)
     start = trainer.model.fc.weight.detach().clone()

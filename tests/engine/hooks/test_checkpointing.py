@@ -389,7 +389,7 @@ def handlers() -> list[Any]:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
 )
-def test_a_signal_saves_at_the_end_of_the_iteration_and_exits_with_its_code(
+def test_a_signal_saves_at_the_end_of_the_iteration(
     tmp_path: Path, number: int, code: int
 ) -> None:
     before, evaluated = handlers(), []
@@ -406,7 +406,7 @@ def test_a_signal_saves_at_the_end_of_the_iteration_and_exits_with_its_code(
 
 
 @pytest.mark.parametrize("second", [None, signal.SIGTERM])
-def test_a_time_limit_saves_and_exits_as_a_signal_does(
+def test_a_time_limit_ends_the_run_as_a_signal_does(
     tmp_path: Path, second: signal.Signals | None
 ) -> None:
     before, left = signal.getsignal(signal.SIGALRM), []

@@ -96,7 +96,7 @@ def broken() -> None:
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_what_was_trained_is_saved_before_an_error_of_the_evaluation_ends_the_run(
+def test_a_failing_evaluation_comes_after_the_save(
     at_the_end: bool, tmp_path: Path
 ) -> None:
     def stop(trainer: Any) -> None:
@@ -130,7 +130,7 @@ def fail_on(ranks: list[int], folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-def test_all_ranks_save_and_end_when_the_evaluation_of_one_has_failed(
+def test_all_ranks_save_when_the_evaluation_of_one_has_failed(
     ranks: list[int], tmp_path: Path
 ) -> None:
     saved = ["last_checkpoint", "model_0000001"]

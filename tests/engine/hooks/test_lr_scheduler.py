@@ -56,15 +56,6 @@ def test_a_second_longer_run_lays_the_schedule_over_its_whole_length() -> None:
     assert recorded(trainer) == [8.0, 4.0, 4.0, 2.0]
 
 
-def test_a_torch_scheduler_is_stepped_once_an_iteration() -> None:
-    trainer = linear_trainer(lr=1.0)
-    trainer.register_hooks(
-        [LRScheduler(scheduler=TorchStepLR(trainer.optimizer, 2, gamma=0.5))]
-    )
-    trainer.train(0, 5)
-    assert recorded(trainer) == [1.0, 1.0, 0.5, 0.5, 0.25]
-
-
 def test_a_scheduler_of_the_trainer_is_found() -> None:
     trainer = linear_trainer(LRScheduler(), lr=1.0)
     trainer.scheduler = TorchStepLR(trainer.optimizer, 1, gamma=0.5)  # type: ignore[attr-defined]
