@@ -388,23 +388,21 @@ LOOKS: dict[str, Callable[[Checkpointer], Any]] = {
     "files": lambda c: c.get_all_checkpoint_files(),
     "resume": lambda c: c.resume_or_load(""),
     "load": lambda c: c.load(os.path.join(c.save_dir, "a" if c.sharded else "a.pth")),
+    "save": lambda c: c.save("b"),
+    "wait": lambda c: c.wait(),
+    "give up": lambda c: c.give_up(),
 }
 
 
-@pytest.mark.parametrize("look", [*LOOKS, "save", "wait", "give up"])
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
 def test_what_failed_in_the_background_is_raised_once_by_the_next_call(
-    look: str, shards: bool, tmp_path: Path
+    look: Callable[[Checkpointer], Any], shards: bool, tmp_path: Path
 ) -> None:
-    more: dict[str, Callable[[Checkpointer], Any]] = {
-        "save": lambda c: c.save("b"),
-        "wait": lambda c: c.wait(),
-        "give up": lambda c: c.give_up(),
-    }
     checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
     with writing_by(failing(BROKEN)):
         checkpointer.save("a")
         with pytest.raises(OSError, match="the disk failed"):
-            {**LOOKS, **more}[look](checkpointer)
+            look(checkpointer)
     assert names(tmp_path) == []
     checkpointer.wait()
     checkpointer.save("c")

@@ -60,7 +60,6 @@ def test_a_single_process_is_a_plain_call_with_its_result() -> None:
             {"num_gpus_per_machine": 0},
             r"num_gpus_per_machine must be at least 1, got 0",
         ),
-        ({"num_machines": 0}, r"machine_rank must be in \[0, 0\), got 0"),
         (
             {"num_machines": 2, "machine_rank": 2},
             r"machine_rank must be in \[0, 2\), got 2",
@@ -72,10 +71,6 @@ def test_a_single_process_is_a_plain_call_with_its_result() -> None:
         (
             {"num_machines": 2, "dist_url": "auto"},
             "dist_url must be an address .*, got 'auto'",
-        ),
-        (
-            {"num_machines": 2, "dist_url": "10.0.0.1"},
-            "must be an address .*, got '10.0.0.1'",
         ),
     ],
 )
