@@ -1,5 +1,4 @@
 import math
-import os
 import signal
 import threading
 from collections import deque
@@ -361,7 +360,7 @@ def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(
 def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
     def send(trainer: Any) -> None:
         if trainer.iter == iteration and comm.get_rank() == rank:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     return CallbackHook(after_backward=send)
 
@@ -474,7 +473,7 @@ def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
 
     def interrupt(_: Any) -> None:
         for clock[0] in (0.0, 0.9, 1.1):  # the second one is handed on by a launcher
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             seen.append(clock[0])
 
     trainer = preemptible(tmp_path, CallbackHook(after_backward=interrupt))
