@@ -14,7 +14,9 @@ checkpoint, and prints from that, by arithmetic, what larger ones would cost.
 """
 
 import argparse
+import hashlib
 import os
+import pickle
 import statistics
 import tempfile
 import time
@@ -28,7 +30,12 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -201,7 +208,8 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),
-        "save_folder (checksums, fsync)": lambda: save_folder(state, sharded),
+        "save_folder (sha256, fsync)": lambda: save_folder(state, sharded),
+        "sha256 alone": lambda: hashlib.sha256(content).digest(),
         "verify_file (all checksums)": lambda: verify_file(ours),
         "load_file (verified)": lambda: load_file(ours),
         "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
@@ -210,11 +218,65 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
     return {name: total / seconds_of(step, rounds) for name, step in steps.items()}
 
 
+def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
+    """What a rank proposes to write of so many sharded tensors, as it is sent."""
+    with one_of(ranks, rank):
+        mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
+        options = {"run_check": False, "shape": shape, "stride": (4, 1)}
+        shards = {
+            f"model.layers.{i}.attention.weight": DTensor.from_local(
+                torch.zeros(1, 4), mesh, [Shard(0)], **options
+            )
+            for i in range(tensors)
+        }
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        planner.set_up_planner(shards, is_coordinator=rank == 0)
+        return pickle.dumps(planner.create_local_plan())
+
+
+def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
+    """What a tensor of a rank adds for the main process: bytes and us of the plan, of its results.
+
+    The plans of all ranks are settled when the tensors are saved for the first time; what was
+    written comes together at each save, and goes into the metadata.
+    """
+    sent = [plan_of(rank, ranks, tensors) for rank in range(ranks)]
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )
+    start = time.process_time()
+    settled, metadata = planner.create_global_plan(
+        [pickle.loads(plan) for plan in sent]
+    )
+    for plan in settled:
+        pickle.dumps(plan)
+    agreed = time.process_time() - start
+    written = [
+        pickle.dumps(
+            [
+                WriteResult(i.index, 16, _StorageInfo("__0_0.distcp", 0, 16))
+                for i in p.items
+            ]
+        )
+        for p in settled
+    ]
+    start = time.process_time()
+    results = [result for rank in written for result in pickle.loads(rank)]
+    metadata.storage_data = {result.index: result.storage_data for result in results}
+    pickle.dumps(metadata)
+    known = time.process_time() - start
+    each = ranks * tensors
+    sizes = (sum(map(len, sent)) / each, sum(map(len, written)) / each)
+    return [sizes[0], agreed / each * 1e6, sizes[1], known / each * 1e6]
+
+
 def costs(speed: dict[str, float], billions: float, ranks: int) -> list[Any]:
     """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds."""
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"]
-    background = share / speed["save_folder (checksums, fsync)"]
+    background = share / speed["save_folder (sha256, fsync)"]
     restore = share / speed["read_folder (verified)"]
     return [billions, ranks, 12 * billions, share, blocked, background, restore]
 
@@ -227,7 +289,11 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
     print(
         f"{title}\n\n{tabulate(speed.items(), ['measured', 'GB/s'], 'pipe', floatfmt='.2f')}"
     )
-    print()
+    headers = ["plan, bytes", "plan, us", "result, bytes", "result, us"]
+    title = "each tensor of each rank, for the main process of a sharded save"
+    columns = zip(*(plan_costs() for _ in range(rounds)), strict=True)
+    medians = [statistics.median(column) for column in columns]
+    print(f"\n{title}\n\n{tabulate([medians], headers, 'pipe', floatfmt='.0f')}\n")
     rows = [
         costs(speed, billions, ranks)
         for billions in (1, 10, 100)

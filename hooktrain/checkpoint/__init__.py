@@ -1,9 +1,6 @@
 """How state becomes a durable, verified file, and comes back."""
 
-from hooktrain.checkpoint.checkpointer import (
-    Checkpointer as Checkpointer,
-    PeriodicCheckpointer as PeriodicCheckpointer,
-)
+from hooktrain.checkpoint.checkpointer import Checkpointer as Checkpointer
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError as CorruptCheckpointError,
     load_file as load_file,
@@ -17,6 +14,7 @@ from hooktrain.checkpoint.loading import (
     revise_names as revise_names,
     take_prefix as take_prefix,
 )
+from hooktrain.checkpoint.periodic import PeriodicCheckpointer as PeriodicCheckpointer
 from hooktrain.checkpoint.resume import files_to_delete as files_to_delete
 from hooktrain.checkpoint.sources import (
     local_path as local_path,

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,17 +11,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, storable, write_file
-from hooktrain.checkpoint.folders import new_stager, save_folder
 from hooktrain.checkpoint.loading import (
     choose_parts,
     load_model_state,
     read_on_all_ranks,
-    verify_checkpoint,
 )
 from hooktrain.checkpoint.resume import (
     POINTER,
     checkpoint_names,
-    files_to_delete,
     names_to_resume,
     read_pointer,
     write_pointer,
@@ -32,10 +28,8 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.file_io import (
     AnyPath,
-    delete,
     is_disk_full,
     lock_folder,
     on_disk,
@@ -61,30 +55,22 @@ class Checkpointer:
     "iteration": ...}``, as detectron2's do, which load too. The file ``<save_dir>/last_checkpoint``
     holds the name of the one to resume from.
 
-    Every rank may call :meth:`save` (gathering a state may be collective), and so may one rank
-    alone, unless the model is sharded; there is no barrier in it. :meth:`load` and
-    :meth:`resume_or_load` must be called by all ranks, which agree on one checkpoint.
+    All ranks or one may call :meth:`save`; all must, if the model is sharded. All must call
+    :meth:`load` and :meth:`resume_or_load`.
 
     With ``sharded``, a checkpoint is a folder ``<save_dir>/<name>`` that all ranks write together,
     each its shards, and :meth:`save` is collective. Files and folders are both loaded in either
     case, by any number of ranks.
 
-    With ``background``, :meth:`save` copies the state into memory that is kept for it, and a thread
-    does the rest while training goes on. One save runs at a time: the next call waits for it, and
-    raises what failed. So call :meth:`wait` at the end.
+    With ``background``, :meth:`save` copies the state, and a thread writes it while training goes
+    on. One save runs at a time: the next call waits for it, and raises what failed. So call
+    :meth:`wait` at the end.
 
     A checkpointable may have a method ``check_state_dict`` with the arguments of
     ``load_state_dict``. It raises what is wrong with a state and changes nothing. It is called
     before anything is loaded.
 
-    Attributes:
-        model: the model, without the wrapper of DDP or DataParallel if it had one.
-        save_dir: the folder; "" if nothing is to be saved.
-        sharded: whether checkpoints are saved as folders of shards.
-        background: whether they are written in a thread.
-        save_to_disk: whether this process writes files.
-        checkpointables: what is saved beside the model, by name.
-        logger: for the messages.
+    The arguments are attributes; ``model`` is without its wrapper.
 
     Args:
         model: the model; a wrapper of DDP or DataParallel is taken off.
@@ -203,24 +189,22 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint, then make it the one to resume from.
 
-        One of that name is replaced in one go. On ranks that do not write, the states are gathered
-        all the same. Without a ``save_dir`` nothing happens.
+        One of that name is replaced in one go. Without a ``save_dir`` nothing happens.
 
         Args:
             name: of the checkpoint, without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
             on_saved: called with the path when the checkpoint is complete, in the process that
-                gives it its name; in the background in a thread. It must not call this object.
-            on_full: called with the error if the disk is full or the folder goes away meanwhile, in
-                place of raising it; in the background in a thread.
+                gives it its name, perhaps in a thread. It must not call this object.
+            on_full: called with the error, in place of raising it, if the disk is full or the
+                folder goes away meanwhile.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
             ValueError: if ``name`` has a folder, or an extra entry has the name of a state.
-            TypeError: if a state holds what could not be loaded back; it names the key. Numbers of
-                numpy are saved as Python's.
-            OSError: if the disk is full or fails; the files are as they were. Also what failed in
-                the background in the save before; this one is not begun then.
+            TypeError: if a state holds what could not be loaded back; it names the key.
+            OSError: if the disk is full or fails; the files are as they were.
+            Exception: what failed in the background in the save before. Nothing is saved then.
         """
         self.check_name(name)
         taken = extra.keys() & {"model", *self.checkpointables}
@@ -256,6 +240,8 @@ class Checkpointer:
         self, write: Callable[[State], None], state: State
     ) -> None:
         """Copy a state into host memory that is kept for it; a thread writes that."""
+        from hooktrain.checkpoint.folders import new_stager
+
         if self._stager is None:
             self._stager = new_stager()
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
@@ -271,6 +257,8 @@ class Checkpointer:
         """Write a file alone or a folder with all ranks; in the background, in a thread."""
         try:
             if self.sharded:
+                from hooktrain.checkpoint.folders import save_folder
+
                 save_folder(state, path, self._group)
                 on_main_process(finish, self._group)
             else:
@@ -292,11 +280,7 @@ class Checkpointer:
         self._worker.wait()
 
     def give_up(self) -> None:
-        """Wait as :meth:`wait` does, but after a failure not for ranks that may never come.
-
-        A file is completed. So is a folder, if all ranks write their parts within some seconds;
-        otherwise the next run removes it.
-        """
+        """Wait as :meth:`wait` does, but not long for ranks that have perhaps failed."""
         if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
             self.logger.error("The checkpoint that is being saved is given up")
 
@@ -342,8 +326,7 @@ class Checkpointer:
     def read_newest(self) -> tuple[str, State] | None:
         """The path and the content of the newest intact checkpoint of ``save_dir``, if any.
 
-        The folder of the main process counts. Those that are passed over are logged with the
-        reason. Collective.
+        Those that are passed over are logged with the reason. Collective.
 
         Raises:
             CorruptCheckpointError: if there are checkpoints and none is intact.
@@ -387,8 +370,7 @@ class Checkpointer:
         Broken ones are passed over with a warning each.
 
         Args:
-            path: the model to start from where there is no checkpoint, as in :meth:`load`, or ""
-                for none. Of it only the model is loaded.
+            path: where there is no checkpoint, the model to start from, or "" for none.
             resume: whether to look into ``save_dir``.
             checkpointables: what to resume beside the model, as in :meth:`load`; by default all,
                 and it is an error if the checkpoint lacks one.
@@ -449,8 +431,6 @@ class Checkpointer:
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint of ``save_dir`` the one to resume from.
 
-        It does not wait for a save in the background, since each save calls it at its end.
-
         Raises:
             FileNotFoundError: if it is not there.
         """
@@ -459,116 +439,3 @@ class Checkpointer:
                 f"no {basename!r} in {self.save_dir!r} to resume from"
             )
         write_pointer(self.save_dir, basename)
-
-
-@dataclass(eq=False, repr=False)
-class PeriodicCheckpointer:
-    """Calls ``checkpointer.save`` at the iterations where it is due. For loops of your own.
-
-    The last iteration is saved as ``{file_prefix}_final.pth``, others as
-    ``{file_prefix}_0000099.pth``; folders of shards are named so, without ``.pth``. Old ones are
-    deleted when a newer one is there and was verified: in the background, if it is saved there.
-
-    Attributes:
-        checkpointer: what saves.
-        period: iterations between two saves; iteration ``period - 1`` is the first saved.
-        max_iter: the number of iterations of the run; may be set until the first :meth:`step`.
-        max_to_keep: how many numbered ones to keep, None for all of them.
-        file_prefix: of the file names.
-
-    Args:
-        checkpointer: what saves.
-        period: at least 1. That of a hook may also be a text such as ``"1 epoch"``.
-        max_iter: None if the end is not known, so that no final file is written.
-        max_to_keep: at least 1, or None. The count is that of files and folders in ``save_dir``,
-            also after a resume; the final one and others without a number are neither counted nor
-            deleted.
-        file_prefix: of the file names.
-
-    Raises:
-        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
-            impossible ``file_prefix``.
-    """
-
-    checkpointer: Checkpointer
-    period: int | str
-    max_iter: int | None = None
-    max_to_keep: int | None = None
-    file_prefix: str = "model"
-
-    def __post_init__(self) -> None:
-        for key, number in [("period", self.period), ("max_to_keep", self.max_to_keep)]:
-            if isinstance(number, int | float) and (number < 1 or number % 1):
-                raise ValueError(
-                    f"{key} must be a whole number of at least 1, got {number!r}"
-                )
-        self.checkpointer.check_name(self.file_prefix)
-
-    def step(self, iteration: int, **extra: Any) -> None:
-        """Save if ``iteration`` (from 0) ends a period or the run. On all ranks, or one.
-
-        If the disk is full, that is logged as an error, the older files stay, and the next period
-        tries again; only the last save of the run raises. When that one returns, it is on the disk,
-        also if the checkpointer saves in the background.
-
-        Args:
-            iteration: the one just finished; saved as ``"iteration"``.
-            extra: more entries of the file, of tensors and plain types.
-
-        Raises:
-            OSError: if the disk is full at the last save, or fails otherwise at any.
-        """
-        if not self.checkpointer._has_begun:
-            self.checkpointer.begin_run(is_new=iteration == 0)
-        is_due = (iteration + 1) % in_iterations(self.period, None) == 0
-        if is_due or self._is_last(iteration):
-            self.save_at(iteration, **extra)
-
-    def _is_last(self, iteration: int) -> bool:
-        return self.max_iter is not None and iteration >= self.max_iter - 1
-
-    def save_at(self, iteration: int, **extra: Any) -> None:
-        """Save as :meth:`step` does, whether it is due or not."""
-        if self._is_last(iteration):
-            final = f"{self.file_prefix}_final"
-            self.checkpointer.save(final, iteration=iteration, **extra)
-            self.checkpointer.wait()
-            return
-        name = f"{self.file_prefix}_{iteration:07d}"
-        if self.max_to_keep is not None:
-            extra["on_saved"] = partial(self._delete_old, iteration)
-        self.checkpointer.save(name, iteration=iteration, on_full=self._go_on, **extra)
-
-    def save(self, name: str, **extra: Any) -> None:
-        """The same as ``checkpointer.save``: at any time, under any name."""
-        self.checkpointer.save(name, **extra)
-
-    def _go_on(self, error: OSError) -> None:
-        # The error names the path and the free space.
-        message = "NOT SAVED: %s. Training goes on; the next period tries again"
-        logger.error(message, error)
-
-    def _delete_old(self, iteration: int, newest: str) -> None:
-        """Delete what is too old, if the newest checkpoint is good. In any thread."""
-        folder = os.path.dirname(newest)
-        assert self.max_to_keep is not None
-        old = files_to_delete(
-            checkpoint_names(folder),
-            self.file_prefix,
-            int(self.max_to_keep),
-            iteration,
-            read_pointer(folder),
-        )
-        if not old:
-            return
-        try:
-            verify_checkpoint(newest)
-        except (OSError, CorruptCheckpointError) as error:
-            message = "Keeping all older checkpoints, since the newest is broken: %s"
-            logger.error(message, error)
-            return
-        for name in old:
-            try:
-                delete(os.path.join(folder, name))
-            except OSError as error:
-                logger.warning("Cannot delete the old checkpoint: %s", error)

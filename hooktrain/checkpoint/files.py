@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -19,6 +20,10 @@ from torch.utils.serialization import config
 from hooktrain.utils.file_io import AnyPath, atomic_write
 from hooktrain.utils.tensors import is_sharded
 
+# The files by which a folder of shards is recognised.
+MANIFEST = "manifest.pth"
+STATE = "state.pth"
+
 _PLAIN_TYPES = {bool, int, float, complex, str, bytearray, type(None)}
 _PLAIN_TYPES |= {torch.dtype, torch.device, torch.layout, torch.Size}
 # The beginning of files from before torch's zip container, which it still writes on request.
@@ -27,6 +32,18 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
 class CorruptCheckpointError(RuntimeError):
     """A checkpoint that cannot be trusted: truncated, altered, foreign, or asking to run code."""
+
+
+def is_folder(path: AnyPath) -> bool:
+    """Whether there is a folder of shards, intact or not.
+
+    One that is being written or deleted has a hidden name, and is none. One that was moved aside,
+    so that another may take its place, is one until it is removed.
+    """
+    path = Path(path)
+    if path.name.startswith("."):
+        return False
+    return (path / STATE).is_file() or (path / MANIFEST).is_file()
 
 
 def save_file(state: dict[str, Any], path: AnyPath) -> None:
@@ -91,21 +108,8 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         OSError: if it cannot be opened.
     """
     verify_file(path)
-    return load_verified(path, map_location)
-
-
-def load_verified(
-    path: AnyPath, map_location: str | torch.device = "cpu", mmap: bool = False
-) -> Any:
-    """Load a file that was verified; see :func:`load_file`.
-
-    Args:
-        path: the file.
-        map_location: the device on which the tensors arrive.
-        mmap: read a tensor from the disk when it is used.
-    """
     try:
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+        return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # RuntimeError, KeyError, EOFError, UnpicklingError, ...
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
@@ -143,8 +147,10 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
             copied[key] = storable(item, path, shards=shards)
         return copied
     if kind in (list, tuple, set):
-        items = enumerate(value)
-        return kind(storable(x, _join(name, i), shards=shards) for i, x in items)
+        items = []
+        for index, item in enumerate(value):
+            items.append(storable(item, _join(name, index), shards=shards))
+        return kind(items)
     if isinstance(value, np.number | np.bool_):
         return value.item()
     if not _is_storable_leaf(value):
@@ -163,9 +169,8 @@ def _is_storable_leaf(value: Any) -> bool:
     kind = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return not value.is_meta
-    if (
-        kind is bytes
-    ):  # the restricted unpickler does not know how empty ones are pickled
+    # The restricted unpickler does not know how empty ones are pickled.
+    if kind is bytes:
         return len(value) > 0
     return kind in _PLAIN_TYPES
 
@@ -181,25 +186,27 @@ def _find_problem(file: IO[bytes]) -> str:
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
         parts = container.infolist()
-        packed = [p.filename for p in parts if p.compress_type != zipfile.ZIP_STORED]
-        if packed:
-            return f"its parts {packed} are compressed, and might fill the memory"
+        for part in parts:
+            if part.compress_type != zipfile.ZIP_STORED:
+                return f"{part.filename} is compressed, and might fill the memory"
+            # torch leaves the tensor of what is marked as a folder uninitialised.
+            if part.external_attr & 0x10:
+                return f"{part.filename} is marked as a folder"
         has_checksums = any(part.CRC for part in parts)
         altered = container.testzip() if has_checksums else None
     if altered:
         return f"the checksum of its part {altered!r} does not match"
     if not any(part.filename.endswith("/data.pkl") for part in parts):
         return "a zip file, but not of torch.save"
-    # torch takes a part with this bit for a folder, and leaves its tensor uninitialised.
-    folders = [part.filename for part in parts if part.external_attr & 0x10]
-    return f"its parts {folders} are marked as folders" if folders else ""
+    return ""
 
 
 def _reason(error: Exception) -> str:
     """The one line of torch's page-long messages that says what happened."""
-    message = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    _, _, message = str(error).rpartition("WeightsUnpickler error:")
     wanted = re.search(r"GLOBAL (\S+)", message)
     if wanted:
-        return f"refused, since it asks for {wanted[1]!r}, which could run code. Nothing was run"
-    first_line = message.strip().partition("\n")[0]
+        asked = f"it asks for {wanted[1]!r}, which could run code"
+        return f"refused, since {asked}. Nothing was run"
+    first_line, *_ = message.strip().splitlines() or [""]
     return f"{type(error).__name__}: {first_line}"

@@ -1,11 +1,13 @@
 """Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
 
-``state.pth`` holds the state, with tensors without data in place of the sharded ones. Of these
-``shards_00000.pth``, ... hold a rank's parts each, with their offsets in the full tensors. All are
-checkpoint files, with checksums. The folder gets its name when it is complete.
+The tensors are in files of torch.distributed.checkpoint. ``state.pth`` has everything else, and
+says where the parts of each tensor are. So torch's own ``.metadata``, a pickle that may
+run any code, is not read. ``manifest.pth`` has size and digest of each file; they are compared
+before anything is read. The folder gets its name when it is complete.
 """
 
-from collections import defaultdict
+import hashlib
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,40 +16,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from hooktrain.checkpoint.files import (
+    MANIFEST,
+    STATE,
     CorruptCheckpointError,
+    is_folder,
     load_file,
-    load_verified,
-    verify_file,
     write_file,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath, replacing
-from hooktrain.utils.tensors import is_sharded, local_tensor, map_leaves
-
-STATE = "state.pth"
+from hooktrain.utils.file_io import AnyPath, raise_disk_full, replacing
+from hooktrain.utils.tensors import is_sharded, map_leaves
 
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
 
+Parts = dict[str, list[tuple[Any, ...]]]
+"""Of each part of each tensor: offsets, sizes, file, and where it begins and how long it is."""
 
-def shards_of(rank: int) -> str:
-    """The name of the file with the shards of a rank."""
-    return f"shards_{rank:05d}.pth"
-
-
-def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder of shards, intact or not.
-
-    One that is being written or deleted has a hidden name, and is none. One that was moved aside,
-    so that another may take its place, is one until it is removed.
-    """
-    path = Path(path)
-    if path.name.startswith("."):
-        return False
-    return (path / STATE).is_file() or (path / shards_of(0)).is_file()
+# torch warns of a save by one process without a process group, which is fine here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def save_folder(
@@ -64,12 +70,13 @@ def save_folder(
         group: of all ranks. In a thread, one that nobody else uses.
 
     Raises:
-        ValueError: on every rank, if they do not hold the shards of the same tensors.
+        ValueError: on every rank, if two tensors have one dotted name, or the ranks do not hold
+            the shards of the same tensors.
         FileExistsError: if something else than a sharded checkpoint has that name.
         OSError: on every rank, if the disk of one is full or fails. The old folder is as it was.
     """
     target = Path(folder)
-    skeleton, sharded = _split(state)
+    skeleton, tensors = _split(state)
     with ExitStack() as stack:
 
         def begin() -> Path:
@@ -78,42 +85,39 @@ def save_folder(
                     f"{target} is no sharded checkpoint: it is not replaced"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = stack.enter_context(replacing(target))
-            temporary.mkdir()
-            return temporary
+            return stack.enter_context(replacing(target))
 
         temporary = on_main_process(begin, group)
+        parts = _save_tensors(tensors, temporary, group)
 
-        def write() -> int:
-            parts = [
-                (keys, _offsets(tensor), local_tensor(tensor))
-                for keys, tensor in sharded.items()
-                if _is_first_copy(tensor)
-            ]
-            write_file({"parts": parts}, temporary / shards_of(comm.get_rank()))
-            return sum(part.numel() for _, _, part in parts)
+        def digest_own() -> dict[str, Any]:
+            own = temporary.glob(f"__{comm.get_rank()}_*")
+            return {path.name: _digest(path) for path in own}
 
-        sizes = on_all_ranks(write, group)
+        digests = on_all_ranks(digest_own, group)
 
         def complete() -> None:
-            expected = sum(tensor.numel() for tensor in sharded.values())
-            if sum(sizes) != expected:
-                raise ValueError(
-                    f"the ranks hold {sum(sizes)} numbers of {expected} in shards: "
-                    "their states have other tensors"
+            write_file({"state": skeleton, "parts": parts}, temporary / STATE)
+            files = {path.name: _digest(path) for path in temporary.glob("[!_]*")}
+            for of_rank in digests:
+                files.update(of_rank)
+            absent = [name for name in files if not (temporary / name).is_file()]
+            if absent:
+                raise OSError(
+                    f"{temporary} lacks {absent}: the ranks do not share the disk"
                 )
-            write_file({"state": skeleton, "ranks": len(sizes)}, temporary / STATE)
+            write_file({"files": files}, temporary / MANIFEST)
             stack.close()  # the rename
 
         on_main_process(complete, group)
 
 
 def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
-    """Compare the files of a sharded checkpoint with their checksums.
+    """Compare the files of a sharded checkpoint with its manifest.
 
     Args:
         folder: of :func:`save_folder`.
-        part: of the files of shards. ``state.pth`` is always verified.
+        part: of the files, sorted by name.
 
     Raises:
         CorruptCheckpointError: naming the first file that is missing, truncated or altered.
@@ -121,9 +125,13 @@ def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
     """
     folder = Path(folder)
     try:
-        ranks = _read_state(folder, "meta")["ranks"]
-        for rank in range(ranks)[part]:
-            verify_file(folder / shards_of(rank))
+        files = load_file(folder / MANIFEST)["files"]
+        for name in sorted(files)[part]:
+            found = _digest(folder / name)
+            if found != files[name]:
+                raise CorruptCheckpointError(
+                    f"{folder / name} was altered: it has {found}, not {files[name]}"
+                )
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{error.filename} is missing") from error
 
@@ -143,43 +151,34 @@ def read_folder(
         map_location: where these go. On ``"meta"`` they have no data.
 
     Raises:
-        CorruptCheckpointError: if the folder holds something else than a checkpoint.
+        CorruptCheckpointError: if ``state.pth`` asks to run code.
     """
-    folder = Path(folder)
-    content = _read_state(folder, map_location)
-    if torch.device(map_location).type == "meta":
-        return dict(content["state"])
-    parts = defaultdict(list)
-    for rank in range(content["ranks"]):
-        read = load_verified(folder / shards_of(rank), mmap=True)
-        for keys, offsets, part in read["parts"]:
-            parts[keys].append((part, offsets))
     in_model = {} if model is None else model.state_dict()
-    sharded = {name: t for name, t in in_model.items() if is_sharded(t)}
+    ours = {name: tensor for name, tensor in in_model.items() if is_sharded(tensor)}
+    tensors: dict[str, Tensor] = {}
 
-    def fill(keys: Keys, leaf: Any) -> Any:
+    def make_room(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        like = _namesake(keys, leaf.shape, sharded)
-        if like is not None:
-            tensor = torch.empty_like(like, dtype=leaf.dtype, requires_grad=False)
-            start = _offsets(tensor)
+        name = _dotted(keys)
+        like = _namesake(name, leaf.shape, ours)
+        if like is None:
+            tensors[name] = torch.empty_like(leaf, device=map_location)
         else:
-            tensor = torch.empty_like(leaf, device=map_location)
-            start = [0] * tensor.dim()
-        own = local_tensor(tensor)
-        copied = sum(_copy_overlap(*part, own, start) for part in parts[keys])
-        if copied != own.numel():
-            raise CorruptCheckpointError(f"{folder} lacks parts of the tensor {keys}")
-        return tensor
+            tensors[name] = torch.empty_like(like, dtype=leaf.dtype)
+        return tensors[name]
 
-    return dict(map_leaves(fill, content["state"]))
+    content = load_file(Path(folder) / STATE, map_location)
+    state: dict[str, Any] = content["state"]
+    if torch.device(map_location).type == "meta":
+        return state
+    state = map_leaves(make_room, state)
+    _read_tensors(tensors, content["parts"], folder)
+    return state
 
 
-def new_stager() -> Any:
+def new_stager() -> DefaultStager:
     """What copies a state into host memory, and keeps that for the next copy."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=torch.cuda.is_available(),
@@ -190,63 +189,110 @@ def new_stager() -> Any:
     )
 
 
-def _read_state(folder: Path, map_location: str | torch.device) -> dict[str, Any]:
-    content: Any = load_file(folder / STATE, map_location)
-    if not isinstance(content, dict) or content.keys() != {"state", "ranks"}:
-        raise CorruptCheckpointError(f"{folder} is no sharded checkpoint")
-    return dict(content)
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A copy of a state with tensors without data in place of the tensors, and these by names.
 
-
-def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[Keys, Any]]:
-    """A copy of a state with tensors without data in place of DTensors, and these by keys."""
-    sharded: dict[Keys, Any] = {}
+    Sparse tensors stay where they are.
+    """
+    tensors: dict[str, Tensor] = {}
 
     def take(keys: Keys, leaf: Any) -> Any:
-        if not is_sharded(leaf):
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return leaf
-        sharded[keys] = leaf
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        name = _dotted(keys)
+        if name in tensors:
+            raise ValueError(f"two tensors of the state are both named {name!r}")
+        tensors[name] = leaf.detach()
+        return torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
+        )
 
-    return map_leaves(take, state), sharded
-
-
-def _is_first_copy(tensor: Any) -> bool:
-    """Whether this rank writes its shard: of those that are replicated one rank does."""
-    axes = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
-    return all(index == 0 for placement, index in axes if placement.is_replicate())
-
-
-def _offsets(tensor: Any) -> list[int]:
-    """Where the shard of this rank begins in the full tensor."""
-    (chunk,) = tensor.__create_chunk_list__()
-    return list(chunk.offsets)
+    return map_leaves(take, state), tensors
 
 
-def _copy_overlap(
-    part: Tensor, offsets: list[int], target: Tensor, start: list[int]
-) -> int:
-    """Copy where two parts of a tensor overlap; return how many numbers that are.
-
-    Args:
-        part: is copied.
-        offsets: where it begins in the full tensor.
-        target: is changed in place.
-        start: where it begins in the full tensor.
-    """
-    here, there = [], []
-    for dim, size in enumerate(target.shape):
-        low = max(start[dim], offsets[dim])
-        high = max(low, min(start[dim] + size, offsets[dim] + part.shape[dim]))
-        here.append(slice(low - start[dim], high - start[dim]))
-        there.append(slice(low - offsets[dim], high - offsets[dim]))
-    overlap = part[tuple(there)]
-    target[tuple(here)].copy_(overlap)
-    return overlap.numel()
+def _dotted(keys: Keys) -> str:
+    return ".".join(map(str, keys))
 
 
-def _namesake(keys: Keys, shape: torch.Size, tensors: Mapping[str, Tensor]) -> Any:
-    """The tensor whose name is in the dotted keys, if it has the shape; the longest counts."""
-    dotted = ".".join(map(str, ("", *keys, "")))
-    names = [name for name in tensors if f".{name}." in dotted]
+def _namesake(path: str, shape: torch.Size, tensors: Mapping[str, Tensor]) -> Any:
+    """The tensor whose name is in the dotted path, if it has the shape; the longest counts."""
+    names = [name for name in tensors if f".{name}." in f".{path}."]
     found = tensors[max(names, key=len)] if names else None
     return found if found is not None and found.shape == shape else None
+
+
+class _Writer(filesystem.FileSystemWriter):
+    """Says that a disk is full before the exception is sent to other ranks, without its cause."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise_disk_full(error, Path(self.path))
+            raise
+
+
+def _save_tensors(
+    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
+) -> Parts:
+    """Write this rank's shards, and on the main process whole tensors; return all parts."""
+    own = {}
+    for name, tensor in tensors.items():
+        if is_sharded(tensor) or comm.is_main_process():
+            own[name] = tensor
+    # Copying ahead would use the accelerator, from another thread.
+    writer = _Writer(folder, per_thread_copy_ahead=0)
+    # Plans are kept: to agree on them takes the main process long, for each tensor of each rank.
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+        enable_plan_caching=True,
+    )
+    try:
+        saved: Any = save(
+            own, storage_writer=writer, planner=planner, process_group=group
+        )
+    except CheckpointException as error:
+        # torch would mix plans that failed with later ones. They fail on all ranks alike.
+        SavePlanner._cached_all_plans.clear()
+        SavePlanner._cached_save_plan.clear()
+        first, _ = next(iter(error.failures.values()))
+        raise first from error
+    parts: Parts = {name: [] for name in saved.state_dict_metadata}
+    for name, tensor in saved.state_dict_metadata.items():
+        for chunk in tensor.chunks:
+            info = saved.storage_data[MetadataIndex(name, chunk.offsets)]
+            place = (info.relative_path, info.offset, info.length)
+            parts[name].append((tuple(chunk.offsets), tuple(chunk.sizes), *place))
+    return parts
+
+
+def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: AnyPath) -> None:
+    """Fill tensors as torch.distributed.checkpoint.load does, without its pickled metadata."""
+    saved = Metadata({}, storage_data={})
+    for name, tensor in tensors.items():
+        chunks = []
+        for offsets, sizes, *place in parts[name]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            index = MetadataIndex(name, offsets)
+            saved.storage_data[index] = filesystem._StorageInfo(*place)
+        properties = TensorProperties(tensor.dtype)
+        described = TensorStorageMetadata(properties, tensor.shape, chunks)
+        saved.state_dict_metadata[name] = described
+    reader = filesystem.FileSystemReader(folder)
+    planner = DefaultLoadPlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )
+    planner.set_up_planner(tensors, saved, is_coordinator=True)
+    reader.set_up_storage_reader(saved, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    """The size and the sha256 of a file (1 to 2 GB/s)."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return file.tell(), digest.hexdigest()

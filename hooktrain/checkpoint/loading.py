@@ -4,6 +4,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,12 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, verify_file
-from hooktrain.checkpoint.folders import is_folder, read_folder, verify_folder
+from hooktrain.checkpoint.files import (
+    CorruptCheckpointError,
+    is_folder,
+    load_file,
+    verify_file,
+)
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
@@ -33,10 +38,12 @@ def verify_checkpoint(path: str) -> None:
         CorruptCheckpointError: if it is broken.
         OSError: if it cannot be opened.
     """
-    if is_folder(path):
-        verify_folder(path)
-    else:
+    if not is_folder(path):
         verify_file(path)
+        return
+    from hooktrain.checkpoint.folders import verify_folder
+
+    verify_folder(path)
 
 
 def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
@@ -53,10 +60,13 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
         CorruptCheckpointError: if it is broken, or holds no model's state.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
-    if is_folder(path):
-        verify_folder(path)
-        return with_model(read_folder(path, map_location=map_location), path)
-    return with_model(load_file(path, map_location), path)
+    if not is_folder(path):
+        return with_model(load_file(path, map_location), path)
+    from hooktrain.checkpoint.folders import read_folder, verify_folder
+
+    verify_folder(path)
+    state = read_folder(path, map_location=map_location)
+    return with_model(state, path)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -72,33 +82,41 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
         OSError: on every rank, if one cannot open it.
     """
     states: list[State] = []
-    if on_main_process(lambda: is_folder(path)):
-        part = slice(comm.get_rank(), None, comm.get_world_size())
-        on_all_ranks(lambda: verify_folder(path, part))
-        on_all_ranks(lambda: states.append(with_model(read_folder(path, model), path)))
-    else:
+    if not on_main_process(lambda: is_folder(path)):
         on_all_ranks(lambda: states.append(read_checkpoint(path)))
-    return states[0]
+        return states[0]
+    from hooktrain.checkpoint.folders import read_folder, verify_folder
+
+    part = slice(comm.get_rank(), None, comm.get_world_size())
+    on_all_ranks(lambda: verify_folder(path, part))
+    on_all_ranks(lambda: states.append(read_folder(path, model)))
+    return with_model(states[0], path)
 
 
 def with_model(state: Any, path: str) -> State:
     """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
-    if isinstance(state, dict) and state:
+    found: Any = type(state).__name__
+    if isinstance(state, dict):
+        found = list(state)[:10]
         for key in ("model", "state_dict"):
             if isinstance(state.get(key), dict):
-                rest = {name: item for name, item in state.items() if name != key}
-                return {"model": state[key], **rest}
-        if all(_is_of_a_model(name, item) for name, item in state.items()):
+                rest = dict(state)
+                model = rest.pop(key)
+                return {"model": model, **rest}
+        if _is_of_a_model(state):
             return {"model": state}
-    found = list(state)[:10] if isinstance(state, dict) else type(state).__name__
     raise CorruptCheckpointError(
         f"{path} is no checkpoint: no 'model', 'state_dict', or tensors only, but {found}"
     )
 
 
-def _is_of_a_model(name: Any, value: Any) -> bool:
-    # Modules may keep what they like under this name (Module.get_extra_state).
-    return isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
+def _is_of_a_model(state: State) -> bool:
+    # Modules may keep what they like as extra state (Module.get_extra_state).
+    for name, value in state.items():
+        is_extra = str(name).endswith("_extra_state")
+        if not (is_extra or isinstance(value, torch.Tensor)):
+            return False
+    return len(state) > 0
 
 
 class IncompatibleKeys(NamedTuple):
@@ -154,7 +172,9 @@ def load_checkpoint(
     """
     content = read_checkpoint(local_path(filename), map_location)
     state = revise_names(content["model"], revise_keys)
-    load_model_state(model, take_prefix(state, prefix) if prefix else state, strict)
+    if prefix:
+        state = take_prefix(state, prefix)
+    load_model_state(model, state, strict)
     return content
 
 
@@ -185,19 +205,23 @@ def load_model_state(
     for name, ours in in_model.items():  # in one order on all ranks
         if name not in loadable:
             continue
-        if _fits(loadable[name], ours):
+        theirs = _shape(loadable[name])
+        own = _shape(ours)
+        if theirs == own or _NO_SHAPE in (theirs, own):
             loadable[name] = shard_like(loadable[name], ours)
         else:
-            incorrect.append((name, _shape(loadable.pop(name)), _shape(ours)))
+            incorrect.append((name, theirs, own))
+            del loadable[name]
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     result = model.load_state_dict(loadable, strict=False)
-    if not strict and in_model and in_model.keys() <= set(result.missing_keys):
+    loaded = in_model.keys() - result.missing_keys
+    if in_model and not loaded and not strict:
         raise ValueError(
             f"nothing in the state fits the model: it has {list(state)[:3]}, ..., and the "
             f"model {list(in_model)[:3]}, .... If a prefix differs, load by "
             "load_checkpoint() with prefix= or revise_keys="
         )
-    known = _names_of_same_tensors(model, in_model.keys() - result.missing_keys)
+    known = _names_of_same_tensors(model, loaded)
     known.update(name for name, *_ in incorrect)
     missing = [name for name in result.missing_keys if name not in known]
     found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
@@ -209,37 +233,42 @@ def load_model_state(
     return found
 
 
+_NO_SHAPE = "-"
+
+
 def _is_wrapped(state: Mapping[str, Any]) -> bool:
     return bool(state) and all(name.startswith("module.") for name in state)
 
 
-def _fits(value: Any, ours: Any) -> bool:
-    if is_lazy(ours) or not torch.is_tensor(value):
-        return True
-    return bool(value.shape == ours.shape)
-
-
 def _shape(value: Any) -> Any:
-    return tuple(value.shape) if torch.is_tensor(value) and not is_lazy(value) else "-"
+    """The shape of a tensor, if it has one: those of lazy modules have none yet."""
+    if not torch.is_tensor(value) or is_lazy(value):
+        return _NO_SHAPE
+    return tuple(value.shape)
 
 
 def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]:
     """All names of the tensors that have one of these: buffers may have some that no file has."""
-    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
-    found = {id(tensors[name]) for name in names if name in tensors}
-    return {name for name, tensor in tensors.items() if id(tensor) in found}
+    ids = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ids[name] = id(parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        ids[name] = id(buffer)
+    found = {ids.get(name) for name in names}
+    return {name for name in ids if ids[name] in found}
 
 
 def _table_of(
     found: IncompatibleKeys, loaded: Mapping[str, Any], in_model: Mapping[str, Any]
 ) -> str:
     """The differences with the shapes in the file and in the model."""
-    rows = [(name, "reshaped", *shapes) for name, *shapes in found.incorrect_shapes]
+    rows: list[Any] = []
+    for name, theirs, ours in found.incorrect_shapes:
+        rows.append((name, "reshaped", theirs, ours))
     for name in found.missing_keys:
-        rows.append((name, "missing", "-", _shape(in_model.get(name))))
+        rows.append((name, "missing", _NO_SHAPE, _shape(in_model.get(name))))
     for name in found.unexpected_keys:
-        rows.append((name, "unexpected", _shape(loaded.get(name)), "-"))
+        rows.append((name, "unexpected", _shape(loaded.get(name)), _NO_SHAPE))
     headers = ["name", "difference", "shape in file", "shape in model"]
     return tabulate(rows, headers, disable_numparse=True)
 
@@ -264,7 +293,7 @@ def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]
 
     part = _renamed(state, rename)
     if not part:
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in state)
+        modules = [name.rpartition(".")[0] for name in state]
         hint = did_you_mean(start[:-1], modules)
         raise ValueError(f"no name of the state begins with {start!r}{hint}")
     return part
@@ -307,15 +336,17 @@ def _renamed(
             raise ValueError(f"{name!r} and another one would both be named {new!r}")
         if new is not None:
             renamed[new] = value
+    # The versions of the modules, which they look at when they load, by the modules' names.
+    # That of the model itself is "", and the others lack the dot before names of tensors.
     metadata = getattr(state, "_metadata", None)
-    if metadata is not None:
-        # The versions of the modules, which they look at when they load, by the modules' names.
-        # That of the model itself is "", and the others lack the dot before names of tensors.
-        renamed._metadata = OrderedDict()  # type: ignore[attr-defined]
-        for name, version in metadata.items():
-            new = rename(f"{name}." if name else "")
-            if new is not None:
-                renamed._metadata[new.removesuffix(".")] = version  # type: ignore[attr-defined]
+    if metadata is None:
+        return renamed
+    versions = {}
+    for name, version in metadata.items():
+        new = rename(f"{name}." if name else "")
+        if new is not None:
+            versions[new.removesuffix(".")] = version
+    renamed._metadata = versions  # type: ignore[attr-defined]
     return renamed
 
 
@@ -325,7 +356,7 @@ def choose_parts(
     checkpointables: Mapping[str, Any],
     names: Iterable[str] | None,
 ) -> dict[str, dict[str, Any]]:
-    """What to load beside the model.
+    """What to load beside the model, if that is possible.
 
     Args:
         path: where the state is from, for the messages.
@@ -338,25 +369,34 @@ def choose_parts(
         The arguments of ``load_state_dict`` beside the state, for each that is to be loaded.
 
     Raises:
-        ValueError: if a name is unknown, or not in the state.
+        ValueError: if a name is unknown, or not in the state; if it is of a component, and the
+            checkpointable can be loaded as a whole only.
     """
     if names is None:
         lacking = [key for key in checkpointables if key not in state]
         if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
         return {key: {} for key in checkpointables if key in state}
-    chosen: dict[str, set[str]] = {}
+    chosen: dict[str, dict[str, Any]] = {}
     for name in names:
         key, _, component = name.partition(".")
         if name == "model":  # always loaded
             continue
         _check_known(name, key, checkpointables, "is not among what can be loaded")
         _check_known(name, key, state, f"is not in {path}")
-        if component:
-            _check_known(name, component, state[key], f"is not in {path}")
-        chosen.setdefault(key, set()).add(component)
-    # Without a component it is chosen as a whole.
-    return {key: {} if "" in only else {"only": only} for key, only in chosen.items()}
+        if not component:
+            chosen[key] = {}
+            continue
+        _check_known(name, component, state[key], f"is not in {path}")
+        load = checkpointables[key].load_state_dict
+        if "only" not in signature(load).parameters:
+            raise ValueError(
+                f"checkpointables: {name!r} is a part, but {key!r} loads as a whole only"
+            )
+        # As a whole, if that was chosen before.
+        only = chosen.setdefault(key, {"only": set()}).get("only", set())
+        only.add(component)
+    return chosen
 
 
 def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:

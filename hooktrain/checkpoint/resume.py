@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hooktrain.checkpoint.files import CorruptCheckpointError
-from hooktrain.checkpoint.folders import is_folder
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import (
     AnyPath,

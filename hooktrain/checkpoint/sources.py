@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
@@ -16,10 +17,13 @@ from hooktrain.utils.file_io import AnyPath, is_address
 # digits alone are the date in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
 
-_loaders: dict[str, Callable[[str], AnyPath]] = {}
+Loader = Callable[[str], AnyPath]
+"""Takes an address and returns the path of a local file."""
+
+_loaders: dict[str, Loader] = {}
 
 
-def register_scheme(prefix: str, loader: Callable[[str], AnyPath]) -> None:
+def register_scheme(prefix: str, loader: Loader) -> None:
     """Say how addresses that begin with a prefix become local files.
 
     Of several prefixes that an address begins with, the longest counts, and of two equal ones the
@@ -59,32 +63,42 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
         RuntimeError: on every rank, if it does not have the digest that its name tells.
     """
     address = os.fspath(address)
+    loader: Loader = _by_fsspec
     known = [prefix for prefix in _loaders if address.startswith(prefix)]
-    if not known and not is_address(address):
+    if known:
+        loader = _loaders[max(known, key=len)]
+    elif not is_address(address):
         return os.path.expanduser(address)
-    loader = _loaders[max(known, key=len)] if known else _by_fsspec
-    if alone:
+    if alone or comm.get_world_size() == 1:
         return os.fspath(loader(address))
-    local_rank = comm.get_local_rank() if comm.get_world_size() > 1 else 0
-    paths = on_all_ranks(lambda: "" if local_rank else os.fspath(loader(address)))
+    local_rank = comm.get_local_rank()
+
+    def fetch() -> str:
+        if local_rank > 0:
+            return ""
+        return os.fspath(loader(address))
+
+    paths = on_all_ranks(fetch)
     # The ranks of a machine follow one another.
     return paths[comm.get_rank() - local_rank]
 
 
 def _by_torch(url: str) -> str:
     """Download by HTTP, or find what was downloaded before."""
-    name = os.path.basename(urlsplit(url).path)
-    folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+    name = Path(urlsplit(url).path).name
+    folder = Path(torch.hub.get_dir(), "checkpoints")
     digest = _DIGEST.search(name)
-    if digest is None:
+    prefix = None
+    if digest:
+        prefix = digest[1]
+    else:
         # The files of two addresses may have one name, which torch.hub takes for the same.
-        folder = os.path.join(folder, hashlib.sha256(url.encode()).hexdigest()[:16])
-    path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        os.makedirs(folder, exist_ok=True)
-        prefix = digest[1] if digest else None
-        torch.hub.download_url_to_file(url, path, prefix, progress=False)
-    return path
+        folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), prefix, progress=False)
+    return str(path)
 
 
 def _by_fsspec(address: str) -> str:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hooktrain import checkpoint as core
-from hooktrain.checkpoint.files import CorruptCheckpointError, load_file
-from hooktrain.checkpoint.folders import is_folder
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
 from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
 from hooktrain.compat.paths import PathManager
 from hooktrain.utils.comm import on_all_ranks, on_main_process

@@ -291,14 +291,16 @@ def test_parts_are_chosen_by_name(
         ("trainr", "'trainr' is not among .*did you mean 'trainer'"),
         ("trainer.optimiser", "is not in .*did you mean 'optimizer'"),
         ("ema", r"'ema' is not in .*a\.pth; there is"),
+        ("whole.weight", "'whole' loads as a whole only"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(
+def test_a_name_that_cannot_be_loaded_is_refused_beforehand(
     name: str, message: str, tmp_path: Path
 ) -> None:
-    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a")
+    whole = torch.nn.Linear(1, 1)
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5), whole=whole).save("a")
     model = model_of(0)
-    checkpointer = Checkpointer(model, trainer=Counter(), ema=Counter())
+    checkpointer = Checkpointer(model, trainer=Counter(), ema=Counter(), whole=whole)
     with pytest.raises(ValueError, match=message):
         checkpointer.load(tmp_path / "a.pth", checkpointables=[name])
     assert torch.equal(model.weight, torch.zeros(1, 2))
@@ -528,7 +530,7 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
         raise PermissionError(errno.EACCES, "not yours", path)
 
     run(tmp_path, 0, 10, period=10)
-    monkeypatch.setattr(checkpointer_module, "delete", fail)
+    monkeypatch.setattr("hooktrain.checkpoint.periodic.delete", fail)
     run(tmp_path, 10, 20, period=10, max_to_keep=1)
     assert "not yours" in caplog.text
     assert names(tmp_path)[1:] == ["model_0000009", "model_0000019"]

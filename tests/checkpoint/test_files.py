@@ -186,7 +186,7 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> N
     ):
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
-    with pytest.raises(CorruptCheckpointError, match=r"data/0.* are compressed"):
+    with pytest.raises(CorruptCheckpointError, match="is compressed"):
         load_file(tmp_path / "b.pth")
 
 

@@ -14,7 +14,7 @@ from loading import load_tool
 
 from hooktrain.engine import DefaultTrainer, HookBase, default_argument_parser, launch
 from hooktrain.engine.hooks.bad_runs import Watchdog
-from hooktrain.engine.hooks.checkpointing import Preemption
+from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
 

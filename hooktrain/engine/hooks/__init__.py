@@ -5,17 +5,19 @@ from hooktrain.engine.hooks.bad_runs import (
     SkipNonFinite as SkipNonFinite,
     Watchdog as Watchdog,
 )
+from hooktrain.engine.hooks.best_checkpointer import (
+    BestCheckpointer as BestCheckpointer,
+)
 from hooktrain.engine.hooks.callback import CallbackHook as CallbackHook
 from hooktrain.engine.hooks.checkpointing import (
-    BestCheckpointer as BestCheckpointer,
     PeriodicCheckpointer as PeriodicCheckpointer,
-    Preemption as Preemption,
 )
 from hooktrain.engine.hooks.evaluation import (
     EarlyStopping as EarlyStopping,
     EvalHook as EvalHook,
 )
 from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
+from hooktrain.engine.hooks.preemption import Preemption as Preemption
 from hooktrain.engine.hooks.profiling import (
     AutogradProfiler as AutogradProfiler,
     TorchMemoryStats as TorchMemoryStats,

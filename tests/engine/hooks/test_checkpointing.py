@@ -467,7 +467,7 @@ def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    path = "hooktrain.engine.hooks.checkpointing.time.monotonic"
+    path = "hooktrain.engine.hooks.preemption.time.monotonic"
     monkeypatch.setattr(path, lambda: clock[0])
     seen = []
 
