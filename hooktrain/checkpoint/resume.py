@@ -148,27 +148,32 @@ def files_to_delete(
     return [name for _, name in sorted(ours)[:-max_to_keep] if name != pointed]
 
 
-def set_folder_aside(folder: AnyPath) -> None:
-    """Rename a folder that has checkpoints to the first free ``<name>.1``, and make it anew.
+def set_folder_aside(folder: AnyPath) -> Path | None:
+    """Rename the folder of an earlier run to the first free ``<name>.1``, and make it anew.
 
-    What an earlier run has left stays complete: renamed back, it can be resumed. A folder without
-    checkpoints stays as it is. Call it on the main process, before a new run writes anything.
+    What that run has left stays complete: renamed back, it can be resumed. A folder with nothing
+    to resume from stays as it is. Call it on the main process, before a new run writes anything.
+
+    Returns:
+        Where the folder is now; None if it stays.
 
     Raises:
         RuntimeError: if another run is using the folder.
-        OSError: if it cannot be renamed, as the root of a file system.
+        ValueError: if it is the current folder, or one above that.
+        OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
-    if not checkpoint_names(path):
-        return
+    names = names_to_resume(str(path), read_pointer(str(path)))
+    if next(names, None) is None:
+        return None
+    if Path.cwd().is_relative_to(path):
+        raise ValueError(
+            f"a new run would rename the current folder {str(path)!r}, which has "
+            "checkpoints: give another output folder, or resume"
+        )
     lock_folder(path)
     aside = first_free(path)
     path.rename(aside)
     path.mkdir()
     unlock_folder(path)
-    logger.warning(
-        "A new run begins: the folder of the earlier one is now %s. "
-        "To resume that, rename it back to %s",
-        aside,
-        path,
-    )
+    return aside

@@ -154,10 +154,14 @@ def default_setup(cfg: Any, args: Any) -> None:
         train["output_dir"] = on_disk(train["output_dir"])
         if not getattr(args, "dry_run", False):
             folder = train["output_dir"]
+    aside = None
     if folder:
-        on_main_process(partial(_claim_folder, folder, eval_only, resumes))
+        aside = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
     level = getattr(args, "log_level", "normal")
     setup_logger(folder or None, distributed_rank=comm.get_rank(), level=level)
+    if aside is not None:
+        text = "A new run begins: the folder of the earlier one is now %s"
+        logger.warning(text + ". Renamed back, it can be resumed", aside)
     _log_circumstances(args)
     path = Path(folder, "config.json") if folder else None
     _seed(train, path if resumes else None)
@@ -178,13 +182,14 @@ def _set_backends(train: Any, eval_only: bool) -> None:
         torch.set_float32_matmul_precision(train["float32_precision"])
 
 
-def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> None:
+def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
+    """Make and lock the folder; where that of an earlier run is now, if there was one."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     if eval_only:
-        return
-    if not resumes:
-        set_folder_aside(folder)
+        return None
+    aside = None if resumes else set_folder_aside(folder)
     lock_folder(folder)
+    return aside
 
 
 def _log_circumstances(args: Any) -> None:

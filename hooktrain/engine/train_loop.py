@@ -4,7 +4,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, TypeAlias
 
 import torch
 from tabulate import tabulate
@@ -106,6 +107,10 @@ class HookBase:
             "%s saves state but has no load_state_dict: it starts with its defaults",
             type(self).__qualname__,
         )
+
+
+# Beside which hooks to put others: an object, those of a class, or a key.
+Place: TypeAlias = HookBase | type[HookBase] | str | None
 
 
 class TrainerBase:
@@ -452,6 +457,7 @@ class TrainerBase:
             "hooktrain": __version__,
             "torch": str(torch.__version__),
             "world_size": comm.get_world_size(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         return {
             "iteration": self._finished - 1,
@@ -538,7 +544,8 @@ class TrainerBase:
         self,
         hooks: Iterable[HookBase | None],
         *,
-        before: HookBase | type[HookBase] | str | None = None,
+        before: Place = None,
+        after: Place = None,
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
@@ -547,14 +554,18 @@ class TrainerBase:
 
         Args:
             hooks: the hooks, in order. None entries are left out.
-            before: place them before this hook: an object, a class or a key. None is the
-                end.
+            before: place them before this hook: an object, a class or a key.
+            after: place them after this hook, if there is no ``before``.
 
         Raises:
             TypeError: for something that is not a hook.
-            ValueError: if ``before`` is not there, or a hook has a trainer.
+            ValueError: if ``before`` or ``after`` is not there, or a hook has a trainer.
         """
-        index = len(self._hooks) if before is None else self._index(before)
+        index = len(self._hooks)
+        if before is not None:
+            index = self._indices(before)[0]
+        elif after is not None:
+            index = self._indices(after)[-1] + 1
         # A proxy, since a cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
         for hook in hooks:
@@ -575,14 +586,17 @@ class TrainerBase:
                 hook.before_train()
                 self._begun.append(hook)
 
-    def _index(self, wanted: HookBase | type[HookBase] | str) -> int:
-        """Where the first hook is that has this key or class, or is this one."""
+    def _indices(self, wanted: Place) -> list[int]:
+        """Where the hooks are that have this key or class, or are this one."""
         named = self._named_hooks()
+        found = []
         for index, (key, hook) in enumerate(named.items()):
             is_of_class = isinstance(wanted, type) and isinstance(hook, wanted)
             if is_of_class or wanted in (key, hook):
-                return index
-        raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
+                found.append(index)
+        if not found:
+            raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
+        return found
 
     def _named_hooks(self) -> dict[str, HookBase]:
         """The hooks in order, by distinct names: the key or the class, then ``#1``, ``#2``."""

@@ -12,6 +12,7 @@ from hooktrain.checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
     PeriodicCheckpointer,
+    save_file,
 )
 from hooktrain.checkpoint.resume import (
     files_to_delete,
@@ -261,17 +262,14 @@ def test_the_oldest_files_beyond_the_count_are_deleted(
     assert files_to_delete(there, prefix, keep, newest, pointed) == deleted
 
 
-def test_a_used_folder_is_renamed_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_used_folder_is_renamed_whole(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     for iteration, aside in [(9, "out.1"), (19, "out.2")]:
         save(folder, "model_0000009", iteration)
         (folder / "metrics.json").write_text(str(iteration))
-        set_folder_aside(folder)
+        assert set_folder_aside(folder) == tmp_path / aside
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside / "metrics.json").read_text() == str(iteration)
-        assert f"is now {tmp_path / aside}" in caplog.text
         assert resumed(tmp_path / aside) == iteration
     lock_folder(folder)
 
@@ -279,9 +277,22 @@ def test_a_used_folder_is_renamed_whole(
 def test_a_folder_without_checkpoints_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
-    set_folder_aside(tmp_path / "out")
-    set_folder_aside(tmp_path / "none")
+    save_file({"weight": torch.ones(1)}, tmp_path / "out" / "pretrained.pth")
+    assert set_folder_aside(tmp_path / "out") is None
+    assert set_folder_aside(tmp_path / "none") is None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_current_folder_is_not_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "model_0000009", 9)
+    (tmp_path / "inside").mkdir()
+    for current in (tmp_path, tmp_path / "inside"):
+        monkeypatch.chdir(current)
+        with pytest.raises(ValueError, match="another output folder"):
+            set_folder_aside(tmp_path)
+    assert resumed(tmp_path) == 9
 
 
 @pytest.fixture

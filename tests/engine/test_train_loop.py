@@ -203,6 +203,22 @@ def test_hooks_are_placed_before_others_by_class_key_or_object() -> None:
     assert keys == ["zeroth", "first", "second", "third", "fourth", "Recorder"]
 
 
+def test_hooks_are_placed_after_others_by_class_key_or_object() -> None:
+    trainer = Trainer()
+    first, last = Counter(key="first"), Recorder([])
+    trainer.register_hooks([first, last])
+    trainer.register_hooks([Counter(key="second")], after=first)
+    trainer.register_hooks([Counter(key="third")], after="second")
+    trainer.register_hooks([Counter(key="fourth")], after=Counter)
+    assert list(trainer._named_hooks()) == [
+        "first",
+        "second",
+        "third",
+        "fourth",
+        "Recorder",
+    ]
+
+
 def test_a_hook_that_is_registered_during_a_run_begins_at_once() -> None:
     log: list[str] = []
 

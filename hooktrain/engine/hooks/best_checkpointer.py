@@ -117,12 +117,12 @@ class BestCheckpointer(HookBase):
             return
         is_better = self._update_best(value, measured_at)
         logger.info(
-            "%s is %.4g at iteration %d: %s (the best was %s)",
+            "%s is %.4g at iteration %d: %s (the best was %.4g)",
             name,
             value,
             measured_at,
             "saving the best model" if is_better else "not saving",
-            before["best_metric"],
+            math.nan if before["best_metric"] is None else before["best_metric"],
         )
         if is_better:
             with self._ema.swap() if self._ema else nullcontext():

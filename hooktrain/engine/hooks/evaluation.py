@@ -134,7 +134,7 @@ def choose_mode(metric: str, mode: str | None) -> str:
     """
     if mode is None:
         mode = "min" if "loss" in metric or "error" in metric else "max"
-        logger.info("The best %s is taken to be the %simum: see mode", metric, mode)
+        logger.info("The best %s is the %simum; if not, give the mode", metric, mode)
     if mode not in ("min", "max"):
         raise ValueError(
             f"mode must be 'max' or 'min' for the metric {metric!r}, but got {mode!r}"
