@@ -48,13 +48,18 @@ class AmpOptimWrapper(OptimWrapper):
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.device_type = _device_type(optimizer)
-        self.dtype: Any = dtype or torch.get_autocast_dtype(self.device_type)
+        if dtype is None:
+            dtype = torch.get_autocast_dtype(self.device_type)
+        self.dtype: Any = dtype
         if isinstance(dtype, str):
             self.dtype = getattr(torch, dtype, None)
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
+        needs_scaler = self.dtype == torch.float16
         self.grad_scaler = _build_scaler(
-            loss_scale, self.device_type, enabled=self.dtype == torch.float16
+            loss_scale,
+            self.device_type,
+            enabled=needs_scaler,
         )
         self._fixed_scale: float | None = None
         if isinstance(loss_scale, int | float):
@@ -66,7 +71,9 @@ class AmpOptimWrapper(OptimWrapper):
         exchange = super().optim_context(model)
         precision = torch.autocast(self.device_type, self.dtype)
         # Nearly all steps need autocast alone, which costs less without a generator.
-        return precision if exchange is NOTHING else _both(exchange, precision)
+        if exchange is NOTHING:
+            return precision
+        return _both(exchange, precision)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of the scaled loss."""
@@ -78,7 +85,8 @@ class AmpOptimWrapper(OptimWrapper):
         if self._unscaled and self.grad_scaler.is_enabled():
             # Host-device synchronisation, after a step that failed only. Given a scale,
             # update() forgets what it knew of the gradients, and changes nothing else.
-            self.grad_scaler.update(self.grad_scaler.get_scale())
+            scale = self.grad_scaler.get_scale()
+            self.grad_scaler.update(scale)
         self._unscaled = False
 
     def unscale_gradients(self) -> None:
@@ -105,7 +113,9 @@ class AmpOptimWrapper(OptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """That of :class:`OptimWrapper`, and the scaler's."""
-        return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
+        state = super().state_dict()
+        state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned; without a scaler's, ours stays as it is."""
@@ -127,7 +137,9 @@ def _device_type(optimizer: Optimizer) -> str:
     parameter = optimizer.param_groups[0]["params"][0]
     # Shards may be offloaded to the CPU, where nothing is computed.
     mesh = getattr(parameter, "device_mesh", None)
-    return str(parameter.device.type if mesh is None else mesh.device_type)
+    if mesh is None:
+        return str(parameter.device.type)
+    return str(mesh.device_type)
 
 
 def _build_scaler(

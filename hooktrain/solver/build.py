@@ -90,18 +90,25 @@ class DefaultOptimWrapperConstructor:
         """
         kind = OPTIMIZERS.find(self.optimizer_cfg["type"])
         # Not all call it "params".
-        first_argument = next(iter(inspect.signature(kind).parameters))
+        arguments = inspect.signature(kind).parameters
+        first_argument = next(iter(arguments))
         groups = {first_argument: self.param_groups(model)}
         optimizer = OPTIMIZERS.build(self.optimizer_cfg, **groups)
         wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
-            self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
+            self.optim_wrapper_cfg,
+            type=OptimWrapper,
+            optimizer=optimizer,
         )
         return wrapper
 
     def param_groups(self, model: nn.Module) -> list[ParamGroup]:
         """The parameter groups of a model, which may be wrapped."""
         names = parameter_names(model)
-        return [{"params": [*names], "param_names": [*names.values()]}]
+        group = {
+            "params": [*names],
+            "param_names": [*names.values()],
+        }
+        return [group]
 
 
 def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
@@ -199,8 +206,10 @@ def build_param_scheduler(
         ValueError: if the end of a schedule is not known though it needs one, or for
             arguments out of range.
     """
-    each = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
     if not isinstance(optim_wrapper, OptimWrapperDict):
+        each = scheduler
+        if not isinstance(scheduler, list | tuple):
+            each = [scheduler]
         defaults = default_args or {}
         return [_build_scheduler(one, optim_wrapper, defaults) for one in each]
     names = [*optim_wrapper]
@@ -209,10 +218,11 @@ def build_param_scheduler(
         by_name = scheduler
     if set(by_name) != set(names):
         raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
-    return {
-        name: list(build_param_scheduler(by_name[name], wrapper, default_args))
-        for name, wrapper in optim_wrapper.items()
-    }
+    built = {}
+    for name, wrapper in optim_wrapper.items():
+        own = build_param_scheduler(by_name[name], wrapper, default_args)
+        built[name] = list(own)
+    return built
 
 
 def scheduler_states(schedulers: Schedulers) -> Any:
@@ -222,7 +232,11 @@ def scheduler_states(schedulers: Schedulers) -> Any:
     """
     if isinstance(schedulers, dict):
         return {name: scheduler_states(each) for name, each in schedulers.items()}
-    return [getattr(scheduler, "state_dict", dict)() for scheduler in schedulers]
+    states: list[Any] = []
+    for scheduler in schedulers:
+        state_dict = getattr(scheduler, "state_dict", dict)
+        states.append(state_dict())
+    return states
 
 
 def check_scheduler_states(schedulers: Schedulers, states: Any) -> None:
@@ -252,7 +266,9 @@ def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
 
 
 def _by_name(given: Any) -> dict[str, Any]:
-    return given if isinstance(given, dict) else {"": given}
+    if isinstance(given, dict):
+        return given
+    return {"": given}
 
 
 def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> Any:
@@ -262,20 +278,27 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
         raise TypeError(
             f"expected a scheduler or a dict with 'type', but got {config!r}"
         )
-    arguments = {"optimizer": optimizer, **defaults, **config}
+    arguments = {
+        "optimizer": optimizer,
+        **defaults,
+        **config,
+    }
     max_epochs = arguments.pop("max_epochs", None)
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
+    kind = arguments.pop("type")
     try:
-        target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
+        target: Any = PARAM_SCHEDULERS.find(kind)
     except KeyError as error:
         hint = "others of MMEngine come with: import hooktrain.compat.mmengine"
         raise KeyError(f"{error.args[0]}; {hint}") from None
     # Those of MMEngine's family have a range, which ends with the run.
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:
-        length = max_epochs if arguments.get("by_epoch", True) else max_iters
-        given = [name for name in needs if arguments.get(name)]
+        length = max_epochs
+        if not arguments.get("by_epoch", True):
+            length = max_iters
+        given = any(arguments.get(name) for name in needs)
         if needs and not given and length is None:
             raise ValueError(
                 f"{target.__name__} needs {' or '.join(needs)}, or the run's max_epochs or "

@@ -61,7 +61,9 @@ def optimizer_state_dict(
     for group in state["param_groups"]:
         members = [name_at[position] for position in group["params"]]
         groups.append({**settings_of(group), "params": members})
-    return {**state, "state": by_name, "param_groups": groups}
+    state["state"] = by_name
+    state["param_groups"] = groups
+    return state
 
 
 def check_optimizer_state(
@@ -112,7 +114,8 @@ def load_optimizer_state(
                 origins.append(saved[name][0])
         settings = settings_of(group)
         if origins:
-            origin = state_dict["param_groups"][mode(sorted(origins))]
+            most = mode(sorted(origins))
+            origin = state_dict["param_groups"][most]
             settings = _settings(number, settings, settings_of(origin))
         groups.append({**settings, "params": members})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -152,16 +155,19 @@ def _names_in(groups: Sequence[ParamGroup], known: Names) -> list[str] | None:
         own_names: Any = group.get("param_names", group["params"])
         for item, name in zip(group["params"], own_names, strict=True):
             names.append(known.get(item, name))
-    is_named = all(isinstance(name, str) for name in names)
-    if not is_named or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         return None
+    for name in names:
+        if not isinstance(name, str):
+            return None
     return names
 
 
 def _entries(names: Iterable[str], groups: Sequence[ParamGroup]) -> Entries:
     items = []
     for number, group in enumerate(groups):
-        items += [(number, item) for item in group["params"]]
+        for item in group["params"]:
+            items.append((number, item))
     return dict(zip(names, items, strict=True))
 
 
@@ -224,11 +230,18 @@ def _fitting_states(
 ) -> dict[Any, Any]:
     """The saved states by the names here, without those that do not fit."""
     fitting = dict(states)
-    for _, key in saved.values():
+    left_over = []
+    for name, (_, key) in saved.items():
         fitting.pop(key, None)
+        if name not in here:
+            left_over.append(name)
+    missing = []
     reshaped = []
     for name, (_, parameter) in here.items():
-        key = saved[name][1] if name in saved else None
+        if name not in saved:
+            missing.append(name)
+            continue
+        _, key = saved[name]
         state = states.get(key, {})
         shape = _shape_of(optimizer, state)
         if shape not in (None, tuple(parameter.shape)):
@@ -237,10 +250,8 @@ def _fitting_states(
             fitting[name] = {}
             for entry, value in state.items():
                 fitting[name][entry] = _like(parameter, value)
-    _warn(
-        "has state of parameters that are not here", [n for n in saved if n not in here]
-    )
-    _warn("has no state of", [name for name in here if name not in saved])
+    _warn("has state of parameters that are not here", left_over)
+    _warn("has no state of", missing)
     _warn("has state of other shapes, which is not loaded", reshaped)
     return fitting
 
@@ -257,11 +268,14 @@ def _warn(text: str, names: Sequence[str]) -> None:
 
 def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
     """The shape of the parameter that a state is of, if torch's optimizers know it."""
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    shapes = [tensor.shape for tensor in tensors if tensor.ndim > 0]
-    is_torchs = hasattr(torch.optim, _kind(optimizer))
-    if not shapes or not is_torchs:
+    if not hasattr(torch.optim, _kind(optimizer)):
         return None  # other optimizers may keep what they like
+    shapes = []
+    for value in state.values():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            shapes.append(value.shape)
+    if not shapes:
+        return None
     # Adafactor's means of rows and of columns have size 1 in the other dimension.
     return tuple(max(sizes) for sizes in zip(*shapes, strict=False))
 
@@ -271,9 +285,15 @@ def _like(parameter: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = shard_like(value, parameter)
-    if value.shape != parameter.shape or value.stride() == parameter.stride():
+    if value.shape != parameter.shape:
         return value
-    turned = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    if value.stride() == parameter.stride():
+        return value
+    turned = torch.empty_like(
+        parameter,
+        dtype=value.dtype,
+        requires_grad=False,
+    )
     return turned.copy_(value)
 
 

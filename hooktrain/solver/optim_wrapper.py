@@ -161,7 +161,8 @@ class OptimWrapper:
         """Divide the loss so that the accumulated gradients are those of the mean."""
         if self.accumulative_counts == 1:
             return loss
-        done = (self.inner_count - self._first_count) % self.accumulative_counts
+        passes = self.inner_count - self._first_count
+        done = passes % self.accumulative_counts
         left = self._max_counts - self.inner_count
         if left > 0:
             return loss / min(self.accumulative_counts, done + left)
@@ -242,8 +243,13 @@ class OptimWrapper:
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        parameters: list[Tensor] = []
+        for group in self.param_groups:
+            parameters += group["params"]
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
         if not gradients:
             return
         if kind == "value":
@@ -271,10 +277,12 @@ class OptimWrapper:
         self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
 
     def _put_scalar(self, name: str, value: Any, smooth: bool = True) -> None:
-        if has_event_storage():
-            if self.name:
-                name = f"{self.name}.{name}"
-            get_event_storage().put_scalar(name, value, smooth)
+        if not has_event_storage():
+            return
+        if self.name:
+            name = f"{self.name}.{name}"
+        storage = get_event_storage()
+        storage.put_scalar(name, value, smooth)
 
     # State
 

@@ -24,7 +24,6 @@ NORMS = (
     nn.modules.batchnorm._NormBase,  # of batch and instance norms
     nn.GroupNorm,
     nn.LayerNorm,
-    nn.LocalResponseNorm,
     nn.RMSNorm,
 )
 # Parts of a name that come from a wrapper, not from the model: torch.compile, activation
@@ -75,11 +74,12 @@ def group_trainable(
     """
     groups = []
     for names, module, parameter in walk_parameters(model):
-        if parameter.requires_grad:
-            group = settings(names, module, parameter)
-            group["params"] = [parameter]
-            group["param_names"] = names[:1]
-            groups.append(group)
+        if not parameter.requires_grad:
+            continue
+        group = settings(names, module, parameter)
+        group["params"] = [parameter]
+        group["param_names"] = names[:1]
+        groups.append(group)
     return reduce_param_groups(groups)
 
 
@@ -129,27 +129,36 @@ def get_default_optimizer_params(
         params = get_default_optimizer_params(model, weight_decay_norm=0.0)
         optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=1e-4)
     """
-    bias_lr_factor = 1.0 if bias_lr_factor is None else bias_lr_factor
+    if bias_lr_factor is None:
+        bias_lr_factor = 1.0
     overrides = overrides or {}
-    has_factor = lr_factor_func is not None or bias_lr_factor != 1.0
+    has_bias_factor = bias_lr_factor != 1.0
+    has_factor = has_bias_factor or lr_factor_func is not None
     if base_lr is None and has_factor:
         raise ValueError(
             "lr_factor_func and bias_lr_factor need base_lr, the rate to multiply"
         )
-    sets_biases = bias_lr_factor != 1.0 or weight_decay_bias is not None
+    sets_biases = has_bias_factor or weight_decay_bias is not None
     if "bias" in overrides and sets_biases:
         raise ValueError(
             "biases are set twice: by overrides['bias'] and by another argument"
         )
     _warn_of_unused(overrides, model)
 
-    def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
+    def settings(
+        names: list[str],
+        module: nn.Module,
+        _: nn.Parameter,
+    ) -> ParamGroup:
         is_bias = _last_part(names[0]) == "bias"
         found: ParamGroup = {}
         if base_lr is not None:
-            factor = 1.0 if lr_factor_func is None else lr_factor_func(names[0])
-            bias_factor = bias_lr_factor if is_bias else 1.0
-            found["lr"] = base_lr * factor * bias_factor
+            rate = base_lr
+            if lr_factor_func is not None:
+                rate = rate * lr_factor_func(names[0])
+            if is_bias:
+                rate = rate * bias_lr_factor
+            found["lr"] = rate
         decay = weight_decay
         if weight_decay_norm is not None and isinstance(module, NORMS):
             decay = weight_decay_norm
@@ -157,7 +166,10 @@ def get_default_optimizer_params(
             decay = weight_decay_bias
         if decay is not None:
             found["weight_decay"] = decay
-        for name in (*map(_last_part, names), *names):
+        for name in names:
+            last = _last_part(name)
+            found.update(overrides.get(last, {}))
+        for name in names:
             found.update(overrides.get(name, {}))
         return found
 
@@ -170,9 +182,10 @@ def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
         known += names
         known += map(_last_part, names)
     for name in overrides:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            logger.warning("overrides: %r is no parameter of the model%s", name, hint)
+        if name in known:
+            continue
+        hint = did_you_mean(name, known)
+        logger.warning("overrides: %r is no parameter of the model%s", name, hint)
 
 
 def _last_part(name: str) -> str:
@@ -190,12 +203,15 @@ def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
     expanded: dict[Tensor, ParamGroup] = {}
     for group in groups:
         params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
+        if isinstance(params, Tensor):
+            params = [params]
+        settings = settings_of(group)
         for k, param in enumerate(params):
             own = expanded.setdefault(param, {"params": [param]})
-            own.update(settings_of(group))
+            own.update(settings)
             if "param_names" in group:
-                own["param_names"] = [group["param_names"][k]]
+                name = group["param_names"][k]
+                own["param_names"] = [name]
     return list(expanded.values())
 
 
@@ -208,11 +224,14 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
     """
     reduced: list[ParamGroup] = []
     for single in expand_param_groups(groups):
+        settings = settings_of(single)
         for group in reduced:
-            alike = group.keys() == single.keys()
-            if alike and settings_of(group) == settings_of(single):
-                for key in {"params", "param_names"} & single.keys():
-                    group[key] += single[key]
+            if group.keys() != single.keys():
+                continue
+            if settings_of(group) == settings:
+                group["params"] += single["params"]
+                if "param_names" in single:
+                    group["param_names"] += single["param_names"]
                 break
         else:
             reduced.append(single)

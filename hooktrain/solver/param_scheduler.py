@@ -120,7 +120,10 @@ class GroupParamScheduler:
     def _write(self, group: ParamGroup, value: Any) -> None:
         if self.verbose:
             logger.info(
-                "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
+                "Step %d: %s becomes %.4e",
+                self.global_step,
+                self.param_name,
+                value,
             )
         old = self._read(group)
         if isinstance(old, Tensor):
@@ -132,7 +135,8 @@ class GroupParamScheduler:
         key = f"initial_{self.param_name}"
         if self.last_step < 0:
             # Synchronises with the device once, if the value is a tensor there.
-            group.setdefault(key, float(self._read(group)))
+            current = float(self._read(group))
+            group.setdefault(key, current)
         return float(group[key])
 
     @classmethod
@@ -174,15 +178,17 @@ class GroupParamScheduler:
             ValueError: if parameter groups were added or removed.
         """
         self.global_step += 1
-        if self.begin <= self.global_step < self.end:
-            self.last_step = self.global_step - self.begin
-            values = self._get_value()
-            for group, value in zip(self._groups(), values, strict=True):
-                self._write(group, value)
-            self.written_values = []
-            for value in values:
-                known = None if isinstance(value, Tensor) else value
-                self.written_values.append(known)
+        if not self.begin <= self.global_step < self.end:
+            return
+        self.last_step = self.global_step - self.begin
+        values = self._get_value()
+        self.written_values = []
+        for group, value in zip(self._groups(), values, strict=True):
+            self._write(group, value)
+            known = None
+            if not isinstance(value, Tensor):
+                known = value
+            self.written_values.append(known)
 
     def _get_value(self) -> list[Any]:
         """The value of each group at step ``last_step`` of the range."""
@@ -194,7 +200,8 @@ class GroupParamScheduler:
                 self.start_values[i] = base
             # This form gives exactly the base at 1, and exactly the floor at 0.
             floor = self._floor(i)
-            values.append(base * share + floor * (1 - share))
+            value = base * share + floor * (1 - share)
+            values.append(value)
         return values
 
     def _share(self, k: int) -> float:
@@ -218,9 +225,11 @@ class GroupParamScheduler:
             # Synchronises with the device once, if it is a tensor there.
             return float(value)
         share = self._share(self.last_step - 1)
+        if share == 0:
+            return self.start_values[i]
         # A tensor counts as changed: comparing it would synchronise with the device.
         is_ours = not isinstance(value, Tensor) and value == self.written_values[i]
-        if is_ours or share == 0:
+        if is_ours:
             return self.start_values[i]
         floor = self._floor(i)
         return floor + (value - floor) / share
@@ -272,8 +281,9 @@ class GroupParamScheduler:
         groups = self._groups()
         self.written_values = [None] * len(groups)
         values = state_dict["_last_value"]
-        if len(values) != len(groups):
-            logger.warning("%r had %d parameter groups when saved", self, len(values))
+        count = len(values)
+        if count != len(groups):
+            logger.warning("%r had %d parameter groups when saved", self, count)
             return
         for group, value in zip(groups, values, strict=True):
             self._write(group, value)
@@ -357,7 +367,8 @@ class Falling(GroupParamScheduler):
     def _floor(self, i: int) -> float:
         if self.eta_min is not None:
             return self.eta_min
-        return self.base_values[i] * (self.eta_min_ratio or 0.0)
+        ratio = self.eta_min_ratio or 0.0
+        return self.base_values[i] * ratio
 
 
 @dataclass(eq=False)
@@ -376,7 +387,8 @@ class PolyParamScheduler(Falling):
 
 def half_cosine(k: float, length: float) -> float:
     """``(1 + cos(pi * k / length)) / 2``, which goes from 1 to 0 (SGDR, arXiv:1608.03983)."""
-    return (1 + math.cos(math.pi * (k / length))) / 2
+    angle = math.pi * (k / length)
+    return (1 + math.cos(angle)) / 2
 
 
 @dataclass(eq=False)

@@ -174,7 +174,8 @@ class MultiStepParamScheduler(ParamScheduler):
         assert self.num_updates is not None
         assert self.milestones is not None
         reached = (where + ROUNDING) * self.num_updates
-        return self.values[bisect_right(self.milestones, reached)]
+        k = bisect_right(self.milestones, reached)
+        return self.values[k]
 
 
 @dataclass
@@ -252,7 +253,8 @@ class CompositeParamScheduler(ParamScheduler):
     def __post_init__(self) -> None:
         lengths = self.lengths
         scalings = self.interval_scaling
-        if not len(self.schedulers) == len(lengths) == len(scalings):
+        count = len(self.schedulers)
+        if not count == len(lengths) == len(scalings):
             raise ValueError(
                 f"each scheduler needs one length and one interval_scaling: {self!r}"
             )
@@ -270,11 +272,15 @@ class CompositeParamScheduler(ParamScheduler):
         """The value at progress ``where``."""
         ends = []
         for end in accumulate(self.lengths):
-            is_last = end >= 1 - ROUNDING
-            ends.append(1.0 if is_last else end)
-        k = bisect_left(ends, min(where + ROUNDING, 1.0))
+            if end >= 1 - ROUNDING:
+                end = 1.0
+            ends.append(end)
+        reached = min(where + ROUNDING, 1.0)
+        k = bisect_left(ends, reached)
         if self.interval_scaling[k] == "rescaled":
-            start = ends[k - 1] if k else 0.0
+            start = 0.0
+            if k > 0:
+                start = ends[k - 1]
             length = ends[k] - start
             where = max(0.0, (where - start) / length)
         return self.schedulers[k](where)
@@ -327,7 +333,10 @@ class WarmupParamScheduler(ParamScheduler):
         start = self.warmup_factor * self.scheduler(0.0)
         if self.warmup_method == "constant":
             return start
-        end = self.scheduler(0.0 if self.rescale_interval else length)
+        next_where = length
+        if self.rescale_interval:
+            next_where = 0.0
+        end = self.scheduler(next_where)
         share = where / length
         return end * share + start * (1 - share)
 
@@ -373,14 +382,16 @@ class LRMultiplier(LRScheduler):
         rates: list[float | Tensor] = []
         for group in self.optimizer.param_groups:
             # Synchronises with the device once, if the rate is a tensor there.
-            group.setdefault("initial_lr", float(group["lr"]))
-            rates.append(float(group["initial_lr"]))
+            current = float(group["lr"])
+            initial = group.setdefault("initial_lr", current)
+            rates.append(float(initial))
         return rates
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
         where = self.last_epoch / self._max_iter
-        factor = self._multiplier(where if where < 1.0 else 1.0)
+        where = min(where, 1.0)
+        factor = self._multiplier(where)
         return [base * factor for base in self.base_lrs]
 
     get_last_lr = get_lr
@@ -391,7 +402,9 @@ class LRMultiplier(LRScheduler):
         Raises:
             ValueError: a group was added to the optimizer, for which there is no base rate.
         """
-        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        if epoch is None:
+            epoch = self.last_epoch + 1
+        self.last_epoch = epoch
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
             raise ValueError(
@@ -406,7 +419,10 @@ class LRMultiplier(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""
-        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
+        return {
+            "base_lrs": list(self.base_lrs),
+            "last_epoch": self.last_epoch,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the saved step, and set the rates at once.
@@ -417,9 +433,11 @@ class LRMultiplier(LRScheduler):
             KeyError: an entry is missing.
         """
         base_lrs = list(state_dict["base_lrs"])
-        if len(base_lrs) != len(self.optimizer.param_groups):
+        count = len(base_lrs)
+        if count != len(self.optimizer.param_groups):
             logger.warning(
-                "The state has %d groups: initial_lr is used instead", len(base_lrs)
+                "The state has %d groups: initial_lr is used instead",
+                count,
             )
             base_lrs = self._initial_lrs()
         self.base_lrs = base_lrs
