@@ -165,16 +165,19 @@ def run_steps(loop: str, iterations: int) -> None:
 def count_instructions(loop: str) -> float:
     """The instructions of a step of a loop, in thousands."""
     counts = []
-    run_steps(
-        loop, 20
-    )  # else the first of the processes would compile the package's files
+    # What else would differ from run to run: threads that wait busily, and the order of sets.
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    environment = {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONHASHSEED": "0"}
+    # Else the first of the processes would compile the package's files.
+    run_steps(loop, 20)
     for iterations in (100, 1100):
-        command = ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
+        command = ["setarch", "--addr-no-randomize"]
+        command += ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
         command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]
         command += ["--loop", loop, "--iterations", str(iterations)]
         done = subprocess.run(
             command,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            env=environment,
             stderr=subprocess.PIPE,
             text=True,
             check=True,
