@@ -52,34 +52,23 @@ class Checkpointer:
     """Saves and loads a model and what else has a state, such as a trainer or an optimizer.
 
     A checkpoint ``<save_dir>/<name>.pth`` holds ``{"model": ..., <name of checkpointable>: ...,
-    "iteration": ...}``, as detectron2's do, which load too. The file ``<save_dir>/last_checkpoint``
-    holds the name of the one to resume from.
+    "iteration": ...}``, as detectron2's do, which load too. ``<save_dir>/last_checkpoint`` names
+    the one to resume from.
 
-    All ranks or one may call :meth:`save`; all must, if the model is sharded. All must call
-    :meth:`load` and :meth:`resume_or_load`.
-
-    With ``sharded``, a checkpoint is a folder ``<save_dir>/<name>`` that all ranks write together,
-    each its shards, and :meth:`save` is collective. Files and folders are both loaded in either
-    case, by any number of ranks.
-
-    With ``background``, :meth:`save` copies the state, and a thread writes it while training goes
-    on. One save runs at a time: the next call waits for it, and raises what failed. So call
-    :meth:`wait` at the end.
-
-    A checkpointable may have a method ``check_state_dict`` with the arguments of
-    ``load_state_dict``. It raises what is wrong with a state and changes nothing. It is called
-    before anything is loaded.
-
-    The arguments are attributes; ``model`` is without its wrapper.
+    All ranks or one may call :meth:`save`; all must, if the model is sharded.
 
     Args:
         model: the model; a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default, whether it is the main process.
-            Folders are written by all ranks.
-        background: write in a thread.
-        sharded: save folders, on a disk that all ranks see.
-        checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name.
+        background: :meth:`save` copies the state, and a thread writes it while training goes on.
+            The next save, and :meth:`wait` at the end, wait for it and raise what failed.
+        sharded: a checkpoint is a folder ``<save_dir>/<name>``, on a disk that all ranks see.
+            :meth:`save` is collective: each rank writes its shards. Any number of ranks loads
+            files and folders, whatever this is.
+        checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
+            ``check_state_dict`` with the arguments of ``load_state_dict``, if there is one, is
+            called before anything is loaded, and raises what is wrong with a state.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
@@ -131,7 +120,7 @@ class Checkpointer:
 
         Raises:
             KeyError: if the name is taken.
-            TypeError: if the object has no ``state_dict`` or no ``load_state_dict``.
+            TypeError: if the object lacks a method.
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
@@ -152,11 +141,10 @@ class Checkpointer:
         """Lock the folder. For a run to call before its first step, on all ranks as :meth:`save`.
 
         Args:
-            is_new: whether it begins at iteration 0. If so, a warning names the checkpoints
-                that it may overwrite.
+            is_new: warn of the checkpoints that the run may overwrite.
 
         Raises:
-            TypeError: if the state of a checkpointable is one that :meth:`save` would refuse.
+            TypeError: if :meth:`save` would refuse a state.
             RuntimeError: if another run is using the folder.
             OSError: if the folder cannot be made.
         """
@@ -175,7 +163,7 @@ class Checkpointer:
         return {key: item.state_dict() for key, item in self.checkpointables.items()}
 
     def content(self, extra: State) -> State:
-        """What is saved: the states, and more entries. A subclass may change it."""
+        """What is saved. A subclass may change it."""
         return {"model": self.model.state_dict(), **self._states(), **extra}
 
     def save(
@@ -189,22 +177,22 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint, then make it the one to resume from.
 
-        One of that name is replaced in one go. Without a ``save_dir`` nothing happens.
+        One of that name is replaced in one go.
 
         Args:
             name: of the checkpoint, without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
-            on_saved: called with the path when the checkpoint is complete, in the process that
-                gives it its name, perhaps in a thread. It must not call this object.
-            on_full: called with the error, in place of raising it, if the disk is full or the
-                folder goes away meanwhile.
+            on_saved: called with the path when it is complete, in one process, perhaps in a thread.
+                It must not call this object.
+            on_full: called with the error of a full disk or a folder that went away; it is not
+                raised then.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
             ValueError: if ``name`` has a folder, or an extra entry has the name of a state.
             TypeError: if a state holds what could not be loaded back; it names the key.
             OSError: if the disk is full or fails; the files are as they were.
-            Exception: what failed in the background in the save before. Nothing is saved then.
+            Exception: what failed in the background before. Nothing is saved then.
         """
         self.check_name(name)
         taken = extra.keys() & {"model", *self.checkpointables}
@@ -239,7 +227,7 @@ class Checkpointer:
     def _write_in_background(
         self, write: Callable[[State], None], state: State
     ) -> None:
-        """Copy a state into host memory that is kept for it; a thread writes that."""
+        """Copy a state into host memory; a thread writes that."""
         from hooktrain.checkpoint.folders import new_stager
 
         if self._stager is None:
@@ -254,7 +242,7 @@ class Checkpointer:
     def _write(
         self, state: State, path: str, finish: Callable[[], None], on_full: OnFull
     ) -> None:
-        """Write a file alone or a folder with all ranks; in the background, in a thread."""
+        """Write a file alone, or a folder with all ranks; perhaps in a thread."""
         try:
             if self.sharded:
                 from hooktrain.checkpoint.folders import save_folder
@@ -272,16 +260,15 @@ class Checkpointer:
             on_full(error)
 
     def wait(self) -> None:
-        """Wait until nothing is being saved.
-
-        Raises:
-            Exception: what failed in the background. What ranks write together fails on all.
-        """
+        """Wait until nothing is being saved; raise what failed in the background."""
         self._worker.wait()
 
     def give_up(self) -> None:
         """Wait as :meth:`wait` does, but not long for ranks that have perhaps failed."""
-        if not self._worker.wait(None if self._group is None else _GIVE_UP_SECONDS):
+        seconds = None
+        if self._group is not None:
+            seconds = _GIVE_UP_SECONDS
+        if not self._worker.wait(seconds):
             self.logger.error("The checkpoint that is being saved is given up")
 
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
@@ -293,17 +280,17 @@ class Checkpointer:
         Args:
             path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""
                 and None load nothing.
-            checkpointables: names of those to load beside the model; by default all. A dotted name
-                such as ``"trainer.optimizer"`` selects a component of a checkpointable whose
-                ``load_state_dict`` takes ``only={"optimizer"}``.
+            checkpointables: names of those to load beside the model; by default all.
+                ``"trainer.optimizer"`` is a component of one whose ``load_state_dict`` takes
+                ``only={"optimizer"}``.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
 
         Raises:
-            OSError: on every rank, if one cannot read it.
+            OSError: if a rank cannot read it; all raise.
             CorruptCheckpointError: if it is broken or unsafe.
-            ValueError: if a name in ``checkpointables`` is unknown, or not in the file.
+            ValueError: if one of ``checkpointables`` is unknown, or not in the file.
         """
         path = local_path(path or "")
         if not path:
@@ -312,21 +299,17 @@ class Checkpointer:
         return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:
-        """The content of a file or folder, verified, with the model's state under ``"model"``.
+        """The verified content of what :meth:`load` would load. Collective.
 
-        Nothing is loaded. Of a folder, each rank reads its shards of what the model has sharded.
-        Collective.
-
-        Args:
-            path: as in :meth:`load`, which says what is raised.
+        The state of the model is under ``"model"``; of a folder, each rank has its shards.
         """
         on_all_ranks(self.wait)
         return read_on_all_ranks(local_path(path), self.model)
 
     def read_newest(self) -> tuple[str, State] | None:
-        """The path and the content of the newest intact checkpoint of ``save_dir``, if any.
+        """The path and the content of the newest intact checkpoint of ``save_dir``. Collective.
 
-        Those that are passed over are logged with the reason. Collective.
+        Broken ones are passed over with a warning.
 
         Raises:
             CorruptCheckpointError: if there are checkpoints and none is intact.
@@ -365,15 +348,13 @@ class Checkpointer:
         resume: bool = True,
         checkpointables: Names = None,
     ) -> State:
-        """Go on from the newest intact checkpoint of ``save_dir``, or load ``path``. Collective.
-
-        Broken ones are passed over with a warning each.
+        """Go on as :meth:`read_newest` says, or load the model from ``path``. Collective.
 
         Args:
-            path: where there is no checkpoint, the model to start from, or "" for none.
+            path: the model to start from, if there is no checkpoint; "" for none.
             resume: whether to look into ``save_dir``.
             checkpointables: what to resume beside the model, as in :meth:`load`; by default all,
-                and it is an error if the checkpoint lacks one.
+                and all must be in the checkpoint.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
@@ -383,15 +364,16 @@ class Checkpointer:
             FileNotFoundError: if there is no ``path``.
             ValueError: if the checkpoint lacks a checkpointable.
         """
-        found = self.read_newest() if resume and self.save_dir else None
+        found = None
+        if resume and self.save_dir:
+            found = self.read_newest()
         if found is None:
             return self.load(path, checkpointables=[])
-        names = self.checkpointables if checkpointables is None else checkpointables
-        return self._restore(*found, names)
+        if checkpointables is None:
+            checkpointables = self.checkpointables
+        return self._restore(*found, checkpointables)
 
     def _restore(self, path: str, state: State, names: Names) -> State:
-        """Load the model and what is chosen beside it; return the other entries."""
-
         def choose() -> dict[str, dict[str, Any]]:
             chosen = choose_parts(path, state, self.checkpointables, names)
             for key, options in chosen.items():
@@ -415,25 +397,23 @@ class Checkpointer:
         return bool(self.get_checkpoint_file())
 
     def get_checkpoint_file(self) -> str:
-        """The path of the checkpoint to resume from, or ""; it is not verified."""
+        """The path of the checkpoint to resume from, not verified, or ""."""
         self.wait()
         if not self.save_dir:
             return ""
-        name = next(names_to_resume(self.save_dir, read_pointer(self.save_dir)), "")
-        return os.path.join(self.save_dir, name) if name else ""
+        pointed = read_pointer(self.save_dir)
+        for name in names_to_resume(self.save_dir, pointed):
+            return os.path.join(self.save_dir, name)
+        return ""
 
     def get_all_checkpoint_files(self) -> list[str]:
-        """The paths of all checkpoints in ``save_dir``, files and folders, sorted by name."""
+        """The paths of all checkpoints in ``save_dir``, sorted."""
         self.wait()
         names = checkpoint_names(self.save_dir)
         return [os.path.join(self.save_dir, name) for name in names]
 
     def tag_last_checkpoint(self, basename: str) -> None:
-        """Make a checkpoint of ``save_dir`` the one to resume from.
-
-        Raises:
-            FileNotFoundError: if it is not there.
-        """
+        """Make a checkpoint of ``save_dir`` the one to resume from; FileNotFoundError if none."""
         if basename not in checkpoint_names(self.save_dir):
             raise FileNotFoundError(
                 f"no {basename!r} in {self.save_dir!r} to resume from"

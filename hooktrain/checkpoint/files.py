@@ -1,8 +1,7 @@
 """Checkpoint files: written atomically, verified before they are trusted.
 
-A file is torch's zip container. ``torch.load`` ignores the checksums in it, so a flipped bit loads
-as another number; :func:`verify_file` compares them all. Everything is loaded with
-``weights_only=True``.
+A file is torch's zip container. ``torch.load`` ignores its checksums, so a flipped bit loads as
+another number; :func:`verify_file` compares them. Loading runs no code (``weights_only=True``).
 """
 
 import copy
@@ -24,9 +23,20 @@ from hooktrain.utils.tensors import is_sharded
 MANIFEST = "manifest.pth"
 STATE = "state.pth"
 
-_PLAIN_TYPES = {bool, int, float, complex, str, bytearray, type(None)}
-_PLAIN_TYPES |= {torch.dtype, torch.device, torch.layout, torch.Size}
-# The beginning of files from before torch's zip container, which it still writes on request.
+_PLAIN_TYPES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytearray,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.Size,
+)
+# The beginning of files from before torch's zip container.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
 
@@ -37,24 +47,25 @@ class CorruptCheckpointError(RuntimeError):
 def is_folder(path: AnyPath) -> bool:
     """Whether there is a folder of shards, intact or not.
 
-    One that is being written or deleted has a hidden name, and is none. One that was moved aside,
-    so that another may take its place, is one until it is removed.
+    One that is being written or deleted has a hidden name, and is none.
     """
     path = Path(path)
     if path.name.startswith("."):
         return False
-    return (path / STATE).is_file() or (path / MANIFEST).is_file()
+    state = path / STATE
+    manifest = path / MANIFEST
+    return state.is_file() or manifest.is_file()
 
 
 def save_file(state: dict[str, Any], path: AnyPath) -> None:
-    """Write a state to a file, so that the old file or the new one is there, never neither.
+    """Write a state to a file; one of that name is replaced when the new one is on the disk.
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets.
-        path: the final name. A file of that name is replaced when the new one is on the disk.
+        path: the final name.
 
     Raises:
-        TypeError: if something in the state could not be loaded back. Nothing is written.
+        TypeError: if something in the state could not be loaded back.
         OSError: if the disk is full or fails. The old file is as it was.
     """
     write_file(storable(state), path)
@@ -67,21 +78,20 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # What torch raises while it closes its container hides why the write before failed.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
+            # torch fails again as it closes the file.
+            first = error.__context__
+            if isinstance(first, OSError):
+                raise first from None
             raise
 
 
 def verify_file(path: AnyPath) -> None:
     """Read the whole file and compare every checksum in it (some GB/s).
 
-    Files of torch's old format have no checksums, nor have those that were saved without
-    (``torch.serialization.set_crc32_options``). They pass if they look as they should.
+    Files without checksums pass if they look as they should.
 
     Raises:
-        CorruptCheckpointError: if the file is truncated, altered, empty, compressed or of another
-            kind.
+        CorruptCheckpointError: if the file is broken, compressed or of another kind.
         OSError: if it cannot be opened.
     """
     with open(path, "rb") as file:
@@ -90,39 +100,44 @@ def verify_file(path: AnyPath) -> None:
         except Exception as error:  # zipfile raises nine types
             problem = f"not a readable zip container ({type(error).__name__}: {error})"
     if problem:
-        raise CorruptCheckpointError(
-            f"{os.fspath(path)} is no intact checkpoint: {problem}"
-        )
+        name = os.fspath(path)
+        raise CorruptCheckpointError(f"{name} is no intact checkpoint: {problem}")
 
 
 def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
     """Verify a file, then load it without running any code that it may hold.
 
     Args:
-        path: a file of :func:`save_file` or ``torch.save``.
+        path: of the file.
         map_location: the device on which the tensors arrive.
 
     Raises:
-        CorruptCheckpointError: if the file is broken, or holds more than tensors and plain types.
-        MemoryError: if it does not fit into memory; RuntimeError on an accelerator or from torch.
+        CorruptCheckpointError: if it is broken, or holds more than tensors and plain types.
+        MemoryError: if it does not fit into memory; torch also raises RuntimeError.
         OSError: if it cannot be opened.
     """
     verify_file(path)
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        return torch.load(
+            path,
+            map_location=map_location,
+            weights_only=True,
+        )
+    except MemoryError:
+        raise
     except Exception as error:  # RuntimeError, KeyError, EOFError, UnpicklingError, ...
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if "allocate memory" in str(error):
             raise
-        raise CorruptCheckpointError(
-            f"cannot load {os.fspath(path)}: {_reason(error)}"
-        ) from error
+        name = os.fspath(path)
+        reason = _reason(error)
+        raise CorruptCheckpointError(f"cannot load {name}: {reason}") from error
 
 
 def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
-    """Copy the containers of a state; refuse what ``torch.load(weights_only=True)`` would refuse.
+    """Copy a state; refuse what ``torch.load(weights_only=True)`` would refuse.
 
     Args:
-        value: the state, or a part of it. It is not changed.
+        value: the state, or a part of it.
         name: the dotted key of the part, for the message.
         shards: whether sharded tensors may be among the values.
 
@@ -130,13 +145,15 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
         The copy, with the same tensors, and with numbers of numpy as Python's.
 
     Raises:
-        TypeError: naming the dotted key and the type of the first offender.
+        TypeError: with the dotted key and the type of what is refused.
     """
     if shards and is_sharded(value):
         return value
-    # The attributes of tensors and dicts are saved too (a state dict has ``_metadata``).
-    for attribute, item in getattr(value, "__dict__", {}).items():
-        storable(item, _join(name, attribute))
+    # torch saves attributes too (a state dict has ``_metadata``).
+    attributes = getattr(value, "__dict__", {})
+    for attribute, item in attributes.items():
+        path = _join(name, attribute)
+        storable(item, path)
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         copied = copy.copy(value)  # with its attributes
@@ -149,34 +166,40 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
     if kind in (list, tuple, set):
         items = []
         for index, item in enumerate(value):
-            items.append(storable(item, _join(name, index), shards=shards))
+            path = _join(name, index)
+            item = storable(item, path, shards=shards)
+            items.append(item)
         return kind(items)
     if isinstance(value, np.number | np.bool_):
         return value.item()
     if not _is_storable_leaf(value):
-        what = f"{name or 'the state'} of type {kind.__module__}.{kind.__qualname__}"
+        what = name or "the state"
+        of_type = f"{kind.__module__}.{kind.__qualname__}"
         raise TypeError(
-            f"cannot save {what}: give tensors with data or plain Python types only"
+            f"cannot save {what} of type {of_type}: "
+            "give tensors with data or plain Python types only"
         )
     return value
 
 
 def _join(name: str, key: object) -> str:
-    return f"{name}.{key}" if name else str(key)
+    if name:
+        return f"{name}.{key}"
+    return str(key)
 
 
 def _is_storable_leaf(value: Any) -> bool:
     kind = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return not value.is_meta
-    # The restricted unpickler does not know how empty ones are pickled.
+    # torch's unpickler refuses empty ones.
     if kind is bytes:
         return len(value) > 0
     return kind in _PLAIN_TYPES
 
 
 def _find_problem(file: IO[bytes]) -> str:
-    """What is wrong with an open checkpoint file; empty if nothing is."""
+    """What is wrong with an open file, or ""."""
     start = file.read(len(_LEGACY_MAGIC))
     if not start:
         return "the file is empty"
@@ -185,28 +208,36 @@ def _find_problem(file: IO[bytes]) -> str:
     if not start.startswith(b"PK"):
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
-        parts = container.infolist()
-        for part in parts:
+        names = container.namelist()
+        has_checksums = False
+        for part in container.infolist():
+            if part.CRC:
+                has_checksums = True
             if part.compress_type != zipfile.ZIP_STORED:
                 return f"{part.filename} is compressed, and might fill the memory"
-            # torch leaves the tensor of what is marked as a folder uninitialised.
+            # torch would leave its tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
-        has_checksums = any(part.CRC for part in parts)
-        altered = container.testzip() if has_checksums else None
+        altered = None
+        if has_checksums:
+            altered = container.testzip()
     if altered:
         return f"the checksum of its part {altered!r} does not match"
-    if not any(part.filename.endswith("/data.pkl") for part in parts):
-        return "a zip file, but not of torch.save"
-    return ""
+    for name in names:
+        if name.endswith("/data.pkl"):
+            return ""
+    return "a zip file, but not of torch.save"
 
 
 def _reason(error: Exception) -> str:
-    """The one line of torch's page-long messages that says what happened."""
-    _, _, message = str(error).rpartition("WeightsUnpickler error:")
+    """The line of torch's long messages that says what happened."""
+    text = str(error)
+    _, _, message = text.rpartition("WeightsUnpickler error:")
     wanted = re.search(r"GLOBAL (\S+)", message)
     if wanted:
         asked = f"it asks for {wanted[1]!r}, which could run code"
         return f"refused, since {asked}. Nothing was run"
-    first_line, *_ = message.strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first_line}"
+    message = message.strip()
+    first_line, _, _ = message.partition("\n")
+    kind = type(error).__name__
+    return f"{kind}: {first_line}"

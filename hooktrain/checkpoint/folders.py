@@ -90,22 +90,19 @@ def save_folder(
         temporary = on_main_process(begin, group)
         parts = _save_tensors(tensors, temporary, group)
 
-        def digest_own() -> dict[str, Any]:
-            own = temporary.glob(f"__{comm.get_rank()}_*")
-            return {path.name: _digest(path) for path in own}
-
-        digests = on_all_ranks(digest_own, group)
+        rank = comm.get_rank()
+        of_all = on_all_ranks(lambda: _digests(temporary, f"__{rank}_*"), group)
 
         def complete() -> None:
             write_file({"state": skeleton, "parts": parts}, temporary / STATE)
-            files = {path.name: _digest(path) for path in temporary.glob("[!_]*")}
-            for of_rank in digests:
-                files.update(of_rank)
-            absent = [name for name in files if not (temporary / name).is_file()]
-            if absent:
-                raise OSError(
-                    f"{temporary} lacks {absent}: the ranks do not share the disk"
-                )
+            files = _digests(temporary, "[!_]*")
+            for digests in of_all:
+                files.update(digests)
+            for name in files:
+                if not (temporary / name).is_file():
+                    raise OSError(
+                        f"{temporary} lacks {name}: the ranks do not share the disk"
+                    )
             write_file({"files": files}, temporary / MANIFEST)
             stack.close()  # the rename
 
@@ -153,8 +150,11 @@ def read_folder(
     Raises:
         CorruptCheckpointError: if ``state.pth`` asks to run code.
     """
-    in_model = {} if model is None else model.state_dict()
-    ours = {name: tensor for name, tensor in in_model.items() if is_sharded(tensor)}
+    ours: dict[str, Tensor] = {}
+    if model is not None:
+        for name, value in model.state_dict().items():
+            if is_sharded(value):
+                ours[name] = value
     tensors: dict[str, Tensor] = {}
 
     def make_room(keys: Keys, leaf: Any) -> Any:
@@ -163,10 +163,11 @@ def read_folder(
         name = _dotted(keys)
         like = _namesake(name, leaf.shape, ours)
         if like is None:
-            tensors[name] = torch.empty_like(leaf, device=map_location)
+            room = torch.empty_like(leaf, device=map_location)
         else:
-            tensors[name] = torch.empty_like(like, dtype=leaf.dtype)
-        return tensors[name]
+            room = torch.empty_like(like, dtype=leaf.dtype)
+        tensors[name] = room
+        return room
 
     content = load_file(Path(folder) / STATE, map_location)
     state: dict[str, Any] = content["state"]
@@ -204,7 +205,10 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(f"two tensors of the state are both named {name!r}")
         tensors[name] = leaf.detach()
         return torch.empty_strided(
-            leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
+            leaf.shape,
+            leaf.stride(),
+            dtype=leaf.dtype,
+            device="meta",
         )
 
     return map_leaves(take, state), tensors
@@ -217,8 +221,13 @@ def _dotted(keys: Keys) -> str:
 def _namesake(path: str, shape: torch.Size, tensors: Mapping[str, Tensor]) -> Any:
     """The tensor whose name is in the dotted path, if it has the shape; the longest counts."""
     names = [name for name in tensors if f".{name}." in f".{path}."]
-    found = tensors[max(names, key=len)] if names else None
-    return found if found is not None and found.shape == shape else None
+    if not names:
+        return None
+    longest = max(names, key=len)
+    found = tensors[longest]
+    if found.shape == shape:
+        return found
+    return None
 
 
 class _Writer(filesystem.FileSystemWriter):
@@ -250,20 +259,32 @@ def _save_tensors(
     )
     try:
         saved: Any = save(
-            own, storage_writer=writer, planner=planner, process_group=group
+            own,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
         )
     except CheckpointException as error:
         # torch would mix plans that failed with later ones. They fail on all ranks alike.
         SavePlanner._cached_all_plans.clear()
         SavePlanner._cached_save_plan.clear()
-        first, _ = next(iter(error.failures.values()))
+        failures = [*error.failures.values()]
+        first, _ = failures[0]
         raise first from error
-    parts: Parts = {name: [] for name in saved.state_dict_metadata}
+    parts: Parts = {}
     for name, tensor in saved.state_dict_metadata.items():
+        parts[name] = []
         for chunk in tensor.chunks:
-            info = saved.storage_data[MetadataIndex(name, chunk.offsets)]
-            place = (info.relative_path, info.offset, info.length)
-            parts[name].append((tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            index = MetadataIndex(name, chunk.offsets)
+            info = saved.storage_data[index]
+            part = (
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                info.relative_path,
+                info.offset,
+                info.length,
+            )
+            parts[name].append(part)
     return parts
 
 
@@ -273,20 +294,34 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: AnyPath) -> 
     for name, tensor in tensors.items():
         chunks = []
         for offsets, sizes, *place in parts[name]:
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            chunk = ChunkStorageMetadata(
+                torch.Size(offsets),
+                torch.Size(sizes),
+            )
+            chunks.append(chunk)
             index = MetadataIndex(name, offsets)
             saved.storage_data[index] = filesystem._StorageInfo(*place)
-        properties = TensorProperties(tensor.dtype)
-        described = TensorStorageMetadata(properties, tensor.shape, chunks)
-        saved.state_dict_metadata[name] = described
+        saved.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            tensor.shape,
+            chunks,
+        )
     reader = filesystem.FileSystemReader(folder)
     planner = DefaultLoadPlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
     )
     planner.set_up_planner(tensors, saved, is_coordinator=True)
     reader.set_up_storage_reader(saved, is_coordinator=True)
-    plan = planner.finish_plan(planner.create_local_plan())
-    reader.read_data(plan, planner).wait()
+    local_plan = planner.create_local_plan()
+    plan = planner.finish_plan(local_plan)
+    reading = reader.read_data(plan, planner)
+    reading.wait()
+
+
+def _digests(folder: Path, pattern: str) -> dict[str, tuple[int, str]]:
+    """The digests of the files whose names match a pattern."""
+    return {path.name: _digest(path) for path in folder.glob(pattern)}
 
 
 def _digest(path: Path) -> tuple[int, str]:

@@ -87,7 +87,9 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
         return states[0]
     from hooktrain.checkpoint.folders import read_folder, verify_folder
 
-    part = slice(comm.get_rank(), None, comm.get_world_size())
+    rank = comm.get_rank()
+    ranks = comm.get_world_size()
+    part = slice(rank, None, ranks)
     on_all_ranks(lambda: verify_folder(path, part))
     on_all_ranks(lambda: states.append(read_folder(path, model)))
     return with_model(states[0], path)
@@ -97,11 +99,13 @@ def with_model(state: Any, path: str) -> State:
     """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
     found: Any = type(state).__name__
     if isinstance(state, dict):
-        found = list(state)[:10]
+        names = list(state)
+        found = names[:10]
         for key in ("model", "state_dict"):
-            if isinstance(state.get(key), dict):
+            model = state.get(key)
+            if isinstance(model, dict):
                 rest = dict(state)
-                model = rest.pop(key)
+                del rest[key]
                 return {"model": model, **rest}
         if _is_of_a_model(state):
             return {"model": state}
@@ -113,8 +117,9 @@ def with_model(state: Any, path: str) -> State:
 def _is_of_a_model(state: State) -> bool:
     # Modules may keep what they like as extra state (Module.get_extra_state).
     for name, value in state.items():
-        is_extra = str(name).endswith("_extra_state")
-        if not (is_extra or isinstance(value, torch.Tensor)):
+        if str(name).endswith("_extra_state"):
+            continue
+        if not isinstance(value, torch.Tensor):
             return False
     return len(state) > 0
 
@@ -201,7 +206,7 @@ def load_model_state(
     loadable = revise_names(state, ())  # a copy
     if _is_wrapped(loadable) and not _is_wrapped(in_model):
         loadable = take_prefix(loadable, "module")
-    incorrect = []
+    incorrect: list[tuple[str, Shape, Shape]] = []
     for name, ours in in_model.items():  # in one order on all ranks
         if name not in loadable:
             continue
@@ -216,15 +221,21 @@ def load_model_state(
     result = model.load_state_dict(loadable, strict=False)
     loaded = in_model.keys() - result.missing_keys
     if in_model and not loaded and not strict:
+        given = list(state)[:3]
+        own = list(in_model)[:3]
         raise ValueError(
-            f"nothing in the state fits the model: it has {list(state)[:3]}, ..., and the "
-            f"model {list(in_model)[:3]}, .... If a prefix differs, load by "
+            f"nothing in the state fits the model: it has {given}, ..., and the "
+            f"model {own}, .... If a prefix differs, load by "
             "load_checkpoint() with prefix= or revise_keys="
         )
     known = _names_of_same_tensors(model, loaded)
-    known.update(name for name, *_ in incorrect)
-    missing = [name for name in result.missing_keys if name not in known]
-    found = IncompatibleKeys(missing, list(result.unexpected_keys), incorrect)
+    for name, _, _ in incorrect:
+        known.add(name)
+    found = IncompatibleKeys(
+        [name for name in result.missing_keys if name not in known],
+        list(result.unexpected_keys),
+        incorrect,
+    )
     if any(found):
         table = _table_of(found, loadable, in_model)
         if strict:
@@ -249,11 +260,10 @@ def _shape(value: Any) -> Any:
 
 def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]:
     """All names of the tensors that have one of these: buffers may have some that no file has."""
-    ids = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        ids[name] = id(parameter)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        ids[name] = id(buffer)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    tensors: dict[str, torch.Tensor] = {**dict(parameters), **dict(buffers)}
+    ids = {name: id(tensor) for name, tensor in tensors.items()}
     found = {ids.get(name) for name in names}
     return {name for name in ids if ids[name] in found}
 
@@ -266,10 +276,17 @@ def _table_of(
     for name, theirs, ours in found.incorrect_shapes:
         rows.append((name, "reshaped", theirs, ours))
     for name in found.missing_keys:
-        rows.append((name, "missing", _NO_SHAPE, _shape(in_model.get(name))))
+        shape = _shape(in_model.get(name))
+        rows.append((name, "missing", _NO_SHAPE, shape))
     for name in found.unexpected_keys:
-        rows.append((name, "unexpected", _shape(loaded.get(name)), _NO_SHAPE))
-    headers = ["name", "difference", "shape in file", "shape in model"]
+        shape = _shape(loaded.get(name))
+        rows.append((name, "unexpected", shape, _NO_SHAPE))
+    headers = [
+        "name",
+        "difference",
+        "shape in file",
+        "shape in model",
+    ]
     return tabulate(rows, headers, disable_numparse=True)
 
 
@@ -289,7 +306,9 @@ def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]
     start = prefix.removesuffix(".") + "."
 
     def rename(name: str) -> str | None:
-        return name.removeprefix(start) if name.startswith(start) else None
+        if name.startswith(start):
+            return name.removeprefix(start)
+        return None
 
     part = _renamed(state, rename)
     if not part:
@@ -338,12 +357,12 @@ def _renamed(
             renamed[new] = value
     # The versions of the modules, which they look at when they load, by the modules' names.
     # That of the model itself is "", and the others lack the dot before names of tensors.
-    metadata = getattr(state, "_metadata", None)
-    if metadata is None:
-        return renamed
     versions = {}
-    for name, version in metadata.items():
-        new = rename(f"{name}." if name else "")
+    for module, version in getattr(state, "_metadata", {}).items():
+        start = ""
+        if module:
+            start = f"{module}."
+        new = rename(start)
         if new is not None:
             versions[new.removesuffix(".")] = version
     renamed._metadata = versions  # type: ignore[attr-defined]
@@ -372,12 +391,17 @@ def choose_parts(
         ValueError: if a name is unknown, or not in the state; if it is of a component, and the
             checkpointable can be loaded as a whole only.
     """
+    chosen: dict[str, dict[str, Any]] = {}
     if names is None:
-        lacking = [key for key in checkpointables if key not in state]
+        lacking = []
+        for key in checkpointables:
+            if key in state:
+                chosen[key] = {}
+            else:
+                lacking.append(key)
         if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
-        return {key: {} for key in checkpointables if key in state}
-    chosen: dict[str, dict[str, Any]] = {}
+        return chosen
     for name in names:
         key, _, component = name.partition(".")
         if name == "model":  # always loaded
@@ -393,9 +417,9 @@ def choose_parts(
             raise ValueError(
                 f"checkpointables: {name!r} is a part, but {key!r} loads as a whole only"
             )
-        # As a whole, if that was chosen before.
-        only = chosen.setdefault(key, {"only": set()}).get("only", set())
-        only.add(component)
+        options = chosen.setdefault(key, {"only": set()})
+        if options:  # else it was chosen as a whole before
+            options["only"].add(component)
     return chosen
 
 

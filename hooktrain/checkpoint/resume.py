@@ -1,8 +1,8 @@
 """Which checkpoints of a folder to resume from, and which to delete.
 
 A checkpoint is a file ``<name>.pth``, or a folder of shards ``<name>``. The file
-``last_checkpoint`` names the one to resume from, as in detectron2. If it is missing, garbage, or
-names one that is gone or broken, the folder itself is searched.
+``last_checkpoint`` names the one to resume from, as in detectron2. If it is no help, the folder is
+searched.
 """
 
 import logging
@@ -30,10 +30,7 @@ _OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
-    """Make a checkpoint of the folder the one to resume from.
-
-    Only its name is written, so that the folder may be moved.
-    """
+    """Make a checkpoint the one to resume from, by its name: the folder may be moved."""
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
@@ -58,25 +55,20 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
     """The names of all checkpoints of the folder, sorted; none if it is not there."""
     if not os.path.isdir(save_dir):
         return []
-    return sorted(
-        path.name for path in Path(save_dir).iterdir() if _is_checkpoint(path)
-    )
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return is_folder(path) or (path.suffix == ".pth" and path.is_file())
+    names = []
+    for path in Path(save_dir).iterdir():
+        is_file = path.suffix == ".pth" and path.is_file()
+        if is_file or is_folder(path):
+            names.append(path.name)
+    return sorted(names)
 
 
 def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
-    """The names of the checkpoints to try, best first; the folder is searched only if need be.
+    """The names of the checkpoints to try, best first.
 
-    First comes that of the pointer, then the others by their iteration, newest first. Those that
-    are newer than the pointer's come last, since they are of another run. Names that end neither
-    with a number nor with ``_final`` are left out, and so are plain weights without an iteration.
-
-    Args:
-        save_dir: the folder.
-        pointed: what :func:`read_pointer` says about it.
+    First comes ``pointed``, which :func:`read_pointer` gave, then the others, newest first. Those
+    with a higher iteration come last, since they are of another run. Names without a number or
+    ``_final`` are left out, and so are weights without an iteration.
     """
     if pointed:
         yield pointed
@@ -91,10 +83,13 @@ def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
             iteration = _stored_iteration(os.path.join(save_dir, name))
         if iteration is None:
             continue
-        is_newer = limit is not None and iteration > limit
-        (newer if is_newer else older).append((iteration, name))
-    for _, name in [*sorted(older, reverse=True), *sorted(newer, reverse=True)]:
-        yield name
+        if limit is not None and iteration > limit:
+            newer.append((iteration, name))
+        else:
+            older.append((iteration, name))
+    for found in (older, newer):
+        for _, name in sorted(found, reverse=True):
+            yield name
 
 
 def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
@@ -106,38 +101,44 @@ def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
     True
     """
     match = _OF_A_RUN.fullmatch(name)
-    if match is None or match[2] == "final" or prefix not in (None, match[1]):
+    if match is None or prefix not in (None, match[1]):
         return None
-    return int(match[2])
+    number = match[2]
+    if number == "final":
+        return None
+    return int(number)
 
 
 def _stored_iteration(path: str) -> int | None:
-    """The last iteration in a checkpoint; -1 if it is broken, so that it is tried last."""
+    """The iteration in a checkpoint; -1 if it is broken, so that it is tried last."""
     try:
         state = read_checkpoint(path, "meta")
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
         return -1
+    iteration = state.get("iteration")
     trainer = state.get("trainer")
-    holder = trainer if isinstance(trainer, dict) else {}
-    iteration = state.get("iteration", holder.get("iteration"))
-    return iteration if isinstance(iteration, int) else None
+    if iteration is None and isinstance(trainer, dict):
+        iteration = trainer.get("iteration")
+    if isinstance(iteration, int):
+        return iteration
+    return None
 
 
 def files_to_delete(
-    names: Iterable[str], prefix: str, max_to_keep: int, newest: int, pointed: str = ""
+    names: Iterable[str],
+    prefix: str,
+    max_to_keep: int,
+    newest: int,
+    pointed: str = "",
 ) -> list[str]:
     """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
 
-    The numbers give the order, so clocks do not matter, and a resumed run goes on counting.
-
     Args:
-        names: of all checkpoints in the folder. Those that are not of the form
-            ``{prefix}_0000099.pth`` or ``{prefix}_0000099`` stay.
-        prefix: of those that are looked at.
+        names: of all checkpoints; only those of :func:`iteration_in_name` count.
+        prefix: of these.
         max_to_keep: how many to keep, at least 1.
-        newest: the iteration just saved. Higher numbers are of another run: they are neither
-            counted nor deleted.
+        newest: the iteration just saved. Higher ones are of another run, and stay uncounted.
         pointed: the one to resume from, which stays.
     """
     ours = []
@@ -145,17 +146,18 @@ def files_to_delete(
         iteration = iteration_in_name(name, prefix)
         if iteration is not None and iteration <= newest:
             ours.append((iteration, name))
-    return [name for _, name in sorted(ours)[:-max_to_keep] if name != pointed]
+    ours.sort()
+    old = ours[:-max_to_keep]
+    return [name for _, name in old if name != pointed]
 
 
 def set_folder_aside(folder: AnyPath) -> Path | None:
     """Rename the folder of an earlier run to the first free ``<name>.1``, and make it anew.
 
-    What that run has left stays complete: renamed back, it can be resumed. A folder with nothing
-    to resume from stays as it is. Call it on the main process, before a new run writes anything.
+    Renamed back, it can be resumed. For the main process, before a new run writes anything.
 
     Returns:
-        Where the folder is now; None if it stays.
+        Where the folder is now; None if it stays, since it has nothing to resume from.
 
     Raises:
         RuntimeError: if another run is using the folder.

@@ -66,7 +66,8 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     loader: Loader = _by_fsspec
     known = [prefix for prefix in _loaders if address.startswith(prefix)]
     if known:
-        loader = _loaders[max(known, key=len)]
+        longest = max(known, key=len)
+        loader = _loaders[longest]
     elif not is_address(address):
         return os.path.expanduser(address)
     if alone or comm.get_world_size() == 1:
@@ -80,12 +81,14 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
 
     paths = on_all_ranks(fetch)
     # The ranks of a machine follow one another.
-    return paths[comm.get_rank() - local_rank]
+    first = comm.get_rank() - local_rank
+    return paths[first]
 
 
 def _by_torch(url: str) -> str:
     """Download by HTTP, or find what was downloaded before."""
-    name = Path(urlsplit(url).path).name
+    parts = urlsplit(url)
+    name = Path(parts.path).name
     folder = Path(torch.hub.get_dir(), "checkpoints")
     digest = _DIGEST.search(name)
     prefix = None
@@ -93,11 +96,17 @@ def _by_torch(url: str) -> str:
         prefix = digest[1]
     else:
         # The files of two addresses may have one name, which torch.hub takes for the same.
-        folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
+        of_url = hashlib.sha256(url.encode())
+        folder /= of_url.hexdigest()[:16]
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(path), prefix, progress=False)
+        torch.hub.download_url_to_file(
+            url,
+            str(path),
+            prefix,
+            progress=False,
+        )
     return str(path)
 
 
@@ -105,7 +114,10 @@ def _by_fsspec(address: str) -> str:
     import fsspec
 
     folder = os.path.join(torch.hub.get_dir(), "fsspec")
-    options = {"cache_storage": folder, "check_files": True}
+    options = {
+        "cache_storage": folder,
+        "check_files": True,
+    }
     path: str = fsspec.open_local(f"filecache::{address}", filecache=options)
     return path
 

@@ -286,15 +286,17 @@ def inference_context(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         # For modules whose train() does more than set the flag, such as unmerging weights.
-        model.train(modes[0][1])
+        _, mode = modes[0]
+        model.train(mode)
         for module, mode in modes:
             module.training = mode
 
 
 def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
-    if any(map(is_sharded, model.parameters())):
-        return True
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            return True
     # Right after a forward pass the outermost parameters may still be whole.
     return any(hasattr(module, "reshard") for module in model.modules())
 
@@ -336,7 +338,6 @@ class _Progress:
         limit = _limit.get()
         if limit is not None:
             self._total = min(self._total, limit)
-        logger.debug("Start inference on %d batches", self._total)
         self._devices = {parameter.device for parameter in module.parameters()}
         self.batches = 0
         self.seconds_in_model = 0.0
@@ -374,7 +375,12 @@ class _Progress:
         if self._total >= 0:
             done += f"/{self._total}"
             eta = f" ETA={pretty_seconds(left)}"
-        logger.info("Inference done %s. %.4f s/iter.%s", done, mean, eta)
+        logger.info(
+            "Inference done %s. %.4f s/iter.%s",
+            done,
+            mean,
+            eta,
+        )
 
     def log_summary(self) -> None:
         """Log the whole time, and the means of a batch."""

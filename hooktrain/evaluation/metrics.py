@@ -107,7 +107,11 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample.
         """
         classes = len(self._class_names)
-        parts = (self._counts, self._ranked, self._loss_sum[None])
+        parts = (
+            self._counts,
+            self._ranked,
+            self._loss_sum[None],
+        )
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
         own = [part.cpu().double() for part in parts]
         merged = torch.cat(own)
@@ -123,7 +127,8 @@ class ClassificationEvaluator(DatasetEvaluator):
 
         by_class = 100 * correct / images  # nan for a class without samples
         self._log_table(images, correct, by_class)
-        present = by_class[images > 0].tolist()
+        occurs = images > 0
+        present = by_class[occurs].tolist()
         right = correct.sum().item()
         results = {
             "accuracy": 100 * right / total,
@@ -141,7 +146,8 @@ class ClassificationEvaluator(DatasetEvaluator):
         correct: Tensor,
         by_class: Tensor,
     ) -> None:
-        if not comm.is_main_process() or len(self._class_names) > 100:
+        is_long = len(self._class_names) > 100
+        if is_long or not comm.is_main_process():
             return
         columns = (
             self._class_names,

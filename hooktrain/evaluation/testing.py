@@ -26,7 +26,8 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
             continue
         flat = flatten_results_dict(metrics)
         names = ",".join(flat)
-        values = ",".join(map(_text, flat.values()))
+        texts = map(_text, flat.values())
+        values = ",".join(texts)
         logger.info("copypaste: Task: %s", task)
         logger.info("copypaste: %s", names)
         logger.info("copypaste: %s", values)
@@ -65,7 +66,8 @@ def verify_results(
             failures.append(f"{name} is missing{hint}")
             continue
         found = flat[name]
-        difference = abs(float(found) - value)
+        number = float(found)
+        difference = abs(number - value)
         # Written so that anything not finite, on either side, fails.
         if not difference <= tolerance < math.inf:
             wanted = f"expected {value!r} with a tolerance of {tolerance!r}"
@@ -98,5 +100,6 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Real):
-        return f"{float(value):.4f}"
+        number = float(value)
+        return f"{number:.4f}"
     return str(value)
