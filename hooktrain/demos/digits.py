@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
 CLASS_NAMES = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9")
@@ -31,8 +33,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
     with np.load(DIGITS_FILE, allow_pickle=False) as arrays:
         images = torch.from_numpy(arrays["images"])
         labels = torch.from_numpy(arrays["labels"])
-    ink = images[:, None].float() / 16
-    return ink, labels.long()
+    ink = images.unsqueeze(1).float()
+    return ink / 16, labels.long()
 
 
 class DigitsDataset(Dataset[dict[str, Any]]):
@@ -52,8 +54,10 @@ class DigitsDataset(Dataset[dict[str, Any]]):
         transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         images, labels = load_digits()
-        for_testing = torch.arange(len(labels)) % 5 == 0
-        chosen = ~for_testing if train else for_testing
+        numbers = torch.arange(len(labels))
+        chosen = numbers % 5 == 0
+        if train:
+            chosen = ~chosen
         self.images = images[chosen]
         self.labels: list[int] = labels[chosen].tolist()
         self.transform = transform
@@ -63,7 +67,9 @@ class DigitsDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = {"image": self.images[index], "label": self.labels[index]}
-        return sample if self.transform is None else self.transform(sample)
+        if self.transform is None:
+            return sample
+        return self.transform(sample)
 
 
 class RandomShift:
@@ -81,13 +87,16 @@ class RandomShift:
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         """Return a sample with a shifted ``image`` of the same shape (..., H, W)."""
         most = self.max_shift
+        choices = 2 * most + 1
         image = sample["image"]
         height, width = image.shape[-2:]
-        down, right = torch.randint(2 * most + 1, (2,)).tolist()
+        shifts = torch.randint(choices, (2,))
+        down, right = shifts.tolist()
         padded = F.pad(image, (most, most, most, most))
         rows = slice(down, down + height)
         columns = slice(right, right + width)
-        return {**sample, "image": padded[..., rows, columns]}
+        shifted = padded[..., rows, columns]
+        return {**sample, "image": shifted}
 
 
 class DigitsCNN(nn.Module):
@@ -113,7 +122,8 @@ class DigitsCNN(nn.Module):
         self.stage1 = _stage(1, channels)
         self.stage2 = _stage(channels, 2 * channels)
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(2 * channels * 2 * 2, num_classes)
+        pixels = 2 * 2
+        self.head = nn.Linear(2 * channels * pixels, num_classes)
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | Tensor:
         """Compute the loss in training mode, logits in evaluation mode.
@@ -126,21 +136,35 @@ class DigitsCNN(nn.Module):
             ``{"loss_cls": mean cross entropy}``, or logits of shape (N, num_classes).
         """
         images = batch["image"]
-        maps = self.stage2(self.stage1(images))
+        maps = self.stage1(images)
+        maps = self.stage2(maps)
         features = self.dropout(maps.flatten(1))
         logits: Tensor = self.head(features)
         if not self.training:
             return logits
-        return {"loss_cls": F.cross_entropy(logits, batch["label"])}
+        loss = F.cross_entropy(logits, batch["label"])
+        return {"loss_cls": loss}
 
 
 def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
     """Two convolutions, then half the height and width."""
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size=3,
+            padding=1,
+            bias=False,
+        ),
         nn.BatchNorm2d(out_channels),
         nn.ReLU(),
-        nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.Conv2d(
+            out_channels,
+            out_channels,
+            kernel_size=3,
+            padding=1,
+            bias=False,
+        ),
         nn.BatchNorm2d(out_channels),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -173,14 +197,26 @@ def trained_digits_cnn(
         torch.default_generator.manual_seed(seed)
         model = DigitsCNN(channels=channels)
         order = torch.Generator().manual_seed(seed)
-        loader = DataLoader(dataset, batch_size=64, shuffle=True, generator=order)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs)
+        loader = DataLoader(
+            dataset,
+            batch_size=64,
+            shuffle=True,
+            generator=order,
+        )
+        optimizer = Adam(model.parameters(), lr=3e-3)
+        schedule = LinearLR(
+            optimizer,
+            start_factor=1.0,
+            end_factor=0.0,
+            total_iters=epochs,
+        )
         with torch.enable_grad():  # evaluations run without gradients
             for _ in range(epochs):
                 for batch in loader:
                     optimizer.zero_grad()
-                    model(batch)["loss_cls"].backward()
+                    losses = model(batch)
+                    losses["loss_cls"].backward()
                     optimizer.step()
                 schedule.step()
-    return model.eval().requires_grad_(False)
+    model.eval()
+    return model.requires_grad_(False)

@@ -52,7 +52,9 @@ class DigitsGAN(nn.Module):
             nn.Unflatten(1, (1, 8, 8)),
         )
         self.discriminator: nn.Module = nn.Sequential(
-            nn.Flatten(), *_hidden_layers(64, hidden_size), nn.Linear(hidden_size, 1)
+            nn.Flatten(),
+            *_hidden_layers(64, hidden_size),
+            nn.Linear(hidden_size, 1),
         )
 
     def forward(self, latents: Tensor) -> Tensor:
@@ -64,11 +66,14 @@ class DigitsGAN(nn.Module):
         Returns:
             Images on the model's device, float32, shape (N, 1, 8, 8), ink from 0 to 1.
         """
-        images: Tensor = self.generator(latents.to(self._device(), non_blocking=True))
+        latents = latents.to(self._device(), non_blocking=True)
+        images: Tensor = self.generator(latents)
         return images.float()
 
     def train_step(
-        self, data: Mapping[str, Any], optim_wrapper: Mapping[str, Any]
+        self,
+        data: Mapping[str, Any],
+        optim_wrapper: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         """Update the discriminator ``discriminator_steps`` times, then the generator once.
 
@@ -81,15 +86,20 @@ class DigitsGAN(nn.Module):
             ``loss_discriminator`` (of its last update), ``loss_generator``, and the mean logits
             ``logit_real`` and ``logit_fake`` at that last update. They stay on the device.
         """
-        images = data["image"].to(self._device(), non_blocking=True)
+        images = data["image"]
+        images = images.to(self._device(), non_blocking=True)
+        of_discriminator = optim_wrapper["discriminator"]
+        of_generator = optim_wrapper["generator"]
         values: dict[str, Tensor] = {}
         for _ in range(self.discriminator_steps):
-            values = self.train_discriminator(images, optim_wrapper["discriminator"])
-        of_generator = self.train_generator(len(images), optim_wrapper["generator"])
-        return {**values, **of_generator}
+            values = self.train_discriminator(images, of_discriminator)
+        values |= self.train_generator(len(images), of_generator)
+        return values
 
     def train_discriminator(
-        self, images: Tensor, optimizer_wrapper: Any
+        self,
+        images: Tensor,
+        optimizer_wrapper: Any,
     ) -> dict[str, Tensor]:
         """One backward pass: real images should get high logits, and drawn ones low logits.
 
@@ -100,17 +110,22 @@ class DigitsGAN(nn.Module):
         with optimizer_wrapper.optim_context(self.discriminator):
             latents = self._random_latents(len(images))
             with torch.no_grad():
-                drawn = self.generator(latents).to(images.dtype)
+                drawn = self.generator(latents)
+                drawn = drawn.to(images.dtype)
             # One forward pass for both: DistributedDataParallel wants one to each backward.
             both = torch.cat([images, drawn])
-            logits = self.discriminator(both).float()
-            real, fake = logits.chunk(2)
-            loss = F.softplus(-real).mean() + F.softplus(fake).mean()
+            logits = self.discriminator(both)
+            real, fake = logits.float().chunk(2)
+            real_loss = F.softplus(-real).mean()
+            fake_loss = F.softplus(fake).mean()
+            loss = real_loss + fake_loss
         optimizer_wrapper.update_params(loss)
+        real = real.detach()
+        fake = fake.detach()
         return {
             "loss_discriminator": loss.detach(),
-            "logit_real": real.detach().mean(),
-            "logit_fake": fake.detach().mean(),
+            "logit_real": real.mean(),
+            "logit_fake": fake.mean(),
         }
 
     def train_generator(self, count: int, optimizer_wrapper: Any) -> dict[str, Tensor]:
@@ -126,19 +141,26 @@ class DigitsGAN(nn.Module):
         ):
             latents = self._random_latents(count)
             drawn = self.generator(latents)
-            logits = self.discriminator(drawn).float()
-            loss = F.softplus(-logits).mean()
+            logits = self.discriminator(drawn)
+            losses = F.softplus(-logits.float())
+            loss = losses.mean()
         optimizer_wrapper.update_params(loss)
-        return {"loss_generator": loss.detach()}
+        loss = loss.detach()
+        return {"loss_generator": loss}
 
     def _random_latents(self, count: int) -> Tensor:
         return torch.randn(count, self.latent_size, device=self._device())
 
     def _device(self) -> torch.device:
-        return next(self.generator.parameters()).device
+        weights = self.generator.parameters()
+        return next(weights).device
 
 
-def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
+def fixed_latents(
+    count: int,
+    latent_size: int,
+    seed: int = 0,
+) -> Tensor:
     """Latents that are always the same, from a separate random generator.
 
     Args:
@@ -156,7 +178,8 @@ def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
 def _hidden_layers(in_features: int, width: int) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for features in (in_features, width):
-        layers += [nn.Linear(features, width), nn.LeakyReLU(0.2)]
+        layers.append(nn.Linear(features, width))
+        layers.append(nn.LeakyReLU(0.2))
     return layers
 
 
@@ -201,7 +224,8 @@ class SampleQualityEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        self._counts = torch.zeros(len(self._class_names), dtype=torch.int64)
+        classes = len(self._class_names)
+        self._counts = torch.zeros(classes, dtype=torch.int64)
         self._confidence = torch.zeros(())
 
     def process(self, inputs: Any, outputs: Tensor) -> None:
@@ -215,9 +239,10 @@ class SampleQualityEvaluator(DatasetEvaluator):
             ValueError: if the classifier knows another number of classes.
         """
         confidences, classes = self._classify(outputs)
-        self._counts = self._counts.to(classes.device)
-        self._counts += torch.bincount(classes, minlength=len(self._counts))
-        self._confidence = self._confidence.to(classes.device) + confidences.sum()
+        device = classes.device
+        new_counts = torch.bincount(classes, minlength=len(self._counts))
+        self._counts = self._counts.to(device) + new_counts
+        self._confidence = self._confidence.to(device) + confidences.sum()
 
     def evaluate(self) -> dict[str, OrderedDict[str, float]]:
         """Sum up the batches of all ranks, and log a table of the classes. Collective.
@@ -232,11 +257,14 @@ class SampleQualityEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample, or no real image.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        counts = self._counts.tolist()
-        confidence = self._confidence.item()
-        judged = self._judge()
-        ranks = comm.all_gather((counts, confidence, judged))
-        columns = zip(*(rank[0] for rank in ranks), strict=True)
+        mine = (
+            self._counts.tolist(),
+            self._confidence.item(),
+            *self._judge(),
+        )
+        ranks = comm.all_gather(mine)
+        counts_of_ranks, confidences, recognised, real = zip(*ranks, strict=True)
+        columns = zip(*counts_of_ranks, strict=True)
         counts = [sum(column) for column in columns]
         total = sum(counts)
         if total == 0:
@@ -246,27 +274,32 @@ class SampleQualityEvaluator(DatasetEvaluator):
             table = tabulate(rows, ["class", "samples"], "pipe")
             logger.debug("Samples by class:\n%s", table)
         shares = [count / total for count in counts if count]
+        surprises = []
+        for share in shares:
+            surprises.append(-share * math.log(share))
         quality: OrderedDict[str, float] = OrderedDict(
             classes=len(shares),
-            confidence=math.fsum(rank[1] for rank in ranks) / total,
-            entropy=-math.fsum(share * math.log(share) for share in shares) + 0.0,
+            confidence=math.fsum(confidences) / total,
+            entropy=math.fsum(surprises) + 0.0,
             count=total,
         )
         if self._real is not None:
-            correct = sum(rank[2][0] for rank in ranks)
-            images = sum(rank[2][1] for rank in ranks)
+            images = sum(real)
             if images == 0:
                 raise ValueError(f"real gave no image, on any rank: {self._real!r}")
-            quality["classifier_accuracy"] = correct / images
+            quality["classifier_accuracy"] = sum(recognised) / images
         return {"samples": quality}
 
     def _judge(self) -> tuple[int, int]:
         """How many of the real images the classifier recognises, and how many there are."""
-        correct = images = 0
+        correct = 0
+        images = 0
         for batch in self._real or ():
-            _, classes = self._classify(batch["image"].to(self._counts.device))
+            shown = batch["image"].to(self._counts.device)
+            _, classes = self._classify(shown)
             # Host-device synchronisation, for each batch.
-            correct += int((classes.cpu() == batch["label"].cpu()).sum())
+            is_right = classes.cpu() == batch["label"].cpu()
+            correct += int(is_right.sum())
             images += len(classes)
         return correct, images
 
@@ -276,9 +309,11 @@ class SampleQualityEvaluator(DatasetEvaluator):
         classifier = self._classifier.to(images.device)
         with inference_context(classifier):
             logits: Tensor = classifier({"image": images})
-        classes_known = len(self._class_names)
-        if logits.shape[1] != classes_known:
-            text = f"the classifier must give logits of shape (N, {classes_known})"
-            raise ValueError(f"{text}, but gave {tuple(logits.shape)}")
-        confidences, classes = logits.float().softmax(1).max(1)
+        known = len(self._class_names)
+        shape = tuple(logits.shape)
+        if shape[1] != known:
+            text = f"the classifier must give logits of shape (N, {known})"
+            raise ValueError(f"{text}, but gave {shape}")
+        probabilities = logits.float().softmax(1)
+        confidences, classes = probabilities.max(1)
         return confidences, classes

@@ -58,7 +58,8 @@ class PeriodicSampler(HookBase):
         """Call ``write`` with ``<folder>/<iteration><suffix>``; a full disk is logged only."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write(self._folder / f"{self.trainer.iter:07d}{suffix}")
+            name = f"{self.trainer.iter:07d}{suffix}"
+            write(self._folder / name)
         except OSError as error:
             if not is_disk_full(error):
                 raise
@@ -180,9 +181,8 @@ class TextSampler(PeriodicSampler):
             return
         text = self.sample()
         if comm.is_main_process():
-            logger.info(
-                "After %d iterations the model writes:\n%s", self.trainer.iter + 1, text
-            )
+            done = self.trainer.iter + 1
+            logger.info("After %d iterations the model writes:\n%s", done, text)
             self.write(".txt", lambda path: _write(path, text))
 
     def sample(self) -> str:
@@ -191,7 +191,10 @@ class TextSampler(PeriodicSampler):
         generator = torch.Generator().manual_seed(self._seed)
         with self.sampling() as model:
             tokens: Tensor = model.generate(
-                prompt, self._length, self._temperature, generator
+                prompt,
+                self._length,
+                self._temperature,
+                generator,
             )
         return self._vocabulary.decode(tokens)
 
@@ -210,22 +213,35 @@ def write_png(path: Path, image: Tensor) -> None:
             or uint8.
     """
     if image.is_floating_point():
-        image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+        scaled = image.clamp(0, 1) * 255
+        image = scaled.round().to(torch.uint8)
     channels, height, width = image.shape
     colour = {1: 0, 3: 2}[channels]  # grey, red-green-blue
-    rows = image.permute(1, 2, 0).reshape(height, -1).cpu().numpy()
+    pixels = image.permute(1, 2, 0).cpu()
+    rows = pixels.reshape(height, -1).numpy()
     rows = np.pad(rows, ((0, 0), (1, 0)))  # each begins with its filter, 0 for none
     header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    chunks = {b"IHDR": header, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
+    chunks = {
+        b"IHDR": header,
+        b"IDAT": zlib.compress(rows.tobytes()),
+        b"IEND": b"",
+    }
     with atomic_write(path) as file:
         file.write(b"\x89PNG\r\n\x1a\n")
         for kind, data in chunks.items():
-            file.write(struct.pack(">I", len(data)) + kind + data)
-            file.write(struct.pack(">I", zlib.crc32(kind + data)))
+            length = len(data)
+            checksum = zlib.crc32(kind + data)
+            file.write(struct.pack(">I", length))
+            file.write(kind)
+            file.write(data)
+            file.write(struct.pack(">I", checksum))
 
 
 def make_grid(
-    images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1
+    images: Tensor,
+    columns: int = 10,
+    scale: int = 1,
+    padding: int = 1,
 ) -> Tensor:
     """Put images side by side into one, row by row, the first at the top left.
 
@@ -243,11 +259,13 @@ def make_grid(
     columns = min(columns, count)
     rows = -(-count // columns)
     # Cells with their line at the top and left; the last line of each direction comes after.
-    cells = images.new_zeros(
-        rows * columns, channels, height + padding, width + padding
-    )
+    height += padding
+    width += padding
+    cells = images.new_zeros(rows * columns, channels, height, width)
     cells[:count, :, padding:, padding:] = images
-    cells = cells.view(rows, columns, *cells.shape[1:])
-    grid = cells.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
-    grid = torch.nn.functional.pad(grid, (0, padding, 0, padding))
-    return grid.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
+    cells = cells.view(rows, columns, channels, height, width)
+    grid = cells.permute(2, 0, 3, 1, 4)
+    grid = grid.reshape(channels, rows * height, columns * width)
+    grid = nn.functional.pad(grid, (0, padding, 0, padding))
+    grid = grid.repeat_interleave(scale, 1)
+    return grid.repeat_interleave(scale, 2)

@@ -48,10 +48,14 @@ def load_python_docs() -> tuple[str, str]:
             "this Python has no pydoc_data.topics, the text to train on; the whole standard "
             "library has it (on Debian and Ubuntu the package libpython3-stdlib)"
         ) from error
-    paragraphs = _distinct_paragraphs([topics[name] for name in sorted(topics)])
+    texts = [topics[name] for name in sorted(topics)]
+    paragraphs = _distinct_paragraphs(texts)
     ends = list(accumulate(map(len, paragraphs)))
-    heldout = bisect_right(ends, ends[-1] * 9 // 10)
-    return "".join(paragraphs[:heldout]), "".join(paragraphs[heldout:])
+    nine_tenths = ends[-1] * 9 // 10
+    heldout = bisect_right(ends, nine_tenths)
+    train = paragraphs[:heldout]
+    rest = paragraphs[heldout:]
+    return "".join(train), "".join(rest)
 
 
 def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
@@ -60,8 +64,10 @@ def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
     for text in texts:
         for paragraph in re.split(r"\n\s*\n", text):
             words = " ".join(paragraph.split())
-            if words:
-                paragraphs.setdefault(words, paragraph.strip("\n") + "\n\n")
+            if not words:
+                continue
+            ended = paragraph.strip("\n") + "\n\n"
+            paragraphs.setdefault(words, ended)
     return list(paragraphs.values())
 
 
@@ -79,7 +85,9 @@ class CharVocabulary:
 
     def __init__(self, text: str) -> None:
         self.characters = "".join(sorted(set(text)))
-        self._tokens = {c: token for token, c in enumerate(self.characters, 1)}
+        self._tokens: dict[str, int] = {}
+        for token, character in enumerate(self.characters, 1):
+            self._tokens[character] = token
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -87,7 +95,8 @@ class CharVocabulary:
 
     def encode(self, text: str) -> Tensor:
         """The tokens of a text: int64, shape (len(text),)."""
-        return torch.tensor([self._tokens.get(c, 0) for c in text], dtype=torch.int64)
+        tokens = [self._tokens.get(character, 0) for character in text]
+        return torch.tensor(tokens, dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:
         """The text of tokens in [0, len(self)); token 0 becomes U+FFFD, the replacement character.
@@ -96,13 +105,15 @@ class CharVocabulary:
             IndexError: for a token out of range.
         """
         characters = "\N{REPLACEMENT CHARACTER}" + self.characters
-        return "".join([characters[token] for token in tokens.tolist()])
+        found = [characters[token] for token in tokens.tolist()]
+        return "".join(found)
 
 
 @lru_cache(maxsize=1)
 def python_docs_vocabulary() -> CharVocabulary:
     """The vocabulary of the training part of :func:`load_python_docs`."""
-    return CharVocabulary(load_python_docs()[0])
+    train, _ = load_python_docs()
+    return CharVocabulary(train)
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
@@ -140,12 +151,13 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         start = torch.zeros(1, dtype=torch.int64)
         tokens = torch.cat([start, vocabulary.encode(text)])
         after_first = max(0, len(text) - block_size)
-        last_begin = -(-after_first // stride) * stride
-        samples = 1 + last_begin // stride
-        missing = last_begin + block_size - len(text)
+        further = -(-after_first // stride)
+        end = further * stride + block_size
+        missing = end - len(text)
+        targets = tokens[1:]
         self._tokens = F.pad(tokens, (0, missing))
-        self._targets = F.pad(tokens[1:], (0, missing), value=IGNORED_TARGET)
-        self._samples = samples
+        self._targets = F.pad(targets, (0, missing), value=IGNORED_TARGET)
+        self._samples = 1 + further
 
     def __len__(self) -> int:
         return self._samples
@@ -156,8 +168,12 @@ class TextDataset(Dataset[dict[str, Tensor]]):
                 f"index {index!r} is out of range for {self._samples} samples"
             )
         begin = index * self.stride
-        place = slice(begin, begin + self.block_size)
-        return {"tokens": self._tokens[place], "targets": self._targets[place]}
+        end = begin + self.block_size
+        place = slice(begin, end)
+        return {
+            "tokens": self._tokens[place],
+            "targets": self._targets[place],
+        }
 
 
 class PythonDocs(TextDataset):
@@ -176,14 +192,13 @@ class PythonDocs(TextDataset):
         if part not in _PARTS:
             hint = did_you_mean(part, _PARTS)
             raise ValueError(f"part must be one of {_PARTS}, but got {part!r}{hint}")
-        train = part == "train"
-        text = load_python_docs()[0 if train else 1]
-        super().__init__(
-            text,
-            python_docs_vocabulary(),
-            block_size,
-            stride=1 if train else block_size,
-        )
+        text, heldout = load_python_docs()
+        stride = 1
+        if part == "heldout":
+            text = heldout
+            stride = block_size
+        vocabulary = python_docs_vocabulary()
+        super().__init__(text, vocabulary, block_size, stride)
 
 
 # (depth, width, heads): about 12 * depth * width^2 parameters.
@@ -230,7 +245,9 @@ class TextGPT(nn.Module):
         self.head_width = width // heads
         self.embedding = nn.Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList()
+        for _ in range(depth):
+            self.blocks.append(Block(width, heads, dropout))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.init_weights()
@@ -238,13 +255,15 @@ class TextGPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw all weights again, for example after the model left the meta device."""
-        residual = 0.02 / math.sqrt(2 * len(self.blocks))
+        additions = 2 * len(self.blocks)
+        residual = 0.02 / math.sqrt(additions)
         for name, weight in self.named_parameters():
             if weight.dim() == 1:  # of a norm
                 weight.fill_(1.0)
+            elif name.endswith(("attention_out.weight", "mlp_out.weight")):
+                weight.normal_(std=residual)
             else:
-                adds = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                weight.normal_(std=residual if adds else 0.02)
+                weight.normal_(std=0.02)
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | Tensor:
         """Compute the loss in training mode, logits in evaluation mode.
@@ -262,24 +281,28 @@ class TextGPT(nn.Module):
         """
         device = self.head.weight.device
         tokens = batch["tokens"]
-        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.block_size:
+        shape = tuple(tokens.shape)
+        if len(shape) != 2 or not 1 <= shape[1] <= self.block_size:
             raise ValueError(
-                f"'tokens' must have shape (N, T), T from 1 to block_size={self.block_size}, but "
-                f"got {tuple(tokens.shape)}"
+                f"'tokens' must have shape (N, T), T from 1 to block_size="
+                f"{self.block_size}, but got {shape}"
             )
         tokens = tokens.to(device, non_blocking=True)
-        x = self.dropout(self.embedding(tokens))
-        rotation = _rotation(tokens.shape[1], self.head_width, device)
+        x = self.embedding(tokens)
+        x = self.dropout(x)
+        rotation = _rotation(shape[1], self.head_width, device)
         for block in self.blocks:
             x = block(x, rotation)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
+        logits: Tensor = self.head(x)
         if not self.training:
             return logits
-        targets = batch["targets"].to(device, non_blocking=True)
+        targets = batch["targets"]
+        targets = targets.to(device, non_blocking=True)
         loss = F.cross_entropy(
             logits.flatten(0, 1),
             targets.flatten(),
-            ignore_index=-1,
+            ignore_index=IGNORED_TARGET,
         )
         return {"loss_lm": loss}
 
@@ -307,18 +330,22 @@ class TextGPT(nn.Module):
             RuntimeError: in training mode.
         """
         if self.training:
-            text = "generate needs the model in evaluation mode: call eval() first"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                "generate needs the model in evaluation mode: call eval() first"
+            )
         tokens = prompt.cpu()
         for _ in range(count):
             # Through __call__, as a wrapper such as FSDP needs it.
-            logits = self({"tokens": tokens[None, -self.block_size :]})[0, -1]
+            seen = tokens[-self.block_size :]
+            batch = {"tokens": seen.unsqueeze(0)}
+            logits = self(batch)[0, -1]
             # A host-device synchronisation for each token.
             logits = logits.float().cpu()
             if temperature == 0:
                 token = logits.argmax(keepdim=True)
             else:
-                chances = (logits / temperature).softmax(0)
+                logits = logits / temperature
+                chances = logits.softmax(0)
                 token = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat([tokens, token])
         return tokens
@@ -333,7 +360,12 @@ class Block(nn.Module):
         dropout: see :class:`TextGPT`.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
@@ -351,30 +383,43 @@ class Block(nn.Module):
             x: what comes in.
             rotation: cosines and sines of the places, shape (2, T, width / heads / 2).
         """
-        x = x + self.dropout(self._attend(self.attention_norm(x), rotation))
-        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
-        out: Tensor = x + self.dropout(self.mlp_out(hidden))
-        return out
+        attended = self._attend(self.attention_norm(x), rotation)
+        x = x + self.dropout(attended)
+        hidden = self.mlp_in(self.mlp_norm(x))
+        hidden = F.gelu(hidden, approximate="tanh")
+        added: Tensor = self.dropout(self.mlp_out(hidden))
+        return x + added
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
         # (N, T, 3 * width) becomes three of (N, heads, T, width / heads).
-        parts = self.attention_in(x).unflatten(-1, (3, self.heads, -1))
+        parts = self.attention_in(x)
+        parts = parts.unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout.p
         mixed = F.scaled_dot_product_attention(
             _rotate(query, rotation),
             _rotate(key, rotation),
             value,
-            dropout_p=self.dropout.p if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=True,
         )
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        mixed = mixed.transpose(1, 2).flatten(2)
+        out: Tensor = self.attention_out(mixed)
         return out
 
 
-def _rotation(length: int, width: int, device: torch.device) -> Tensor:
+def _rotation(
+    length: int,
+    width: int,
+    device: torch.device,
+) -> Tensor:
     """Cosines and sines of all places and speeds. Quick to compute, so that nothing is kept."""
-    speeds = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
-    angles = torch.outer(torch.arange(length, device=device), speeds)
+    features = torch.arange(0, width, 2, device=device)
+    speeds = 10000.0 ** (-features / width)
+    places = torch.arange(length, device=device)
+    angles = torch.outer(places, speeds)
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -382,9 +427,11 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn each pair of features by the angles of its place, computed in float32 at least."""
     cosine, sine = rotation
     a, b = x.chunk(2, dim=-1)
-    first = a * cosine - b * sine
-    second = b * cosine + a * sine
-    turned = torch.cat([first, second], dim=-1)
+    parts = [
+        a * cosine - b * sine,
+        b * cosine + a * sine,
+    ]
+    turned = torch.cat(parts, dim=-1)
     return turned.to(x.dtype)
 
 
@@ -398,8 +445,10 @@ def _checked_size(size: str | tuple[int, int, int]) -> tuple[int, int, int]:
         return SIZES[size]
     depth, width, heads = size
     if width % (2 * heads):
-        text = "size must be (depth, width, heads), the width a multiple of twice the heads"
-        raise ValueError(f"{text}, but got {size!r}")
+        raise ValueError(
+            "size must be (depth, width, heads), the width a multiple of twice the "
+            f"heads, but got {size!r}"
+        )
     return depth, width, heads
 
 
@@ -435,15 +484,26 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
         Raises:
             KeyError: the batch has no targets.
         """
+        device = outputs.device
         targets = inputs[self._target_key]
-        targets = targets.to(outputs.device, non_blocking=True).flatten()
-        dtype = torch.float32 if outputs.device.type == "mps" else torch.float64
+        targets = targets.to(device, non_blocking=True)
+        targets = targets.flatten()
+        dtype = torch.float64
+        if device.type == "mps":
+            dtype = torch.float32
         logits = outputs.flatten(0, 1).to(dtype)
         predicted = targets >= 0
-        targets = torch.where(predicted, targets, -1)
-        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-        self._nats = self._nats.to(outputs.device, dtype) + loss
-        self._characters = self._characters.to(outputs.device) + predicted.sum()
+        targets = torch.where(predicted, targets, IGNORED_TARGET)
+        loss = F.cross_entropy(
+            logits,
+            targets,
+            ignore_index=IGNORED_TARGET,
+            reduction="sum",
+        )
+        nats = self._nats.to(device, dtype)
+        characters = self._characters.to(device)
+        self._nats = nats + loss
+        self._characters = characters + predicted.sum()
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Sum up the batches of all ranks. Collective.
@@ -456,9 +516,16 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was nothing to predict.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        ranks = comm.all_gather((self._nats.item(), int(self._characters)))
-        characters = sum(count for _, count in ranks)
+        mine = (self._nats.item(), self._characters.item())
+        ranks = comm.all_gather(mine)
+        nats, counts = zip(*ranks, strict=True)
+        characters = sum(counts)
         if characters == 0:
             raise ValueError("there is no character to predict, on any rank")
-        loss = math.fsum(nats for nats, _ in ranks) / characters
-        return {"text": {"bits_per_character": loss / math.log(2), "val_loss": loss}}
+        loss = math.fsum(nats) / characters
+        bits = loss / math.log(2)
+        values = {
+            "bits_per_character": bits,
+            "val_loss": loss,
+        }
+        return {"text": values}
