@@ -27,11 +27,13 @@ def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
 
     @wraps(save)
     def with_options(self: "Checkpointer", name: str, *args: Any, **extra: Any) -> None:
-        self._options |= {key: extra.pop(key) for key in extra.keys() & _OPTIONS}
+        for key in extra.keys() & _OPTIONS:
+            self._options[key] = extra.pop(key)
         try:
             save(self, name, *args, **extra)
         finally:
-            options, self._options = self._options, {}
+            options = self._options
+            self._options = {}
         path = os.path.join(self.save_dir, f"{name}.pth")
         # Left by a body that has not called the base class's, and has written the file itself.
         if "on_saved" in options and os.path.isfile(path):
@@ -67,12 +69,15 @@ class Checkpointer(core.Checkpointer):
         self.path_manager: Any = PathManager
         self._options: State = {}
         self._reported: IncompatibleKeys | None = None
-        super().__init__(nn.Module() if model is None else model, *args, **kwargs)
+        if model is None:
+            model = nn.Module()
+        super().__init__(model, *args, **kwargs)
 
     def save(self, name: str, **extra: Any) -> None:
         """Write a checkpoint, and make it the one to resume from; see the base class."""
-        options, self._options = self._options, {}
-        super().save(name, **{**options, **extra})
+        options = self._options | extra
+        self._options = {}
+        super().save(name, **options)
 
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint the one to resume from, unless it is being saved as the best one."""
@@ -101,11 +106,13 @@ class Checkpointer(core.Checkpointer):
         self, path: AnyPath | None, *, resume: bool = True, **chosen: Any
     ) -> State:
         """Load the newest intact checkpoint of ``save_dir``, or the model of ``path``."""
-        newest = on_main_process(
-            lambda: (
-                self.get_checkpoint_file() if resume and self.has_checkpoint() else ""
-            )
-        )
+
+        def find_newest() -> str:
+            if resume and self.has_checkpoint():
+                return self.get_checkpoint_file()
+            return ""
+
+        newest = on_main_process(find_newest)
         if not newest:
             return self.load(path, checkpointables=[])
         try:
@@ -114,19 +121,19 @@ class Checkpointer(core.Checkpointer):
             found = self.read_newest()
             if found is None:
                 raise
-            return self.load(found[0], **chosen)
+            intact, _ = found
+            return self.load(intact, **chosen)
 
     def _load_file(self, filename: str) -> State:
         """The content of a file; a bare state dict is put under ``"model"``."""
         content = load_file(filename)
-        has_model = isinstance(content, dict) and content.keys() & {
-            "model",
-            "state_dict",
-        }
-        return content if has_model else with_model(content, filename)
+        if isinstance(content, dict) and content.keys() & {"model", "state_dict"}:
+            return content
+        return with_model(content, filename)
 
     def _load_into_model(self, state: State) -> None:
-        if (found := self._load_model(state)) is not None:
+        found = self._load_model(state)
+        if found is not None:
             self._log_incompatible_keys(found)
 
     def _load_model(self, checkpoint: State) -> IncompatibleKeys:
@@ -162,8 +169,9 @@ class DetectionCheckpointer(Checkpointer):
 
     def load(self, path: AnyPath | None, *args: Any, **kwargs: Any) -> State:
         """Load the model, and the checkpointables that the file has; see the base class."""
-        name = os.fspath(path or "").removesuffix("?matching_heuristics=True")
-        self._matches_names = name != os.fspath(path or "")
+        address = os.fspath(path or "")
+        name = address.removesuffix("?matching_heuristics=True")
+        self._matches_names = name != address
         return super().load(name, *args, **kwargs)
 
     def _load_file(self, filename: str) -> State:

@@ -39,9 +39,11 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_subset: int | None = None,
     ) -> None:
         if not 0 < subset_ratio <= 1:
-            text = "subset_ratio must be in (0, 1], but got"
-            raise ValueError(f"{text} {subset_ratio!r}")
-        super().__init__(int(size * subset_ratio), shuffle, seed_shuffle)
+            raise ValueError(
+                f"subset_ratio must be in (0, 1], but got {subset_ratio!r}"
+            )
+        chosen = int(size * subset_ratio)
+        super().__init__(chosen, shuffle, seed_shuffle)
         if seed_subset is None:
             self.drawn["seed_subset"] = "seed_subset"
             seed_subset = comm.shared_random_seed()
@@ -52,7 +54,8 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     def indices(self) -> Tensor:
         """The chosen part."""
         generator = torch.Generator().manual_seed(self.seed_subset)
-        return torch.randperm(self._whole_size, generator=generator)[: self.size]
+        order = torch.randperm(self._whole_size, generator=generator)
+        return order[: self.size]
 
     def identity(self) -> dict[str, int]:
         """The seeds, and the size of the part."""
@@ -118,23 +121,36 @@ class RepeatFactorTrainingSampler(StreamSampler):
         Returns:
             A float32 vector as long as ``dataset_dicts``.
         """
-        images = [{a["category_id"] for a in d["annotations"]} for d in dataset_dicts]
-        counts = Counter(category for categories in images for category in categories)
-        ratio = {c: repeat_thresh * len(images) / count for c, count in counts.items()}
-        factor = {c: max(1.0, math.sqrt(r) if sqrt else r) for c, r in ratio.items()}
-        return torch.tensor(
-            [max((factor[c] for c in cs), default=1.0) for cs in images]
-        )
+        images = []
+        counts: Counter[Any] = Counter()
+        for image in dataset_dicts:
+            categories = {a["category_id"] for a in image["annotations"]}
+            images.append(categories)
+            counts.update(categories)
+        factor = {}
+        for category, count in counts.items():
+            ratio = repeat_thresh * len(images) / count
+            if sqrt:
+                ratio = math.sqrt(ratio)
+            factor[category] = max(1.0, ratio)
+        repeats = []
+        for categories in images:
+            factors = [factor[category] for category in categories]
+            repeats.append(max(factors, default=1.0))
+        return torch.tensor(repeats)
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The samples of this epoch, each repeated; the number differs between epochs."""
         generator = self.generator(epoch)
         whole = self.repeat_factors.floor()
-        chance = torch.rand(len(whole), generator=generator, dtype=torch.float64)
-        repeats = (whole + (chance < self.repeat_factors - whole)).long()
-        indices = torch.repeat_interleave(torch.arange(len(whole)), repeats)
+        count = len(whole)
+        chance = torch.rand(count, generator=generator, dtype=torch.float64)
+        is_one_more = chance < self.repeat_factors - whole
+        repeats = (whole + is_one_more).long()
+        indices = torch.repeat_interleave(repeats)
         if self.shuffle:
-            indices = indices[torch.randperm(len(indices), generator=generator)]
+            order = torch.randperm(len(indices), generator=generator)
+            indices = indices[order]
         return indices
 
 
@@ -165,10 +181,11 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for index in self.sampler:
-            batch = self._open[self.group_ids[index]]
+            group = self.group_ids[index]
+            batch = self._open[group]
             batch.append(index)
             if len(batch) == self.batch_size:
-                yield self._open.pop(self.group_ids[index])
+                yield self._open.pop(group)
 
 
 class MapDataset(core.MapDataset):
@@ -182,7 +199,9 @@ class MapDataset(core.MapDataset):
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         super().__init__(dataset, map_func)
-        self._dataset, self._map_func, self._rng = dataset, map_func, random.Random(42)
+        self._dataset = dataset
+        self._map_func = map_func
+        self._rng = random.Random(42)
         self._fallback_candidates = set(range(len(dataset)))
 
 
@@ -193,4 +212,5 @@ def trivial_batch_collator(batch: Any) -> Any:
 
 def worker_init_reset_seed(worker_id: int) -> None:
     """Seed the generators of a worker process of a torch ``DataLoader``."""
-    seed_all_rng(torch.initial_seed() % 2**31 + worker_id)
+    seed = torch.initial_seed() % 2**31
+    seed_all_rng(seed + worker_id)

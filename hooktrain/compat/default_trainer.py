@@ -84,7 +84,11 @@ class DefaultTrainer(TrainerBase):
 
     def before_train(self) -> None:
         """Put the writers behind all other hooks, whose metrics they write; then call the hooks."""
-        self._hooks.sort(key=lambda hook: isinstance(hook, hooks.PeriodicWriter))
+
+        def is_writer(hook: hooks.HookBase) -> bool:
+            return isinstance(hook, hooks.PeriodicWriter)
+
+        self._hooks.sort(key=is_writer)
         super().before_train()
 
     def resume_or_load(self, resume: bool = True) -> None:
@@ -98,23 +102,26 @@ class DefaultTrainer(TrainerBase):
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0
-        precise, period = cfg.TEST.PRECISE_BN, cfg.TEST.EVAL_PERIOD
-        me = weakref.proxy(
-            self
-        )  # a cycle of strong references would keep the model alive
+        period = cfg.TEST.EVAL_PERIOD
+        # A cycle of strong references would keep the model alive.
+        me = weakref.proxy(self)
 
         def test_and_save_results() -> Any:
             me._last_eval_results = me.test(me.cfg, me.model)
             return me._last_eval_results
 
+        precise = None
+        if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
+            precise = hooks.PreciseBN(
+                period,
+                self.model,
+                self.build_train_loader(cfg),
+                cfg.TEST.PRECISE_BN.NUM_ITER,
+            )
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            hooks.PreciseBN(
-                period, self.model, self.build_train_loader(cfg), precise.NUM_ITER
-            )
-            if precise.ENABLED and get_bn_modules(self.model)
-            else None,
+            precise,
             hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
             hooks.EvalHook(period, test_and_save_results),
             hooks.PeriodicWriter(self.build_writers(), period=20),
@@ -133,8 +140,11 @@ class DefaultTrainer(TrainerBase):
             The results of the last evaluation on the main process, if ``TEST.EXPECTED_RESULTS``
             are given.
         """
-        start = self.start_iter if start_iter is None else start_iter
-        super().train(start, self.max_iter if max_iter is None else max_iter)
+        if start_iter is None:
+            start_iter = self.start_iter
+        if max_iter is None:
+            max_iter = self.max_iter
+        super().train(start_iter, max_iter)
         if self.cfg.TEST.EXPECTED_RESULTS and comm.is_main_process():
             verify_results(self.cfg, self._last_eval_results)
             return self._last_eval_results
@@ -186,16 +196,14 @@ class DefaultTrainer(TrainerBase):
             The results by data set; of a single one, its results.
         """
         names = list(cfg.DATASETS.TEST)
-        given = (
-            evaluators
-            if isinstance(evaluators, Sequence)
-            else [evaluators] * len(names)
-        )
+        if not isinstance(evaluators, Sequence):
+            evaluators = [evaluators] * len(names)
         results: dict[str, Any] = {}
-        for name, judge in list(zip(names, given, strict=True)):
+        for name, judge in list(zip(names, evaluators, strict=True)):
             loader = cls.build_test_loader(cfg, name)
             try:
-                judge = cls.build_evaluator(cfg, name) if judge is None else judge
+                if judge is None:
+                    judge = cls.build_evaluator(cfg, name)
             except NotImplementedError:
                 logger.warning(
                     "There is no evaluator for %s: override build_evaluator", name
@@ -205,7 +213,9 @@ class DefaultTrainer(TrainerBase):
             results[name] = inference_on_dataset(model, loader, judge)
             if comm.is_main_process():
                 print_csv_format(results[name])
-        return results[names[0]] if len(names) == 1 else results
+        if len(names) == 1:
+            return results[names[0]]  # type: ignore[no-any-return]
+        return results
 
     @staticmethod
     def auto_scale_workers(cfg: Any, num_workers: int) -> Any:

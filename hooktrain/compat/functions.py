@@ -53,11 +53,13 @@ def default_setup(cfg: Any, args: Any) -> None:
     """
     if "OUTPUT_DIR" not in cfg:
         return defaults.default_setup(cfg, args)
-    keys = ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK")
-    train = {key.lower(): getattr(cfg, key, None) for key in keys}
+    train = {}
+    for key in ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK"):
+        train[key.lower()] = getattr(cfg, key, None)
     defaults.default_setup(ConfigDict(train=train), args)
     if cfg.OUTPUT_DIR and comm.is_main_process():
-        Path(cfg.OUTPUT_DIR, "config.yaml").write_text(cfg.dump(), encoding="utf-8")
+        path = Path(cfg.OUTPUT_DIR, "config.yaml")
+        path.write_text(cfg.dump(), encoding="utf-8")
     return None
 
 

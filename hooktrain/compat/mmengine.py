@@ -118,14 +118,18 @@ class Registry(registry.Registry):
 
     def get(self, name: str) -> Any:
         """What is registered under a name, with or without a scope; None if nothing is."""
-        return self._objects.get(name, self._objects.get(name.partition(".")[2]))
+        _, _, without_scope = name.partition(".")
+        found = self._objects.get(without_scope)
+        return self._objects.get(name, found)
 
     def build(self, cfg: Any, /, **kwargs: Any) -> Any:
         """As the base class does, with ``default_args`` for keys that ``cfg`` lacks."""
         if self.build_func is not None:
             return self.build_func(cfg, registry=self, **kwargs)
-        arguments = {**(kwargs.pop("default_args", None) or {}), **kwargs, **cfg}
-        if (kind := arguments.get("type")) in _INSTEAD and kind not in self:
+        defaults = kwargs.pop("default_args", None) or {}
+        arguments = {**defaults, **kwargs, **cfg}
+        kind = arguments.get("type")
+        if kind in _INSTEAD and kind not in self:
             __getattr__(kind)
         plain = _Scoped(self.name)
         plain._objects = self._objects
@@ -182,11 +186,8 @@ class BaseModule(nn.Module):
             if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
                 child.init_weights()  # type: ignore[operator]
         if self.init_cfg:
-            load_checkpoint(
-                self,
-                self.init_cfg["checkpoint"],
-                prefix=self.init_cfg.get("prefix") or "",
-            )
+            prefix = self.init_cfg.get("prefix") or ""
+            load_checkpoint(self, self.init_cfg["checkpoint"], prefix=prefix)
         self.is_init = True
 
 
@@ -253,11 +254,14 @@ def _with_runner(method: Callable[..., Any], outer: str) -> Callable[..., Any]:
 
     @wraps(method)
     def event(self: Any, runner: Any = None) -> None:
-        of_run = (
-            [getattr(type(self), outer)] if runner is None else []
-        )  # else of a subclass
-        for each in [method, *of_run] if outer == "after_run" else [*of_run, method]:
-            each(self, runner or _Runner(self.trainer))
+        if runner is not None:  # called by a subclass
+            method(self, runner)
+            return
+        events = [getattr(type(self), outer), method]
+        if outer == "after_run":
+            events.reverse()
+        for each in events:
+            each(self, _Runner(self.trainer))
 
     return event
 
@@ -275,12 +279,11 @@ class Hook(HookBase):
 
     def __init_subclass__(cls) -> None:
         names.refuse_overrides(cls, _ELSEWHERE)
-        for name, outer in (
-            ("before_train", "before_run"),
-            ("after_train", "after_run"),
-        ):
+        for when in ("before", "after"):
+            name = f"{when}_train"
             if name in vars(cls):
-                setattr(cls, name, _with_runner(vars(cls)[name], outer))
+                event = _with_runner(vars(cls)[name], f"{when}_run")
+                setattr(cls, name, event)
 
     before_train = _with_runner(lambda self, runner: None, "before_run")
     after_train = _with_runner(lambda self, runner: None, "after_run")
@@ -310,7 +313,8 @@ class Hook(HookBase):
     def before_step(self) -> None:
         """Call the events before an iteration."""
         runner = _Runner(self.trainer)
-        if (place := runner.iter % runner.epoch_length) == 0:
+        place = runner.iter % runner.epoch_length
+        if place == 0:
             self.before_train_epoch(runner)
         self.before_train_iter(runner, place)
 
@@ -324,11 +328,13 @@ class Hook(HookBase):
 
     def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
         """Whether this is one of every ``n`` iterations after ``start``."""
-        return n > 0 and runner.iter >= start and (runner.iter + 1 - start) % n == 0
+        done = runner.iter - start
+        return done >= 0 and self.every_n_inner_iters(done, n)
 
     def every_n_epochs(self, runner: Any, n: int, start: int = 0) -> bool:
         """Whether this is one of every ``n`` epochs after ``start``."""
-        return n > 0 and runner.epoch >= start and (runner.epoch + 1 - start) % n == 0
+        done = runner.epoch - start
+        return done >= 0 and self.every_n_inner_iters(done, n)
 
     def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
         """Whether this is one of every ``n`` iterations of an epoch."""
@@ -340,7 +346,8 @@ class Hook(HookBase):
 
     def is_last_train_epoch(self, runner: Any) -> bool:
         """Whether this is the last epoch, which may be shorter."""
-        return bool((runner.epoch + 1) * runner.epoch_length >= runner.max_iters)
+        end = (runner.epoch + 1) * runner.epoch_length
+        return bool(end >= runner.max_iters)
 
     def is_last_train_iter(self, runner: Any) -> bool:
         """Whether this is the last iteration."""
@@ -387,10 +394,15 @@ class BaseMetric(DatasetEvaluator):
             size: of the data set: what is beyond is left out, as padding.
         """
         mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.results)
-        results = [result for part in comm.all_gather(mine) for result in part][:size]
+        results: list[Any] = []
+        for part in comm.all_gather(mine):
+            results += part
+        results = results[:size]
         metrics = on_main_process(lambda: self.compute_metrics(results))
         self.results.clear()
-        return {self.prefix: metrics} if self.prefix else metrics
+        if self.prefix:
+            return {self.prefix: metrics}
+        return metrics
 
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:
@@ -400,9 +412,14 @@ def get_dist_info(group: Any = None) -> tuple[int, int]:
 
 def master_only(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is called on the main process only, and gives None on the others."""
-    return wraps(function)(
-        lambda *a, **k: function(*a, **k) if comm.is_main_process() else None
-    )
+
+    @wraps(function)
+    def on_main(*args: Any, **kwargs: Any) -> Any:
+        if comm.is_main_process():
+            return function(*args, **kwargs)
+        return None
+
+    return on_main
 
 
 class MMLogger:
@@ -416,12 +433,9 @@ class MMLogger:
 
 def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> None:
     """Log a message, whichever logger is named, or by the logger that is given."""
-    found = (
-        logger
-        if isinstance(logger, logging.Logger)
-        else MMLogger.get_current_instance()
-    )
-    found.log(level, message)
+    if not isinstance(logger, logging.Logger):
+        logger = MMLogger.get_current_instance()
+    logger.log(level, message)
 
 
 def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,25 +452,28 @@ def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         KeyError: if it lacks the model, the optimizer or ``meta["iter"]``.
     """
-    model = dict(state["model"] if "model" in state else state["state_dict"])
+    key = "model" if "model" in state else "state_dict"
+    model = dict(state[key])
     hooks: dict[str, Any] = {}
     if "ema_state_dict" in state:
         average = dict(state["ema_state_dict"])
         for name, averaged in model.items():
-            model[name] = average[f"module.{name}"]
-            average[f"module.{name}"] = averaged
+            key = f"module.{name}"
+            model[name] = average[key]
+            average[key] = averaged
         hooks["EMA"] = average
     schedulers = state.get("param_schedulers")
     if isinstance(schedulers, list):
         schedulers = {"": schedulers}
     if schedulers:
         hooks["LRScheduler"] = {"schedulers": schedulers}
-    last = state["meta"]["iter"] - 1
+    meta = state["meta"]
+    last = meta["iter"] - 1
     trainer = {
         "iteration": last,
         "optimizer": state["optimizer"],
         "hooks": hooks,
-        "seed": state["meta"].get("seed"),
+        "seed": meta.get("seed"),
     }
     return {"model": model, "trainer": trainer, "iteration": last}
 
@@ -468,7 +485,8 @@ def to_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
         state: is not changed.
     """
     trainer = state["trainer"]
-    schedulers = trainer["hooks"].get("LRScheduler", {}).get("schedulers", {})
+    hook = trainer["hooks"].get("LRScheduler", {})
+    schedulers = hook.get("schedulers", {})
     return {
         "state_dict": state["model"],
         "optimizer": trainer["optimizer"],

@@ -61,11 +61,10 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ValueError(
                 "bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them"
             )
-        given = {"mean": mean, "std": std}
-        self._given = {
-            name: values for name, values in given.items() if values is not None
-        }
-        if len(self._given) == 1:
+        self._given: dict[str, Sequence[float]] = {}
+        if mean is not None and std is not None:
+            self._given = {"mean": mean, "std": std}
+        elif mean is not None or std is not None:
             raise ValueError(
                 f"mean and std belong together, but got {mean!r} and {std!r}"
             )
@@ -104,21 +103,25 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         return moved
 
     def _batch(self, images: Any) -> Tensor:
-        channels, *sizes = zip(*self._checked_shapes(images), strict=True)
-        divisor = self.pad_size_divisor
-        padded = [math.ceil(max(lengths) / divisor) * divisor for lengths in sizes]
-        size = (len(images), channels[0], *padded)
+        shapes = self._checked_shapes(images)
+        channels, *sizes = zip(*shapes, strict=True)
+        size = [len(images), channels[0]]
+        for lengths in sizes:
+            steps = math.ceil(max(lengths) / self.pad_size_divisor)
+            size.append(steps * self.pad_size_divisor)
         batch = torch.full(
-            size, self.pad_value, dtype=torch.float32, device=images[0].device
+            size,
+            self.pad_value,
+            dtype=torch.float32,
+            device=images[0].device,
         )
         # One tensor is copied at once, a list image by image.
-        pairs = (
-            [(batch, images)]
-            if isinstance(images, Tensor)
-            else zip(batch, images, strict=True)
-        )
-        for place, image in pairs:
-            place[..., : image.shape[-2], : image.shape[-1]] = self._normalized(image)
+        pairs: Any = [(batch, images)]
+        if not isinstance(images, Tensor):
+            pairs = zip(batch, images, strict=True)
+        for target, image in pairs:
+            height, width = image.shape[-2:]
+            target[..., :height, :width] = self._normalized(image)
         return batch
 
     def _checked_shapes(self, images: Any) -> list[tuple[int, ...]]:
@@ -128,9 +131,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ValueError(
                 f"inputs must be one or more images of shape (C, H, W), not {shapes}"
             )
-        needed = (
-            3 if self._reverse or 3 in map(len, self._given.values()) else shapes[0][0]
-        )
+        needed = shapes[0][0]
+        if self._reverse or 3 in map(len, self._given.values()):
+            needed = 3
         if {shape[0] for shape in shapes} != {needed}:
             raise ValueError(
                 f"images must have {needed} channels, but their shapes are {shapes}"
@@ -138,12 +141,12 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         return shapes
 
     def _normalized(self, images: Tensor) -> Tensor:
-        images = (images.flip(-3) if self._reverse else images).float()
-        return (
-            images
-            if self.mean is None or self.std is None
-            else (images - self.mean) / self.std
-        )
+        if self._reverse:
+            images = images.flip(-3)
+        images = images.float()
+        if self.mean is None or self.std is None:
+            return images
+        return (images - self.mean) / self.std
 
     def _place_statistics(self) -> None:
         # Not buffers: those lose digits where a model is cast to half precision.
@@ -175,26 +178,29 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     tensors = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)]
     reached = {id(tensor) for tensor in tensors}
     # Not recursive: a graph may be deeper than Python's stack.
-    pending: list[Any] = [
-        tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None
-    ]
-    seen = set(pending)
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = {None}
     while pending:
         node = pending.pop()
-        if hasattr(
-            node, "variable"
-        ):  # the node that accumulates the gradient of a leaf
+        if node in seen:
+            continue
+        seen.add(node)
+        # The node that accumulates the gradient of a leaf.
+        if hasattr(node, "variable"):
             reached.add(id(node.variable))
-        parents = {
-            parent for parent, _ in node.next_functions if parent is not None
-        } - seen
-        seen |= parents
-        pending += parents
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    missed = {name: p.size() for name, p in trained.items() if id(p) not in reached}
-    for name, size in missed.items():
-        logger.error("%s with shape %s is not in the computational graph", name, size)
-    return list(missed)
+        for parent, _ in node.next_functions:
+            pending.append(parent)
+    missed = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or id(parameter) in reached:
+            continue
+        missed.append(name)
+        logger.error(
+            "%s with shape %s is not in the computational graph",
+            name,
+            parameter.size(),
+        )
+    return missed
 
 
 @MODEL_WRAPPERS.register_module(force=True)
@@ -308,7 +314,8 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 
     def blending_weight(self, steps: int) -> float:
         """``max(momentum, gamma / (gamma + steps))``."""
-        return max(self.momentum, self.gamma / (self.gamma + steps))
+        falling = self.gamma / (self.gamma + steps)
+        return max(self.momentum, falling)
 
 
 class BatchNormXd(nn.BatchNorm2d):
@@ -363,10 +370,10 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 def _replace(
     module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]
 ) -> nn.Module:
-    found = [
-        m for m in module.modules() if isinstance(m, kind) and not isinstance(m, new)
-    ]
-    made: dict[nn.Module | None, nn.Module] = {norm: _like(norm, new) for norm in found}
+    made: dict[nn.Module | None, nn.Module] = {}
+    for norm in module.modules():
+        if isinstance(norm, kind) and not isinstance(norm, new):
+            made[norm] = _like(norm, new)
     for parent in module.modules():
         # named_children() leaves out the second name of a module.
         for name, child in parent._modules.items():
@@ -376,14 +383,14 @@ def _replace(
 
 def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
     """A batch norm of another type with the same tensors; its own would be thrown away."""
-    arguments = (
+    new = new_type(
         norm.num_features,
         norm.eps,
         norm.momentum,
         norm.affine,
         norm.track_running_stats,
+        device="meta",
     )
-    new = new_type(*arguments, device="meta")
     new._parameters.update(norm._parameters)
     new._buffers.update(norm._buffers)
     return new.train(norm.training)

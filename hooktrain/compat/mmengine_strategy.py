@@ -115,7 +115,8 @@ class BaseStrategy(strategy.BaseStrategy):
             ignored: what else MMEngine's logger takes.
         """
         if log_file is None:
-            log_file = os.path.join(self.log_dir, f"{self.timestamp}.log")
+            name = f"{self.timestamp}.log"
+            log_file = os.path.join(self.log_dir, name)
         logger = setup_logger(log_file, self.rank)
         logger.setLevel(log_level)
         return logger

@@ -61,9 +61,8 @@ class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
     """
 
     def __init_subclass__(cls) -> None:
-        refuse_overrides(
-            cls, dict.fromkeys(("_validate_cfg", "_is_in"), "override add_params()")
-        )
+        instead = "override add_params()"
+        refuse_overrides(cls, {"_validate_cfg": instead, "_is_in": instead})
 
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Rules | None = None
@@ -143,22 +142,25 @@ def paramwise_param_groups(
     base = {"lr": base_lr, "weight_decay": base_wd}
     _check_rules(rules, base)
     walked = walk_parameters(model)
-    if frozen := [
-        names[0] for names, _, parameter in walked if not parameter.requires_grad
-    ]:
-        shown = reprlib.repr(frozen)
+    frozen = []
+    every_name = []
+    for names, _, parameter in walked:
+        every_name += [f".{name}" for name in names]
+        if not parameter.requires_grad:
+            frozen.append(names[0])
+    if frozen:
         logger.warning(
-            "%d parameters are frozen and not optimized: %s", len(frozen), shown
+            "%d parameters are frozen and not optimized: %s",
+            len(frozen),
+            reprlib.repr(frozen),
         )
-    every_name = [f".{name}" for names, _, _ in walked for name in names]
     for key in rules.get("custom_keys", {}):
-        if not any(
-            key in name for name in every_name
-        ):  # one configuration may serve many models
-            hint = did_you_mean(
-                key, [part for name in every_name for part in name.split(".")]
-            )
-            logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
+        if any(key in name for name in every_name):
+            continue
+        # No error: one configuration may serve many models.
+        parts = ".".join(every_name).split(".")
+        hint = did_you_mean(key, parts)
+        logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
 
     def settings(
         names: list[str], module: nn.Module, parameter: nn.Parameter
@@ -166,9 +168,8 @@ def paramwise_param_groups(
         first, *others = [
             _paramwise(name, module, parameter, rules, base) for name in names
         ]
-        if any(other != first for other in others) and not rules.get(
-            "bypass_duplicate"
-        ):
+        differ = any(other != first for other in others)
+        if differ and not rules.get("bypass_duplicate"):
             raise ValueError(
                 f"rules differ for {names}: {first}, {others}; see bypass_duplicate"
             )
@@ -193,8 +194,10 @@ def _check_rules(rules: Rules, base: Rules) -> None:
         for name in custom:
             if name in ("lr_mult", "decay_mult"):
                 multipliers[f"custom_keys[{key!r}].{name}"] = custom[name]
+                continue
             # Other names are options of the optimizer, or of whoever looks at its groups.
-            elif near := get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8):
+            near = get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8)
+            if near:
                 raise ValueError(
                     f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}"
                 )
@@ -214,24 +217,38 @@ def _paramwise(
     name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules, base: Rules
 ) -> ParamGroup:
     """The settings of a parameter under one of its names."""
-    is_norm, is_bias = isinstance(module, NORMS), name.rpartition(".")[2] == "bias"
     dotted = name if "." in name else f".{name}"
     custom_keys = rules.get("custom_keys", {})
-    custom: ParamGroup = {}
-    if keys := [key for key in custom_keys if key in dotted]:
-        custom = dict(custom_keys[min(keys, key=lambda key: (-len(key), key))])
-        lr_mult, decay_mult = custom.pop("lr_mult", 1), custom.pop("decay_mult", 1)
+    keys = [key for key in custom_keys if key in dotted]
+    if keys:
+        longest = min(keys, key=lambda key: (-len(key), key))
+        settings = dict(custom_keys[longest])
     else:
-        lr_mult = rules.get("bias_lr_mult", 1) if is_bias and not is_norm else 1
-        is_depthwise = (
-            isinstance(module, nn.Conv2d) and module.in_channels == module.groups
-        )
-        applies = (is_norm, is_bias, is_depthwise, parameter.ndim == 1)
-        decays = [rule for rule in compress(_DECAYS, applies) if rule in rules]
-        decay_mult = rules[decays[0]] if decays else 1
+        settings = _multipliers(name, module, parameter, rules)
+    lr_mult = settings.pop("lr_mult", 1)
+    decay_mult = settings.pop("decay_mult", 1)
     # Settings that are the base's are written down too, so that equal groups look equal.
-    settings = (("lr", lr_mult), ("weight_decay", decay_mult))
-    multiplied = {
-        key: base[key] * mult for key, mult in settings if base[key] is not None
-    }
-    return {**multiplied, **custom}
+    group: ParamGroup = {}
+    if base["lr"] is not None:
+        group["lr"] = base["lr"] * lr_mult
+    if base["weight_decay"] is not None:
+        group["weight_decay"] = base["weight_decay"] * decay_mult
+    return group | settings
+
+
+def _multipliers(
+    name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules
+) -> ParamGroup:
+    """The multipliers of a parameter that no custom key matches."""
+    found: ParamGroup = {}
+    is_norm = isinstance(module, NORMS)
+    is_bias = name.rpartition(".")[2] == "bias"
+    is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+    if is_bias and not is_norm:
+        found["lr_mult"] = rules.get("bias_lr_mult", 1)
+    applies = (is_norm, is_bias, is_depthwise, parameter.ndim == 1)
+    for rule in compress(_DECAYS, applies):
+        if rule in rules:
+            found["decay_mult"] = rules[rule]
+            break
+    return found

@@ -31,14 +31,16 @@ HTTPURLHandler = OneDrivePathHandler = PathHandler  # files on the web are found
 
 def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: "_PathManager", path: AnyPath, *args: Any, **kwargs: Any) -> Any:
-        known = [
-            prefix for prefix in self._handlers if os.fspath(path).startswith(prefix)
-        ]
-        handler = self._handlers.get(max(known, key=len, default=""))
-        if own := getattr(handler, name, None):
+        address = os.fspath(path)
+        known = [prefix for prefix in self._handlers if address.startswith(prefix)]
+        longest = max(known, key=len, default="")
+        handler = self._handlers.get(longest)
+        own = getattr(handler, name, None)
+        if own:
             return own(path, *args, **kwargs)
         mode = kwargs.get("mode", (*args, "r")[0])  # of open
-        if handler is None and (name in ("_mkdirs", "_rm") or set("wax+") & set(mode)):
+        changes = name in ("_mkdirs", "_rm") or set("wax+") & set(mode)
+        if changes and handler is None:
             path = on_disk(path)
         return function(self.get_local_path(path), *args, **kwargs)
 

@@ -52,12 +52,14 @@ class CosineRestartParamScheduler(Falling):
 
     def _share(self, k: int) -> float:
         starts = [*accumulate(self.periods, initial=0)]
-        k = min(k, starts[-1] - 1)
+        last = starts[-1] - 1
+        k = min(k, last)
         period = bisect_right(starts, k) - 1
-        return half_cosine(k - starts[period], self.periods[period])
+        done = k - starts[period]
+        return half_cosine(done, self.periods[period])
 
     def _base(self, i: int, value: Any) -> Any:
-        starts = [*accumulate(self.periods[:-1], initial=0)]
+        starts = [*accumulate(self.periods, initial=0)][:-1]
         if self.last_step not in starts:
             return super()._base(i, value)
         period = starts.index(self.last_step)
@@ -107,13 +109,20 @@ class OneCycleParamScheduler(GroupParamScheduler):
             raise ValueError(
                 f"the cycle has total_steps={total!r}, and this is step {k}"
             )
-        low, peak = 1 / self.div_factor, self.pct_start * total - 1
-        corners = [(0.0, low), (peak, 1.0), (total - 1, low / self.final_div_factor)]
+        low = 1 / self.div_factor
+        peak = self.pct_start * total - 1
+        corners = [
+            (0.0, low),
+            (peak, 1.0),
+            (total - 1, low / self.final_div_factor),
+        ]
         if self.three_phase:
             corners.insert(2, (2 * peak, low))
         for (start, first), (end, last) in pairwise(corners):
             if k <= end:
-                where = (k - start) / (end - start) if end > start else 1.0
+                where = 1.0
+                if end > start:
+                    where = (k - start) / (end - start)
                 if self.anneal_strategy == "cos":
                     where = 1 - half_cosine(where, 1)
                 return first * (1 - where) + last * where
@@ -146,6 +155,8 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         num_bad_epochs: how many values in a row were no improvement.
         cooldown_counter: how many values the cooldown still lasts.
     """
+
+    _COUNTED = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
     rule: str = "less"
@@ -199,18 +210,21 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         """The least value of each group."""
         count = len(self.optimizer.param_groups)
         least = self.min_value
-        values = list(least) if isinstance(least, Sequence) else [least] * count
-        if len(values) != count:
+        if not isinstance(least, Sequence):
+            least = [least] * count
+        if len(least) != count:
             raise ValueError(
                 f"give one min_value, or one for each of the {count} groups: {least!r}"
             )
-        return values
+        return list(least)
 
     def _is_better(self, value: float, best: float) -> bool:
         """Whether a value of the metric is an improvement; MMEngine's name."""
         less = self.rule == "less"
         margin = -self.threshold if less else self.threshold
-        bound = best * (1 + margin) if self.threshold_rule == "rel" else best + margin
+        bound = best + margin
+        if self.threshold_rule == "rel":
+            bound = best * (1 + margin)
         return value < bound if less else value > bound
 
     def _is_due(self, value: float) -> bool:
@@ -231,19 +245,14 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """That of every scheduler, the best value and the counters."""
-        return {
-            **super().state_dict(),
-            "best": self.best,
-            "num_bad_epochs": self.num_bad_epochs,
-            "cooldown_counter": self.cooldown_counter,
-        }
+        own = {name: getattr(self, name) for name in self._COUNTED}
+        return super().state_dict() | own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`GroupParamScheduler.load_state_dict`."""
         super().load_state_dict(state_dict)
-        self.best = state_dict["best"]
-        self.num_bad_epochs = state_dict["num_bad_epochs"]
-        self.cooldown_counter = state_dict["cooldown_counter"]
+        for name in self._COUNTED:
+            setattr(self, name, state_dict[name])
 
 
 @dataclass(eq=False)
@@ -278,12 +287,15 @@ class MomentumSchedulerMixin:
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
     def _read(self, group: dict[str, Any]) -> Any:
-        return group["betas"][0] if "betas" in group else group["momentum"]
+        if "betas" in group:
+            return group["betas"][0]
+        return group["momentum"]
 
     def _write(self, group: dict[str, Any], value: Any) -> None:
         super()._write(group, value)  # type: ignore[misc]
         if "betas" in group:
-            group["betas"] = (group["momentum"], *group["betas"][1:])
+            _, *others = group["betas"]
+            group["betas"] = (group["momentum"], *others)
 
     def _base_value(self, group: dict[str, Any]) -> float:
         group["momentum"] = self._read(group)

@@ -41,9 +41,11 @@ def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
     if not options.ENABLED:
         return optimizer
     if isinstance(optimizer, type):
-        return lambda *args, **kw: maybe_add_gradient_clipping(
-            cfg, optimizer(*args, **kw)
-        )
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            return maybe_add_gradient_clipping(cfg, optimizer(*args, **kwargs))
+
+        return make
     by_norm = partial(clip_grad_norm_, norm_type=options.NORM_TYPE)
     clip: Any = {"value": clip_grad_value_, "norm": by_norm}[options.CLIP_TYPE]
 
@@ -78,7 +80,8 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
     Raises:
         ValueError: for an unknown name.
     """
-    tree, end = cfg.SOLVER, cfg.SOLVER.MAX_ITER
+    tree = cfg.SOLVER
+    end = tree.MAX_ITER
     schedule: solver.ParamScheduler
     if tree.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
         steps = [step for step in tree.STEPS if step < end]
@@ -96,6 +99,12 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
         )
     else:
         raise ValueError(f"unknown SOLVER.LR_SCHEDULER_NAME {tree.LR_SCHEDULER_NAME!r}")
-    warmup = tree.WARMUP_FACTOR, min(tree.WARMUP_ITERS / end, 1.0), tree.WARMUP_METHOD
-    schedule = solver.WarmupParamScheduler(schedule, *warmup, tree.RESCALE_INTERVAL)
+    warmup_share = min(tree.WARMUP_ITERS / end, 1.0)
+    schedule = solver.WarmupParamScheduler(
+        schedule,
+        tree.WARMUP_FACTOR,
+        warmup_share,
+        tree.WARMUP_METHOD,
+        tree.RESCALE_INTERVAL,
+    )
     return solver.LRMultiplier(optimizer, schedule, end)

@@ -36,7 +36,12 @@ def log_first_n(
             messages from one line (``("caller", "message")``).
     """
     site, logger = _caller(name)
-    counted = "first", lvl, "caller" in key and site, "message" in key and msg
+    counted = (
+        "first",
+        lvl,
+        "caller" in key and site,
+        "message" in key and msg,
+    )
     if next(_calls[counted]) < n:
         logger.log(lvl, msg, stacklevel=2)
 
@@ -86,8 +91,11 @@ def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
     A script counts as the package.
     """
     frame = sys._getframe(2)
-    module = str(frame.f_globals.get("__name__", "__main__")) if name is None else name
-    logger = logging.getLogger("hooktrain" if module == "__main__" else module)
+    if name is None:
+        name = str(frame.f_globals.get("__name__", "__main__"))
+    if name == "__main__":
+        name = "hooktrain"
+    logger = logging.getLogger(name)
     return (frame.f_code.co_filename, frame.f_lineno), logger
 
 
@@ -141,9 +149,9 @@ class Timer:
 
     def seconds(self) -> float:
         """The seconds since the last reset, without the pauses."""
-        running = (
-            0.0 if self._resumed_at is None else time.perf_counter() - self._resumed_at
-        )
+        if self._resumed_at is None:
+            return self._seconds_before
+        running = time.perf_counter() - self._resumed_at
         return self._seconds_before + running
 
     def avg_seconds(self) -> float:
