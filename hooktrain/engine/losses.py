@@ -19,17 +19,16 @@ from hooktrain.utils.names import is_loss
 def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Split what a model returned in training into the loss and the values to record.
 
-    - A tensor is the loss.
-    - Of an object with ``loss``, as Hugging Face's models return, that is it.
-    - The tensors of a dict are added up, without its metrics: those that have neither a
-      gradient nor "loss" in their names.
+    - A tensor is the loss; so is ``loss`` of an object, as of Hugging Face's models.
+    - The losses in a dict are added up. Its metrics are what has neither a gradient nor
+      "loss" in its name.
 
     Returns:
-        The loss to go backward from, and all values by name. If there are metrics, the
-        sum of the losses is among the values, as ``total_loss``.
+        The loss to go backward from, and all values by name, with the sum of the losses
+        as ``total_loss`` if there are metrics.
 
     Raises:
-        TypeError: if there is no loss, or a value is not a tensor with one element.
+        TypeError: without a loss, or for a value that is not a tensor with one element.
         ValueError: if no loss has a gradient, or ``total_loss`` is one of several values.
     """
     if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
@@ -76,8 +75,7 @@ def _describe(value: Any) -> str:
 class LossRecorder:
     """Records the losses of each step of a run, and checks that they are finite.
 
-    A single process puts them into the trainer's storage. With several ranks they wait
-    until :meth:`exchange` puts their means there.
+    With several ranks they wait until :meth:`exchange` puts their means into the storage.
 
     On the CPU of a single process a loss is checked before the update. Elsewhere the host
     would have to wait, so :meth:`check` does it at the end of a period.
@@ -90,13 +88,14 @@ class LossRecorder:
         self._alone = comm.get_world_size() == 1
         self._waiting = EventStorage()
         self._columns: dict[str, int] = {}  # the names that all ranks know
-        self._exchanged = iteration  # the iterations before this one are exchanged
-        self._checked = iteration  # the iterations before this one are checked
+        # The iterations before these are exchanged, and checked.
+        self._exchanged = iteration
+        self._checked = iteration
         self._to_check: set[str] = set()
         self._tolerated: set[int] = set()
 
     def tolerate(self, iteration: int) -> None:
-        """Let the losses of an iteration be infinite or NaN: no update is made of them."""
+        """Let the losses of an iteration be infinite or NaN."""
         self._tolerated = {i for i in self._tolerated if i >= self._checked}
         self._tolerated.add(iteration)
 
@@ -115,9 +114,9 @@ class LossRecorder:
             storage: the trainer's storage.
             iteration: the iteration.
             losses: numbers, or tensors with one element, by name.
-            data_time: the seconds that the step waited for data.
-            total: the name of the sum, which must be finite; it may be one of ``losses``.
-                None sums nothing, and those with "loss" in their names must be finite.
+            data_time: seconds that the step waited for data.
+            total: the name of the sum, which must be finite. With None there is no sum, and
+                those with "loss" in their names must be finite.
             check_now: whether to check at once, where that is free.
 
         Raises:
@@ -148,65 +147,69 @@ class LossRecorder:
     def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
-        A collective of two calls. One maximum tells whether a rank has new names or a
-        request to stop, and the slowest data time of each iteration. One sum adds up the
-        values and how many there are.
+        A collective of two calls: :meth:`_agree`, by a maximum, and a sum.
 
         Args:
             storage: the trainer's storage.
             finished: the number of finished iterations.
-            asks: whether this rank has something to ask for.
+            asks: whether this rank asks for something.
 
         Returns:
-            The highest rank that asks for something, -1 if none does.
+            The highest rank that asks for something, or -1.
         """
         first = self._exchanged
         count = finished - first
-        histories = {}
+        entries = {}
         for name, history in self._waiting.histories().items():
-            histories[name] = history.since(first)
+            entries[name] = history.since(first)
         self._exchanged = finished
         self._waiting = EventStorage()
-        rank = comm.get_rank()
-        # Who has new names, who asks for something, and the data time of each iteration.
-        largest = torch.full((2 + count,), -1.0, dtype=torch.float64)
-        largest[1] = rank if asks else -1
-        for seconds, i in histories.pop("data_time", []):
-            largest[2 + i - first] = seconds
-        while True:
-            new = [name for name in histories if name not in self._columns]
-            largest[0] = rank if new else -1
-            comm.all_reduce(largest, dist.ReduceOp.MAX)
-            speaker, asking, *slowest = largest.tolist()
-            if speaker < 0:
-                break
-            for name in comm.broadcast(new, int(speaker)):
-                self._columns[name] = len(self._columns)
+        data_times = np.full(count, -1.0)
+        for seconds, i in entries.pop("data_time", []):
+            data_times[i - first] = seconds
+        asking, slowest = self._agree(list(entries), data_times, asks)
         # The sums of the values, and how many there are.
         sums = np.zeros((2, count, len(self._columns)))
-        for name, entries in histories.items():
-            for value, i in entries:
+        for name, values in entries.items():
+            for value, i in values:
                 sums[:, i - first, self._columns[name]] += (value, 1)
         if sums.size:
             comm.all_reduce(torch.from_numpy(sums))
         for step in range(count):
-            self._put_means(storage, first + step, sums[:, step].tolist())
+            iteration = first + step
+            means = zip(self._columns, *sums[:, step].tolist(), strict=True)
+            for name, total, ranks in means:
+                if ranks:
+                    storage.put_scalar(name, total / ranks, cur_iter=iteration)
             if slowest[step] >= 0:
-                storage.put_scalar("data_time", slowest[step], cur_iter=first + step)
-        return int(asking)
+                storage.put_scalar("data_time", slowest[step], cur_iter=iteration)
+        return asking
 
-    def _put_means(
+    def _agree(
         self,
-        storage: EventStorage,
-        iteration: int,
-        sums: list[list[float]],
-    ) -> None:
-        for name, total, ranks in zip(self._columns, *sums, strict=True):
-            if ranks:
-                storage.put_scalar(name, total / ranks, cur_iter=iteration)
+        names: list[str],
+        data_times: np.ndarray,
+        asks: bool,
+    ) -> tuple[int, list[float]]:
+        """Learn all ranks' names; return who asks, and the slowest times.
+
+        The maximum tells whether a rank has new names, which it then broadcasts.
+        """
+        rank = comm.get_rank()
+        while True:
+            new = [name for name in names if name not in self._columns]
+            has_new = rank if new else -1
+            asking = rank if asks else -1
+            largest = torch.tensor([has_new, asking, *data_times], dtype=torch.float64)
+            comm.all_reduce(largest, dist.ReduceOp.MAX)
+            speaker, highest, *slowest = largest.tolist()
+            if speaker < 0:
+                return int(highest), slowest
+            for name in comm.broadcast(new, int(speaker)):
+                self._columns[name] = len(self._columns)
 
     def check(self, storage: EventStorage, finished: int) -> None:
-        """Check the losses of the finished iterations that were not checked yet.
+        """Check what was not checked yet of the finished iterations.
 
         Raises:
             FloatingPointError: for the first one that is not finite, with its iteration.

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class HookBase:
     """Something that happens around the steps of a trainer.
 
-    A hook overrides the events that it needs. They are called in the order of
-    registration::
+    A hook overrides the events that it needs::
 
         hook.before_train()
         for iter in range(start_iter, max_iter):
@@ -42,19 +41,13 @@ class HookBase:
             hook.after_step()
         hook.after_train()
 
-    ``before_step`` should be cheap, since timers count it. Register a hook on every rank:
-    hooks that write decide which rank writes. One that the main process alone has must call
-    no collective.
-
-    A hook with state overrides both ``state_dict`` and ``load_state_dict``. Its state is
-    saved with the trainer's, under :attr:`key`.
+    Register a hook on every rank. One that the main process alone has must call no
+    collective. A hook with state overrides both ``state_dict`` and ``load_state_dict``.
 
     Attributes:
         trainer: a weak proxy of the trainer, set when the hook is registered.
-        key: the name of this hook in checkpoints and tables; None is its class. Give names
-            where several hooks of one class have state.
-        on_every_rank: whether all ranks have this hook, so that it may call collectives.
-            The trainer sets it before ``before_train``.
+        key: its name in checkpoints and tables; None is its class.
+        on_every_rank: whether all ranks have this hook. Set before ``before_train``.
     """
 
     trainer: Any = None
@@ -69,25 +62,23 @@ class HookBase:
         """Called once before the first iteration."""
 
     def after_train(self) -> None:
-        """Called once at the end, also after an error; see ``trainer.succeeded``."""
+        """Called once at the end, also after an error."""
 
     def before_step(self) -> None:
         """Called before each iteration."""
 
     def after_backward(self) -> None:
-        """Called between backward pass and update, when the gradients are complete."""
+        """Called between backward pass and update."""
 
     def after_step(self) -> None:
         """Called after each iteration."""
 
     def is_due(self, period: int | str, at_end: bool | None = True) -> bool:
-        """Whether something that happens every ``period`` iterations is due after this one.
+        """Whether what happens every ``period`` iterations is due after this one.
 
         Args:
-            period: in iterations, or a text such as ``"1 epoch"``, counted from the start
-                of the training. 0 is never due.
-            at_end: the answer at the last iteration of the run; None asks the period there
-                too.
+            period: in iterations, or a text such as ``"1 epoch"``. 0 is never due.
+            at_end: the answer at the last iteration of the run; None asks the period.
         """
         trainer = self.trainer
         done: int = trainer.iter + 1
@@ -98,55 +89,53 @@ class HookBase:
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, in tensors and plain types. Empty for no state."""
+        """What must survive a restart, in tensors and plain types."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         logger.warning(
-            "%s saves state but has no load_state_dict: it starts with its defaults",
+            "%s saves state but has no load_state_dict: it starts anew",
             type(self).__qualname__,
         )
 
 
-# Beside which hooks to put others: an object, those of a class, or a key.
+# Of a hook: itself, its class or its key.
 Place: TypeAlias = HookBase | type[HookBase] | str | None
 
 
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
-    Random numbers are a function of the seed, the iteration and the rank, since the global
-    generators are seeded at the start of each iteration.
+    The global random generators are seeded at the start of each iteration, from the seed,
+    the iteration and the rank.
 
     Another trainer may be inside and make the steps, as in detectron2's DefaultTrainer.
     Assign it to ``self._trainer`` in the constructor, and let ``run_step`` do
-    ``self._trainer.iter = self.iter; self._trainer.run_step()``. It then works for the outer
-    trainer's hooks and storage, and its state is part of the outer one's.
+    ``self._trainer.iter = self.iter; self._trainer.run_step()``. It uses the outer
+    trainer's hooks and storage.
 
     Attributes:
-        iter: the current iteration, counted from 0; ``max_iter`` after a complete run.
-        start_iter: the first iteration of the current run.
-        max_iter: the iteration that the run ends before. An early stop lowers it.
+        iter: the current iteration, from 0; ``max_iter`` after a complete run.
+        start_iter: the first iteration of the run.
+        max_iter: where the run ends, exclusive. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing has failed.
-        epoch_length: the iterations of an epoch, from the length of the loader; None if that
-            is not known.
+        epoch_length: the iterations of an epoch, or None if that is not known.
         seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process.
-        storage: the :class:`~hooktrain.events.EventStorage` that takes the metrics.
+        storage: takes the metrics.
         stop_reason: why the run is ending early, once all ranks agree; else None.
-        sync_period: several ranks exchange metrics and requests to stop every so many
-            iterations.
+        sync_period: the ranks exchange metrics and requests every so many iterations.
         meta: plain values to keep in every checkpoint, such as the configuration.
     """
 
     sync_period: int = 20
     epoch_length: int | None = None
-    _trainer: Any = None  # the one inside that makes the steps, if there is one
-    _outer: Any = None  # the one that this one is inside of
+    _trainer: Any = None  # the trainer inside that makes the steps
+    _outer: Any = None  # the trainer around this one
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
-        # The hooks whose before_train was called; None while nothing runs.
+        # Those whose before_train was called; None while nothing runs.
         self._begun: list[HookBase] | None = None
         self.iter = 0
         self.start_iter = 0
@@ -175,27 +164,26 @@ class TrainerBase:
 
         Args:
             start_iter: the first iteration; None continues after the last finished one.
-            max_iter: the iteration to end before. With ``max_iter == start_iter`` only
-                ``before_train`` and ``after_train`` run.
+            max_iter: the iteration to end before.
             max_epochs: in place of ``max_iter``, counted from iteration 0.
 
         Raises:
-            ValueError: if ``max_iter`` is missing or lies before ``start_iter``; or if
-                nobody knows how long an epoch is.
-            RuntimeError: if the last run broke off inside an iteration and ``start_iter``
-                is None.
+            ValueError: without a ``max_iter`` from ``start_iter`` on; or if nobody knows
+                how long an epoch is.
+            RuntimeError: if the last run broke off inside an iteration, without
+                ``start_iter``.
         """
         if start_iter is None and self._broke_off:
             raise RuntimeError(
                 f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
-                f"or go on with things as they are: train(start_iter={self._finished})"
+                f"or go on as things are: train(start_iter={self._finished})"
             )
         start = self._finished if start_iter is None else start_iter
         if max_iter is None and max_epochs is not None:
             max_iter = in_iterations(f"{max_epochs} epochs", self.epoch_length)
         if max_iter is None or not 0 <= start <= max_iter:
             raise ValueError(
-                "train() needs max_iter, and start_iter between 0 and that, but got "
+                "train() needs max_iter >= start_iter >= 0, but got "
                 f"start_iter={start!r} and max_iter={max_iter!r}"
             )
         logger.info("Starting training from iteration %d", start)
@@ -214,12 +202,12 @@ class TrainerBase:
             self.after_train()
 
     def _run_iterations(self) -> None:
-        self.synchronize()  # a hook may have asked for a stop already
-        self._broke_off = True  # until the end is reached
+        self.synchronize()  # a hook may have asked for a stop
+        self._broke_off = True  # until the end
         for iteration in range(self.start_iter, self.max_iter):
             if self.stop_reason is not None and self.can_save:
                 self.max_iter = iteration
-                self.synchronize()  # the period that the stop cuts short
+                self.synchronize()  # for what is left of the period
                 break
             self.iter = iteration
             self.before_step()
@@ -234,20 +222,19 @@ class TrainerBase:
         try:
             self.after_train()
         except BaseException:
-            # The first error is the cause; this one must not hide it.
+            # The first error must not be hidden.
             logger.exception("Exception while ending the failed run:")
 
     def before_train(self) -> None:
-        """Begin a run at ``start_iter``, also for a loop of one's own, and call the hooks."""
+        """Begin a run at ``start_iter``, and call the hooks."""
         self.succeeded = False
         self.stop_reason = None
         self._stop_request = None
         self._late_error = None
         self._finished = self.start_iter
         self._losses = LossRecorder(self.start_iter)
-        if self._trainer is not None:
-            self.sync_period = self._trainer.sync_period
-            self.epoch_length = self.epoch_length or self._trainer.epoch_length
+        self.sync_period = self._steps.sync_period
+        self.epoch_length = self.epoch_length or self._steps.epoch_length
         self._agree()
         self.storage.iter = self.iter
         if self._trainer is not None:
@@ -258,10 +245,10 @@ class TrainerBase:
             hook.before_train()
             self._begun.append(hook)
         self._steps.begin_steps()
-        self.succeeded = self.start_iter >= self.max_iter  # nothing is left to do
+        self.succeeded = self.start_iter >= self.max_iter
 
     def _agree(self) -> None:
-        """Take the main process's seed and lengths; see which hooks all ranks have."""
+        """Take the main process's values; see which hooks all ranks have."""
         self._rank = comm.get_rank()
         if self.seed is None:
             self.seed = torch.initial_seed()
@@ -280,7 +267,7 @@ class TrainerBase:
             setattr(inner, name, getattr(self, name))
 
     def before_step(self) -> None:
-        """Seed and stamp this iteration, then call the hooks."""
+        """Seed this iteration, then call the hooks."""
         assert self.seed is not None
         seed_step(self.seed, self.iter, self._rank)
         self.storage.iter = self.iter
@@ -288,7 +275,7 @@ class TrainerBase:
             hook.before_step()
 
     def run_step(self) -> None:
-        """One iteration. The subclass defines it, and calls :meth:`after_backward` in it."""
+        """One iteration; calls :meth:`after_backward`. A subclass defines it."""
         raise NotImplementedError(f"{type(self).__qualname__} must define run_step")
 
     def after_backward(self) -> None:
@@ -299,7 +286,7 @@ class TrainerBase:
             self._outer.after_backward()
 
     def after_step(self) -> None:
-        """Bring the ranks together where the period ends, then call the hooks."""
+        """Exchange metrics where a period ends, then call the hooks."""
         done = self.iter + 1
         self._finished = done
         if done % self.sync_period == 0 or done == self.max_iter:
@@ -314,7 +301,7 @@ class TrainerBase:
         self.succeeded = done == self.max_iter
 
     def after_train(self) -> None:
-        """Call every hook whose ``before_train`` ran, always; the first error wins."""
+        """Call every hook whose ``before_train`` ran; the first error wins."""
         if self.succeeded:
             self.iter = self.max_iter
         self.storage.iter = self.iter
@@ -326,8 +313,7 @@ class TrainerBase:
             try:
                 hook.after_train()
             except BaseException as error:  # also sys.exit() and Ctrl-C
-                # The hooks after it end a failed run: other ranks may wait elsewhere.
-                self.succeeded = False
+                self.succeeded = False  # for the hooks that follow
                 if first is None:
                     first = error
                 else:
@@ -342,10 +328,9 @@ class TrainerBase:
     def request_stop(self, reason: str) -> None:
         """Ask for an early, orderly end of the run, from any hook or rank.
 
-        The current iteration is completed. Then all ranks stop at the same iteration: at
-        once in a single process, else at the next exchange; inside gradient accumulation,
-        after the update. ``max_iter`` becomes the number of finished iterations, so that
-        the final checkpoint, evaluation and logs happen as at any end.
+        All ranks stop after the same iteration: this one in a single process, else that
+        of the next exchange; never inside a gradient accumulation. ``max_iter`` becomes
+        the number of finished iterations.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -354,7 +339,7 @@ class TrainerBase:
             self.stop_reason = self._stop_request
 
     def raise_later(self, error: BaseException) -> None:
-        """Raise an error when the other hooks have seen this iteration, and perhaps saved.
+        """Raise an error when the other hooks have seen this iteration.
 
         All ranks must call it, or none.
         """
@@ -363,12 +348,12 @@ class TrainerBase:
     def tolerate_losses(self) -> None:
         """Let the losses of this iteration be infinite or NaN: no update is made of them.
 
-        For a hook, at the latest in ``after_backward``, and on all ranks alike.
+        A hook calls it, in ``after_backward`` or before, on all ranks alike.
         """
         self._losses.tolerate(self.iter)
 
     def synchronize(self) -> None:
-        """Exchange the ranks' metrics and requests, and check the losses. A collective."""
+        """Exchange metrics and requests, and check the losses. A collective."""
         if comm.get_world_size() > 1:
             asks = self._stop_request is not None
             rank = self._losses.exchange(self.storage, self._finished, asks)
@@ -378,7 +363,7 @@ class TrainerBase:
         self._losses.check(self.storage, self._finished)
 
     def prepare_save(self, on_every_rank: bool = True) -> None:
-        """Let all ranks learn of what must not be saved. A hook calls it before it saves.
+        """Let all ranks know of what must not be saved, before a save.
 
         Args:
             on_every_rank: whether all ranks call it; then it is a collective.
@@ -398,28 +383,28 @@ class TrainerBase:
 
     @property
     def _steps(self) -> Any:
-        """The trainer that makes the steps: the one inside, or this one."""
+        """The trainer that makes the steps."""
         return self if self._trainer is None else self._trainer
 
     def preflight(self) -> None:
-        """Refuse a run that cannot be meant, before the hooks begin."""
+        """Refuse a senseless run, before the hooks begin."""
 
     def begin_steps(self) -> None:
-        """Get ready for the first step of a run, when the hooks have begun."""
+        """Get ready for the first step, when the hooks have begun."""
 
     def end_steps(self, succeeded: bool) -> None:
-        """Let go of what :meth:`begin_steps` has set, before the hooks end."""
+        """Undo :meth:`begin_steps`, before the hooks end."""
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint after this iteration would hold all that a run needs."""
+        """Whether a checkpoint would now hold all that a run needs."""
         return self._trainer is None or self._trainer.can_save
 
     def check_weights(self) -> None:
         """Raise FloatingPointError if weights that are to be saved are not finite."""
 
     def step_state_dict(self) -> dict[str, Any]:
-        """The part of the state that the steps own: optimizer and position in the data."""
+        """The state of the steps: optimizer and position in the data."""
         return {}
 
     def check_step_state(
@@ -427,7 +412,7 @@ class TrainerBase:
         state: Mapping[str, Any],
         parts: Collection[str],
     ) -> None:
-        """Refuse a state that :meth:`load_step_state` could not load; change nothing."""
+        """Refuse what :meth:`load_step_state` could not load."""
 
     def load_step_state(
         self,
@@ -444,8 +429,7 @@ class TrainerBase:
         ``iteration`` is the last finished iteration, -1 before the first.
 
         Raises:
-            FloatingPointError: if a loss was not finite, or weights are not, so that no
-                checkpoint holds them.
+            FloatingPointError: if a loss was not finite, or weights are not.
         """
         self._check_finite()
         hooks = {}
@@ -477,8 +461,8 @@ class TrainerBase:
         """Refuse a state that :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown name in ``only``; if a hook with saved state is not
-                registered; or if optimizer or data are others.
+            ValueError: for an unknown part; if a hook with saved state is not registered;
+                or if optimizer or data are others.
         """
         parts = STATE_PARTS if only is None else set(only)
         unknown = sorted(parts - STATE_PARTS)
@@ -486,7 +470,7 @@ class TrainerBase:
             raise ValueError(
                 f"unknown {unknown} in only; there is {sorted(STATE_PARTS)}"
             )
-        # The state is the main process's. Other ranks may have fewer hooks.
+        # Other ranks than the main process may have fewer hooks.
         if "hooks" in parts and comm.is_main_process():
             hooks = self._named_hooks()
             lost = [key for key in state_dict.get("hooks", {}) if key not in hooks]
@@ -508,9 +492,9 @@ class TrainerBase:
 
         Args:
             state_dict: the state, or that of a trainer of detectron2. Parts that it lacks
-                are left as they are.
+                stay as they are.
             only: the parts to load, of :data:`STATE_PARTS`; None loads all. Without
-                ``"hooks"`` schedules begin anew, and so do the learning rates.
+                ``"hooks"`` schedules begin anew.
 
         Raises:
             ValueError: as :meth:`check_state_dict`, before anything is changed.
@@ -549,8 +533,7 @@ class TrainerBase:
     ) -> None:
         """Add hooks. The order of registration is the order of execution.
 
-        Of those that are added during a run, on all ranks alike, ``before_train`` is
-        called at once.
+        During a run their ``before_train`` is called at once.
 
         Args:
             hooks: the hooks, in order. None entries are left out.
@@ -566,7 +549,7 @@ class TrainerBase:
             index = self._indices(before)[0]
         elif after is not None:
             index = self._indices(after)[-1] + 1
-        # A proxy, since a cycle of strong references would keep the model's memory.
+        # A cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
         for hook in hooks:
             if hook is None:
@@ -579,7 +562,7 @@ class TrainerBase:
                     f"{hook!r} is registered already: make one for each trainer"
                 )
             hook.trainer = me
-            # A new list, since a loop may be going over the old one.
+            # A new list: a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
             index += 1
             if self._begun is not None:
@@ -587,7 +570,7 @@ class TrainerBase:
                 self._begun.append(hook)
 
     def _indices(self, wanted: Place) -> list[int]:
-        """Where the hooks are that have this key or class, or are this one."""
+        """Where this hook is, or those of this class or key."""
         named = self._named_hooks()
         found = []
         for index, (key, hook) in enumerate(named.items()):
@@ -599,7 +582,7 @@ class TrainerBase:
         return found
 
     def _named_hooks(self) -> dict[str, HookBase]:
-        """The hooks in order, by distinct names: the key or the class, then ``#1``, ``#2``."""
+        """The hooks by name: the key or the class, then ``#1``, ``#2``."""
         seen: Counter[str] = Counter()
         named = {}
         for hook in self._hooks:
@@ -612,19 +595,17 @@ class TrainerBase:
         return named
 
     def describe_hooks(self) -> str:
-        """A table of the hooks: who runs at which event, and in which order."""
+        """A table of the hooks and their events."""
         rows = []
         for index, (key, hook) in enumerate(self._named_hooks().items()):
-            marks = [_mark(hook, event) for event in EVENTS]
-            rows.append([index, key, *marks])
+            row = [str(index), key]
+            for event in EVENTS:
+                is_own = getattr(type(hook), event) is not getattr(HookBase, event)
+                row.append("x" if is_own else "")
+            rows.append(row)
         return tabulate(rows, headers=["", "hook", *EVENTS], tablefmt="pipe")
 
 
-def _mark(hook: HookBase, event: str) -> str:
-    own = getattr(type(hook), event)
-    return "" if own is getattr(HookBase, event) else "x"
-
-
 def _flat(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without nesting, which that of detectron2's DefaultTrainer has."""
+    """The state without the nesting of detectron2's DefaultTrainer."""
     return {**state_dict.get("_trainer", {}), **state_dict}

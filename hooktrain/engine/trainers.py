@@ -29,12 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Batches(Iterator[Any]):
-    """The batches of a loader. A finite loader starts again when it is exhausted.
+    """The batches of a loader, which starts again when it is exhausted.
 
-    Before that, ``set_epoch`` is called where the loader's samplers have it.
-
-    Args:
-        loader: an iterable of batches.
+    Before that, ``set_epoch`` of its samplers is called.
 
     Attributes:
         epoch: how often the loader was exhausted.
@@ -46,7 +43,7 @@ class Batches(Iterator[Any]):
         self._iterator: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
-        """The loader's iterator. Starts its workers if they do not run."""
+        """The loader's iterator, with its workers."""
         if self._iterator is None:
             if self.epoch > 0:
                 self._set_epoch()
@@ -63,7 +60,7 @@ class Batches(Iterator[Any]):
                 set_epoch(self.epoch)
 
     def __next__(self) -> Any:
-        # The rest of an epoch, of which nothing may be left, and the next one.
+        # Of this epoch nothing may be left; then the next one begins.
         for _ in range(2):
             try:
                 return next(self.start())
@@ -71,19 +68,18 @@ class Batches(Iterator[Any]):
                 self.epoch += 1
                 self._iterator = None
         raise ValueError(
-            "the data loader is empty (perhaps by drop_last), or starts only once: "
-            f"{self.loader!r}"
+            f"the data loader is empty (by drop_last?), or starts only once: {self.loader!r}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the loader's own position if it has one."""
+        """The epoch, and the loader's position if it has one."""
         state: dict[str, Any] = {"epoch": self.epoch}
         if hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict()
         return state
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the loader refuse the state of other data, if it can."""
+        """Let the loader refuse the state of other data."""
         if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(state_dict["loader"])
 
@@ -95,8 +91,8 @@ class Batches(Iterator[Any]):
             self.loader.load_state_dict(state_dict["loader"])
         else:
             logger.warning(
-                "The position in the data could not be restored: the loader starts anew. "
-                "Those of hooktrain.data.build_train_loader go on"
+                "The position in the data could not be restored: the loader starts anew, "
+                "unlike those of hooktrain.data.build_train_loader"
             )
 
 
@@ -104,17 +100,15 @@ class ModelTrainer(TrainerBase):
     """What trainers with a step share: a model, its data and its optimizer.
 
     Args:
-        model: the model. It is put into training mode.
+        model: the model, which is put into training mode.
         data_loader: an iterable of batches; see :class:`Batches`.
-        optimizer: a torch optimizer, or an :class:`~hooktrain.solver.OptimWrapper` around
-            one; or several of either, in a dict or an
-            :class:`~hooktrain.solver.OptimWrapperDict`.
-        gather_metric_period: with several ranks, their metrics are brought together every
-            so many iterations, or every ``"1 epoch"``. Until then they cannot be read.
+        optimizer: a torch optimizer, an :class:`~hooktrain.solver.OptimWrapper` around one,
+            or a dict of either.
+        gather_metric_period: the ranks' metrics are brought together every so many
+            iterations, or every ``"1 epoch"``. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
-        async_write_metrics: check the losses at the end of each period only, as always on
-            accelerators and with several ranks. On the CPU of a single process they are
-            else checked before each update.
+        async_write_metrics: on the CPU of a single process, check the losses at the end of
+            each period instead of before each update.
 
     Attributes:
         optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
@@ -163,7 +157,7 @@ class ModelTrainer(TrainerBase):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer. Another one can take its place between two runs."""
+        """The torch optimizer. It can be replaced between two runs."""
         return self.optim_wrapper.optimizer  # type: ignore[no-any-return]
 
     @optimizer.setter
@@ -172,18 +166,18 @@ class ModelTrainer(TrainerBase):
 
     @property
     def data_loader(self) -> Iterable[Any]:
-        """The loader. Another one is used from the next batch on."""
+        """The loader."""
         return self._data_loader_iter.loader
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
-        # detectron2's name, for steps of your own: next(self._data_loader_iter).
+        # detectron2's name: next(self._data_loader_iter).
         self._data_loader_iter = Batches(data_loader)
 
     def reset_data_loader(
         self, data_loader_builder: Callable[[], Iterable[Any]]
     ) -> None:
-        """Replace the loader. The old one is freed before the new one is built."""
+        """Replace the loader; free the old one first."""
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
@@ -199,7 +193,7 @@ class ModelTrainer(TrainerBase):
         check_parts(self.model, [wrapper.optimizer for wrapper in wrappers])
 
     def begin_steps(self) -> None:
-        """Start the loader: for some that draws random numbers, so not in the first step."""
+        """Start the loader, which may draw random numbers."""
         self._move = None  # the model may have been moved between two runs
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
@@ -208,12 +202,12 @@ class ModelTrainer(TrainerBase):
     def _check_mode(self) -> None:
         if not self.model.training:
             raise RuntimeError(
-                "the model is in evaluation mode: who calls model.eval() must call "
-                "model.train() afterwards"
+                "the model is in evaluation mode: after model.eval() you must call "
+                "model.train()"
             )
 
     def check_weights(self) -> None:
-        """Raise if a parameter or buffer is not finite that was so when the run began."""
+        """Refuse what is not finite and was so when the run began."""
         if self._meant_so is None:  # no run has begun
             return
         broken = non_finite(self.model.state_dict()) - self._meant_so
@@ -235,7 +229,7 @@ class ModelTrainer(TrainerBase):
         state: Mapping[str, Any],
         parts: Collection[str],
     ) -> None:
-        """Refuse a state without an optimizer, or of another optimizer or other data."""
+        """Refuse the state of another optimizer or of other data."""
         if "optimizer" in parts:
             if "optimizer" not in state:
                 raise ValueError(f"the state has no optimizer, only {sorted(state)}")
@@ -248,15 +242,15 @@ class ModelTrainer(TrainerBase):
         state: Mapping[str, Any],
         parts: Collection[str],
     ) -> None:
-        """Load optimizer and position; without ``"hooks"`` no rates and the like."""
+        """Load optimizer and position; without ``"hooks"`` no scheduled settings."""
         if "data" in parts and "data" in state:
             self._data_loader_iter.load_state_dict(state["data"])
         if "optimizer" in parts:
             optimizer = dict(state["optimizer"])
-            # detectron2's AMPTrainer keeps the scaler's state beside the optimizer's.
+            # detectron2's AMPTrainer keeps it beside the optimizer's state.
             if "grad_scaler" in state:
                 optimizer.setdefault("grad_scaler", state["grad_scaler"])
-            if "hooks" not in parts:  # schedules that begin anew
+            if "hooks" not in parts:
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
 
@@ -264,9 +258,8 @@ class ModelTrainer(TrainerBase):
 class SimpleTrainer(ModelTrainer):
     """The training of one model by one optimizer.
 
-    An iteration is one update: it takes a batch from the loader (``accumulative_counts``
-    batches where the wrapper accumulates), computes the losses, goes backward and updates.
-    The model takes a batch and returns a loss, or a dict of losses and metrics:
+    An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
+    and returns a loss, or a dict of losses and metrics:
     :func:`~hooktrain.engine.losses.parse_losses` has the rule.
 
     For anything else write a subclass with your own :meth:`run_step`. The arguments are
@@ -293,7 +286,7 @@ class SimpleTrainer(ModelTrainer):
         wrapper.step()
 
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
-        """The gradients of one update: mean losses of its batches, and seconds spent on data."""
+        """One update's gradients; its mean losses, and the seconds spent on data."""
         wrapper = self.optim_wrapper
         count = wrapper.accumulative_counts
         wrapper.start_accumulation()
@@ -324,11 +317,10 @@ class SimpleTrainer(ModelTrainer):
         prefix: str = "",
         iter: int | None = None,
     ) -> None:
-        """Record the losses of an iteration. A step of your own calls it before the update.
+        """Record the losses of an iteration, before its update.
 
         Args:
-            loss_dict: losses by name. Their sum is recorded as ``total_loss``, unless that
-                is one of them.
+            loss_dict: losses by name. Their sum becomes ``total_loss``, if none of them is.
             data_time: seconds that the step waited for data.
             prefix: put before each name.
             iter: the iteration; None is the current one.
@@ -351,16 +343,14 @@ class SimpleTrainer(ModelTrainer):
 class AMPTrainer(SimpleTrainer):
     """A :class:`SimpleTrainer` in mixed precision.
 
-    It wraps the optimizer in an :class:`~hooktrain.solver.AmpOptimWrapper`. Give such a
-    wrapper to ``SimpleTrainer`` for accumulation or clipping.
+    For accumulation or clipping give an :class:`~hooktrain.solver.AmpOptimWrapper` to
+    ``SimpleTrainer``. The other arguments are those of :class:`ModelTrainer`.
 
     Args:
         grad_scaler: the scaler; None makes one where ``precision`` is float16.
         precision: ``torch.float16`` or ``torch.bfloat16``.
-        log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``. It
-            costs a host-device synchronisation.
-
-    The other arguments are those of :class:`ModelTrainer`.
+        log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``.
+            That waits for the device.
     """
 
     def __init__(
@@ -390,9 +380,9 @@ class AMPTrainer(SimpleTrainer):
         self.log_grad_scaler = log_grad_scaler
 
     def after_backward(self) -> None:
-        """Record the scale if asked to, then call the hooks."""
+        """Record the scale, then call the hooks."""
         if self.log_grad_scaler:
-            # Host-device synchronisation, at each iteration.
+            # Host-device synchronisation.
             scale = self.grad_scaler.get_scale()
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()

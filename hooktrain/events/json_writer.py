@@ -19,20 +19,16 @@ logger = logging.getLogger(__name__)
 class JSONWriter(EventWriter):
     """Appends metrics to a file, one JSON object a line, on the main process only.
 
-    A line has ``iteration`` and the metrics that were put at it, with sorted keys. Of a
-    metric whose hint says so, each ``write()`` has one value: the median of the last
-    iterations. Of others it has all since the last ``write()``, but of those that are
-    put at each iteration only the last. A metric that is put late, for an iteration
-    long written, gets another line. NaN and infinities, which JSON does not know, are
-    the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
-    all back, and so does ``pandas.read_json(file, lines=True)``.
+    A line has ``iteration`` and the metrics that :meth:`UnwrittenScalars.find` finds for
+    it, with sorted keys. A metric that is put later gets another line. NaN and infinities
+    are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
+    back, and so does ``pandas.read_json(file, lines=True)``.
 
-    What ``write()`` has written survives the process, however that ends. ``close()``
-    brings it to the disk, which takes too long to do each time.
+    What ``write()`` has written survives the process; ``close()`` brings it to the disk.
 
     Args:
-        json_file: the file; the first ``write()`` with something to write makes it.
-        window_size: the number of iterations to smooth over, at least 1.
+        json_file: the file.
+        window_size: how many iterations to smooth over, at least 1.
     """
 
     def __init__(
@@ -75,10 +71,10 @@ class JSONWriter(EventWriter):
                 raise
 
     def rewind(self, iteration: int) -> None:
-        """Remove the lines from ``iteration`` on, so that the run continues the file.
+        """Remove the lines from ``iteration`` on.
 
-        Incomplete lines, as a run leaves that is killed, are removed too. What is not
-        smoothed and missing in the earlier lines is written again.
+        Incomplete lines of a killed run are removed too. What is not smoothed and missing
+        in the earlier lines is written again.
         """
         if not comm.is_main_process():
             return
@@ -111,10 +107,10 @@ class JSONWriter(EventWriter):
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a file of :class:`JSONWriter`: a dict a line, in the order of the file.
+    """Read a file of :class:`JSONWriter`: a dict a line.
 
-    NaN and infinities are floats again. Lines that are no complete JSON object with an
-    ``iteration`` are left out, with a warning: a run that is killed may leave one.
+    NaN and infinities are floats again. Incomplete lines, as a killed run may leave, are
+    left out with a warning.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -10,7 +10,7 @@ from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
-# In the order of a line. Details and what is hidden are for the files.
+# In the order of a line, which has no details.
 _LOSS, _OTHER, _TIME, _RATE, _DETAIL, _HIDDEN = range(6)
 _RESULTS = (_LOSS, _OTHER, _DETAIL)  # what an evaluation may put
 
@@ -18,19 +18,16 @@ _RESULTS = (_LOSS, _OTHER, _DETAIL)  # what an evaluation may put
 class CommonMetricPrinter(EventWriter):
     """Logs a line of losses, times and rates, and a line of each evaluation's results.
 
-    Results are metrics that were put with ``smoothing_hint=False``; all are shown. Of
-    other metrics, losses, those that contain ``[metric]`` and those without a ``/`` in
-    their names are shown; the rest is for the files. Losses and the like are medians,
-    times are means. The main process logs. If nobody has set up logging,
-    :func:`~hooktrain.utils.logger.setup_logger` is called.
+    Results are metrics that were put with ``smoothing_hint=False``. Of others, losses,
+    those that contain ``[metric]`` and those without a ``/`` in their names are shown:
+    medians, but of times means. The main process logs.
 
-    The time that is left is estimated from the clock since the first line of this run,
-    so it includes evaluations and saves. It is put as ``eta_seconds``.
+    The time that is left, ``eta_seconds``, includes evaluations and saves: it comes from
+    the clock since the first line of this run.
 
     Args:
-        max_iter: where the run ends, for the time that is left. None asks the trainer,
-            where the hook ``PeriodicWriter`` writes.
-        window_size: the number of iterations to smooth over, at least 1.
+        max_iter: where the run ends. The hook ``PeriodicWriter`` sets it.
+        window_size: how many iterations to smooth over, at least 1.
 
     Attributes:
         logger: what it logs to; a subclass may have another.
@@ -74,7 +71,7 @@ class CommonMetricPrinter(EventWriter):
         self._unwritten.mark_written(storage, found)
 
     def rewind(self, iteration: int) -> None:
-        """Forget the clock: the time between two runs says nothing about either."""
+        """Go on after the last write, with a new clock."""
         self._first_write = None
         self._unwritten.resume(get_event_storage())
 
@@ -134,7 +131,7 @@ def _kind(name: str) -> int:
 
 
 def _memory() -> list[str]:
-    """The most memory that the accelerator has lent to tensors, if it tells."""
+    """The accelerator's peak of allocated memory, if it has one."""
     peak = getattr(device_module(), "max_memory_allocated", None)
     if peak is None:
         return []

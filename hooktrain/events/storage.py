@@ -18,13 +18,13 @@ Scalar = float | np.generic | media.Array  # with one element
 
 _MAX_PENDING = 4096  # values of a metric that wait to be fetched
 
-# A thread or task sees the storages that it has entered itself, the innermost last.
+# The storages that this thread or task has entered, the innermost last.
 _Stack = tuple["EventStorage", ...]
 _entered: ContextVar[_Stack] = ContextVar("_entered", default=())
 
 
 def get_event_storage() -> "EventStorage":
-    """The storage of the innermost ``with storage:`` block around the caller.
+    """The storage of the innermost ``with storage:`` block.
 
     Raises:
         RuntimeError: if there is none.
@@ -32,8 +32,8 @@ def get_event_storage() -> "EventStorage":
     entered = _entered.get()
     if not entered:
         raise RuntimeError(
-            "there is no current EventStorage in this thread: call this inside of "
-            "train() or of 'with EventStorage(start_iter):'"
+            "this thread has no EventStorage: call this inside of train() or of "
+            "'with EventStorage(start_iter):'"
         )
     return entered[-1]
 
@@ -44,11 +44,10 @@ def has_event_storage() -> bool:
 
 
 class EventStorage:
-    """Collects the metrics of a run, by name and iteration.
+    """The metrics of a run, by name and iteration.
 
-    Putting never waits for a device. A tensor on a device is copied there, and all
-    copies are fetched in one transfer when somebody reads, or when 4096 values of a
-    metric wait. So read once in a while, not at each iteration.
+    Putting never waits for a device. All tensors are fetched in one transfer when
+    somebody reads, or when 4096 values of a metric wait. So read once in a while.
 
     Example::
 
@@ -60,8 +59,8 @@ class EventStorage:
         start_iter: the iteration to begin with.
 
     Attributes:
-        iter: the current iteration, with which metrics are stamped.
-        written: how far each writer has written, by its name; a part of the state.
+        iter: the current iteration.
+        written: how far each writer has written, by its name.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
@@ -86,8 +85,8 @@ class EventStorage:
             name: the metric; the current :meth:`name_scope` is put before it.
             value: a number, or a tensor with one element, on any device.
             smoothing_hint: whether writers should show the median of the last
-                iterations (right for a noisy loss) or each value (right for a learning
-                rate or an evaluation). The same at each call for a metric.
+                iterations (of a noisy loss) or each value (of an evaluation). The same
+                at each call for a metric.
             cur_iter: when it was measured; None means the current iteration.
 
         Raises:
@@ -108,7 +107,7 @@ class EventStorage:
             raise ValueError(
                 f"metric {name!r} was put with {hint} before, not {smoothing_hint!r}"
             )
-        # Numbers wait as well: adding them all at once takes less time.
+        # Numbers wait too: adding them all at once takes less time.
         if cur_iter is None:
             cur_iter = self.iter
         history.pending.append((value, cur_iter))
@@ -122,7 +121,7 @@ class EventStorage:
         cur_iter: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record several metrics, ``name=value``; see :meth:`put_scalar`."""
+        """:meth:`put_scalar` for several metrics, ``name=value``."""
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
@@ -131,12 +130,12 @@ class EventStorage:
         img_name: str,
         img_tensor: media.Array,
     ) -> None:
-        """Queue a copy of an image for the writers. Waits for the image's device.
+        """Queue a copy of an image for the writers; waits for its device.
 
         Args:
-            img_name: its name; the current :meth:`name_scope` is put before it.
-            img_tensor: of shape (channels, height, width), with 1 or 3 channels; uint8
-                in 0..255, or floating point in 0..1.
+            img_name: as for :meth:`put_scalar`.
+            img_tensor: of shape (1 or 3 channels, height, width); uint8 in 0..255, or
+                floating point in 0..1.
 
         Raises:
             ValueError: for another shape.
@@ -151,16 +150,15 @@ class EventStorage:
         hist_tensor: media.Array,
         bins: int = 1000,
     ) -> None:
-        """Queue a histogram for the writers. Waits for the tensor's device.
+        """Queue a histogram for the writers; waits for the tensor's device.
 
         Args:
-            hist_name: its name; the current :meth:`name_scope` is put before it.
-            hist_tensor: all its elements are counted, whatever its shape.
-            bins: the number of intervals of equal width between the extremes.
+            hist_name: as for :meth:`put_scalar`.
+            hist_tensor: of any shape.
+            bins: how many intervals of equal width.
 
         Raises:
-            ValueError: if there is no element or one that is not finite, or for
-                ``bins`` below 1.
+            ValueError: without elements, for one that is not finite, or ``bins`` below 1.
         """
         name = self._current_prefix + hist_name
         histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
@@ -179,21 +177,21 @@ class EventStorage:
         return self._histories[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        """The values of all metrics by name, in the order of their first appearance."""
+        """The values of all metrics by name, in order of appearance."""
         self._fetch_pending()
         return dict(self._histories)
 
     def latest(self) -> dict[str, Entry]:
-        """The last value of each metric and its iteration, by name."""
+        """Each metric's last value and its iteration."""
         histories = self.histories()
         return {name: history.tail(1)[0] for name, history in histories.items()}
 
-    # detectron2's names of what is in it, which many projects read.
+    # detectron2's names, which many projects read.
     _history = property(histories)
     _latest_scalars = property(latest)
 
     def latest_iter(self, name: str) -> int | None:
-        """The iteration of a metric's last value, or None. Needs no transfer."""
+        """The iteration of a metric's last value, or None; without a transfer."""
         history = self._histories.get(name)
         if history is None:
             return None
@@ -201,7 +199,7 @@ class EventStorage:
         return entries[-1][1]
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
-        """As :meth:`latest`, with the median of the last iterations where hinted."""
+        """As :meth:`latest`, with medians where hinted."""
         latest = self.latest()
         for name, history in self._histories.items():
             if history.smoothing_hint:
@@ -210,7 +208,7 @@ class EventStorage:
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """The number of values in the last ``window_size`` iterations of a metric.
+        """How many values of a metric the last ``window_size`` iterations have.
 
         Raises:
             KeyError: if there is no such metric.
@@ -218,11 +216,11 @@ class EventStorage:
         return len(self.history(name).recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
-        """The hint that each metric was put with, by name."""
+        """The hint of each metric."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
 
     def images(self) -> list[media.Image]:
-        """The queued images as (name, tensor on the CPU, iteration), the oldest first."""
+        """The queued images: (name, tensor on the CPU, iteration)."""
         return list(self._vis_data)
 
     def histograms(self) -> list[media.Histogram]:
@@ -230,11 +228,11 @@ class EventStorage:
         return list(self._histograms)
 
     def clear_images(self) -> None:
-        """Forget the queued images. The writer that has shown them calls this."""
+        """Forget the queued images, when a writer has shown them."""
         self._vis_data.clear()
 
     def clear_histograms(self) -> None:
-        """Forget the queued histograms. The writer that has shown them calls this."""
+        """Forget the queued histograms, when a writer has shown them."""
         self._histograms.clear()
 
     def step(self) -> None:
@@ -243,12 +241,12 @@ class EventStorage:
 
     @property
     def iteration(self) -> int:
-        """The current iteration; another name of ``iter``."""
+        """Another name of ``iter``."""
         return self.iter
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Put ``name/`` before the names of what is put inside the block."""
+        """Put ``name/`` before the names inside the block."""
         outer = self._current_prefix
         self._current_prefix = f"{outer}{name.rstrip('/')}/"
         try:
@@ -266,10 +264,7 @@ class EventStorage:
         _entered.set(tuple(outer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration and the last 1000 values of each metric.
-
-        It has tensors and plain types only. Images and histograms are not in it.
-        """
+        """The iteration and the last 1000 values of each metric, no images."""
         histories = self.histories()
         metrics = {name: h.state_dict() for name, h in histories.items()}
         return {
@@ -279,7 +274,7 @@ class EventStorage:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the iteration and all metrics by what :meth:`state_dict` gave."""
+        """Replace what is there by what :meth:`state_dict` gave."""
         histories = {}
         for name, state in state_dict["metrics"].items():
             history = HistoryBuffer()
@@ -316,7 +311,7 @@ class EventStorage:
 
 
 def _read_scalar(name: str, value: Scalar) -> float | Tensor:
-    """The value as a float; of a tensor on a device, a private copy there."""
+    """The value as a float, or a copy of a tensor on a device."""
     if isinstance(value, Real | np.bool_):
         return float(value)
     if isinstance(value, np.ndarray):
@@ -325,8 +320,7 @@ def _read_scalar(name: str, value: Scalar) -> float | Tensor:
         raise TypeError(f"metric {name!r} must be one real number, but is {value!r}")
     if value.is_cpu:
         return float(value.item())
-    # Double holds all that the other types do; MPS does not have it. The copy is queued
-    # on the device: the host does not wait, and a later write changes nothing.
+    # MPS has no doubles. The host does not wait for the copy.
     dtype = torch.float32 if value.is_mps else torch.float64
     scalar = value.detach().reshape(())
     return scalar.to(dtype, copy=True)
@@ -337,5 +331,4 @@ def _to_floats(tensors: list[Tensor]) -> list[float]:
         return []
     device = tensors[0].device
     together = torch.stack([tensor.to(device) for tensor in tensors])
-    floats: list[float] = together.tolist()  # host-device synchronisation
-    return floats
+    return together.tolist()  # host-device synchronisation

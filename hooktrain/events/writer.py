@@ -14,8 +14,7 @@ IsWritten = Callable[[str, int], bool]  # of a metric's name and an iteration
 class EventWriter:
     """Brings metrics from the current storage to a file, a screen or elsewhere.
 
-    Writers exist on every rank. One that should write once does so on the main process
-    only. A subclass has to define :meth:`write` and nothing else.
+    Writers exist on every rank. A subclass has to define :meth:`write` only.
     """
 
     def write(self) -> None:
@@ -25,19 +24,18 @@ class EventWriter:
     def rewind(self, iteration: int) -> None:
         """Forget everything that was recorded at or after ``iteration``.
 
-        Called inside of the run's storage when the run starts (``iteration`` is 0) or
-        resumes, before the first :meth:`write`.
+        Called in the run's storage when the run starts (at 0) or resumes.
         """
 
     def close(self) -> None:
-        """Release what the writer holds. Called at the end of a run."""
+        """Release what the writer holds, at the end of a run."""
 
 
 class UnwrittenScalars:
-    """Picks the metrics that a writer has not written yet, by counting their values.
+    """Finds the metrics that a writer has not written yet.
 
     Args:
-        name: of the writer. Under this name the storage keeps how far it has written.
+        name: of the writer; the storage keeps how far it has written.
         window_size: how many iterations to smooth over, where a metric's hint says so.
     """
 
@@ -48,13 +46,10 @@ class UnwrittenScalars:
         self._is_written: IsWritten = _never
 
     def find(self, storage: EventStorage) -> Metrics:
-        """What is new.
+        """What is new, by iteration in increasing order, and by name.
 
         Of a metric that is smoothed there is one value. Of others all are there, but of
         those that are put at each iteration, such as a learning rate, only the last.
-
-        Returns:
-            Metrics by iteration, in increasing order, and by name.
         """
         found: Metrics = {}
         for name, history in storage.histories().items():
@@ -89,12 +84,12 @@ class UnwrittenScalars:
         storage.written[self._name] = max([before, *found])
 
     def rewind(self, is_written: IsWritten) -> None:
-        """Begin anew, where a metric's value at an iteration may be written already."""
+        """Begin anew, with what is written already."""
         self._counts = {}
         self._is_written = is_written
 
     def resume(self, storage: EventStorage) -> None:
-        """Begin anew after the last write that the storage knows of."""
+        """Begin anew after the storage's last write."""
         last = storage.written.get(self._name, -1)
         self.rewind(lambda name, iteration: iteration <= last)
 
@@ -112,12 +107,12 @@ class FunctionWriter(EventWriter):
         FunctionWriter(wandb.log)
         FunctionWriter(mlflow.log_metrics)
 
-    After a kill, what was written since the last checkpoint is given a second time.
+    After a kill, what came after the last checkpoint is given a second time.
 
     Args:
-        log: called as ``log(metrics, step=iteration)``, with a dict from names to floats,
-            for each iteration that has something new.
-        window_size: the number of iterations to smooth over, at least 1.
+        log: called as ``log(metrics, step=iteration)``, with a dict of floats by name, for
+            each iteration that has something new.
+        window_size: how many iterations to smooth over, at least 1.
     """
 
     def __init__(
@@ -129,7 +124,7 @@ class FunctionWriter(EventWriter):
         self._unwritten = UnwrittenScalars("function", window_size)
 
     def write(self) -> None:
-        """Call the function for each iteration that has something new."""
+        """Call the function."""
         if not comm.is_main_process():
             return
         storage = get_event_storage()

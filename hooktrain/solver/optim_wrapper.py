@@ -30,34 +30,27 @@ NOTHING = nullcontext()
 
 
 class OptimWrapper:
-    """Wraps a torch optimizer with gradient accumulation and clipping.
+    """A torch optimizer with gradient accumulation and clipping.
 
-    A subclass changes how the loss is scaled and the step taken, never the loop around
-    it. The order in a step is fixed: unscale, the trainer's ``after_backward`` hooks,
-    clip, update.
+    The order in a step is fixed: unscale, ``after_backward``, clip, update.
 
     Args:
-        optimizer: the optimizer. One that needs a closure (LBFGS) needs a ``run_step``
-            of yours.
+        optimizer: the optimizer. LBFGS, with its closure, needs a ``run_step`` of yours.
         accumulative_counts: how many backward passes make one update, at least 1.
-        clip_grad: None for no clipping, or a dict: ``{"max_norm": 1.0, "norm_type": 2}``
-            clips the norm of all gradients together
-            (:func:`torch.nn.utils.clip_grad_norm_`) and logs the norm before clipping
-            as ``grad_norm``; ``{"type": "value", "clip_value": 0.5}`` clips each element
-            (:func:`torch.nn.utils.clip_grad_value_`).
+        clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm
+            of all gradients together, after logging it as ``grad_norm``;
+            ``{"type": "value", "clip_value": 0.5}`` clips each element.
 
     Attributes:
-        after_backward: called in each step when the true gradients are there and before
-            they are clipped; None does nothing. A trainer whose model owns its step
-            sets it.
-        inner_count: how many backward passes were made so far.
-        name: put before the names of metrics; :class:`OptimWrapperDict` sets it.
-        skipped_updates: how many updates were skipped so far, since gradients were not
-            finite.
+        after_backward: called in each step, with the true gradients, before they are
+            clipped; or None. A trainer whose model owns its step sets it.
+        inner_count: how many backward passes were made.
+        name: put before the names of metrics.
+        skipped_updates: how many updates were skipped, since gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is no optimizer, for an unknown key of ``clip_grad``,
-            and when a subclass is defined that overrides what only MMEngine calls.
+        TypeError: if ``optimizer`` is no optimizer; for an unknown key of ``clip_grad``;
+            for a subclass that overrides what only MMEngine calls.
         ValueError: for a count below 1 or impossible clipping.
     """
 
@@ -94,7 +87,7 @@ class OptimWrapper:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings of the optimizer for groups that have none of their own."""
+        """The optimizer's settings for groups without their own."""
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
@@ -102,7 +95,7 @@ class OptimWrapper:
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """``{"momentum": [one a group]}``; of Adam the first beta, and 0 without any."""
+        """``{"momentum": [one a group]}``: of Adam the first beta; else 0."""
         momentums = []
         for group in self.param_groups:
             betas = group.get("betas", [0.0])
@@ -110,7 +103,7 @@ class OptimWrapper:
         return {"momentum": momentums}
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Let saved states have the parameters' names in a model; trainers call it."""
+        """Save states by the parameters' names in this model; trainers call it."""
         self._model = model
 
     def _parameter_names(self) -> dict[Tensor, str]:
@@ -124,24 +117,19 @@ class OptimWrapper:
         init_counts: int,
         max_counts: int,
     ) -> None:
-        """Begin a new accumulation, and say where the run ends.
-
-        The last accumulation of the run may then be shorter: it still updates by a mean.
+        """Begin a new accumulation, and say where the run ends: its last may be shorter.
 
         Args:
             model: not used; MMEngine has it.
             init_counts: the backward passes made so far.
-            max_counts: the passes made when the run ends.
+            max_counts: those made when the run ends.
         """
         self.inner_count = init_counts
         self.start_accumulation()
         self._max_counts = max_counts
 
     def start_accumulation(self) -> None:
-        """Begin a new accumulation with the next pass, whatever was accumulated.
-
-        This one and those that follow have ``accumulative_counts`` passes each.
-        """
+        """Begin a new accumulation with the next pass, whatever was accumulated."""
         self._first_count = self.inner_count
         self._max_counts = -1
 
@@ -150,7 +138,7 @@ class OptimWrapper:
         return self._is_complete_after(self.inner_count)
 
     def should_sync(self) -> bool:
-        """Whether the next backward pass completes one, so that ranks communicate."""
+        """Whether the next one does, so that ranks communicate."""
         return self._is_complete_after(self.inner_count + 1)
 
     def _is_complete_after(self, count: int) -> bool:
@@ -158,7 +146,7 @@ class OptimWrapper:
         return passes % self.accumulative_counts == 0 or count == self._max_counts
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide the loss so that the accumulated gradients are those of the mean."""
+        """Divide the loss, for gradients of the mean."""
         if self.accumulative_counts == 1:
             return loss
         passes = self.inner_count - self._first_count
@@ -173,8 +161,8 @@ class OptimWrapper:
     def optim_context(self, model: nn.Module) -> Context:
         """For the forward pass: its precision, and whether ranks exchange gradients.
 
-        They do where the backward pass completes an accumulation. Call :meth:`backward`
-        or :meth:`update_params` after the context, before the next forward pass.
+        Call :meth:`backward` or :meth:`update_params` after it, before the next forward
+        pass.
         """
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
@@ -201,8 +189,7 @@ class OptimWrapper:
             zero_kwargs: a dict of keywords for :meth:`zero_grad`.
 
         Returns:
-            Whether the parameters were updated: False while gradients are accumulated,
-            and where a scaler skips the update since they overflowed.
+            Whether the parameters were updated.
         """
         self.backward(self.scale_loss(loss))
         if not self.should_update():
@@ -212,18 +199,15 @@ class OptimWrapper:
         return updated
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss, with keywords of :meth:`torch.Tensor.backward`."""
+        """Add the gradients of a loss; see :meth:`torch.Tensor.backward`."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self.inner_count += 1
 
     def step(self, **kwargs: Any) -> bool:
-        """Clip the gradients and update the parameters, if nothing forbids it.
-
-        Args:
-            kwargs: of the optimizer's ``step``.
+        """Clip the gradients and update the parameters, by the optimizer's ``step``.
 
         Returns:
-            Whether the parameters were updated.
+            Whether they were updated; a scaler skips gradients that overflowed.
         """
         self.unscale_gradients()
         if self.after_backward is not None:
@@ -232,14 +216,14 @@ class OptimWrapper:
         return self._apply(**kwargs)
 
     def unscale_gradients(self) -> None:
-        """Undo what a scaler did to the gradients, so that hooks see the true ones."""
+        """Undo what a scaler did to the gradients."""
 
     def _apply(self, **kwargs: Any) -> bool:
         self.optimizer.step(**kwargs)
         return True
 
     def clip_gradients(self) -> None:
-        """Clip the gradients, if asked for and there are any, and log their norm."""
+        """Clip the gradients, if asked for, and log their norm."""
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
@@ -255,24 +239,23 @@ class OptimWrapper:
         if kind == "value":
             nn.utils.clip_grad_value_(parameters, limit)
             return
-        # As torch's clip_grad_norm_, but ranks that hold shards exchange one number.
+        # As clip_grad_norm_, but ranks that hold shards exchange one number.
         norm = full_tensor(nn.utils.get_total_norm(gradients, norm_type))
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self._put_scalar("grad_norm", norm)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Forget the gradients, with keywords of the optimizer's ``zero_grad``."""
+        """Forget the gradients, as the optimizer's ``zero_grad``."""
         if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        # The same without torch's preparations for its profiler and compiler, which take
-        # longer (7 us a step) than all the rest for a small model.
+        # Without torch's preparations for its profiler and compiler, which take 7 us.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def count_skipped_update(self) -> None:
-        """Note that an update was skipped, and log how many were."""
+        """Count and log a skipped update."""
         self.skipped_updates += 1
         self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
 
@@ -287,10 +270,7 @@ class OptimWrapper:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state by the names of its parameters, with the counters.
-
-        Accumulated gradients are not in it: a run that resumes there begins anew.
-        """
+        """The optimizer's state by parameter names, and counters; no gradients."""
         if not self.should_update():
             logger.warning("Saved without the gradients that are being accumulated")
         state = optimizer_state_dict(self.optimizer, self._parameter_names())
@@ -299,7 +279,7 @@ class OptimWrapper:
         return state
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse a state that :meth:`load_state_dict` would refuse; change nothing.
+        """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
             ValueError: if it is of another kind of optimizer, or of other parameters.
@@ -307,10 +287,9 @@ class OptimWrapper:
         check_optimizer_state(self.optimizer, state_dict, self._parameter_names())
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned, or the state of a torch optimizer.
+        """Load what ``state_dict`` returned, or a torch optimizer's state.
 
-        Parameters are matched by name; see
-        :func:`~hooktrain.solver.optim_state.load_optimizer_state`.
+        :func:`~hooktrain.solver.optim_state.load_optimizer_state` matches the names.
         """
         load_optimizer_state(self.optimizer, state_dict, self._parameter_names())
         self.inner_count = state_dict.get("inner_count", 0)
@@ -324,7 +303,7 @@ def _clipping(
     norm_type: float = 2.0,
     clip_value: float = 0.0,
 ) -> tuple[str, float, float]:
-    """The kind of clipping, its limit, and the type of the norm, from ``clip_grad``."""
+    """The kind of clipping, its limit, and the type of the norm."""
     limits = {"norm": max_norm, "value": clip_value}
     if type not in limits or limits[type] <= 0:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The ranks of a run: which one this process is, and how it talks to the others.
 
-A single process is rank 0 of 1. What is called collective must be called by every rank
-(of the group), in the same order; else the others wait until the timeout.
+A single process is rank 0 of 1. What is collective must be called by every rank of the
+group, in the same order; else the others wait until the timeout.
 """
 
 import os
@@ -20,18 +20,18 @@ from hooktrain.utils.background import BackgroundWorker
 
 T = TypeVar("T")
 
-# Keyed by the default group, so that nothing outlives destroy_process_group().
+# By the default group, so that nothing outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 _local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 
 
 def get_world_size() -> int:
-    """The number of processes of the run; 1 without a process group."""
+    """The number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_rank() -> int:
-    """The number of this process, from 0 to world size - 1; 0 without a process group."""
+    """The number of this process, from 0; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -41,11 +41,10 @@ def is_main_process() -> bool:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Make one process group for each machine; ``launch()`` does it. Collective.
+    """Make one process group for each machine, as ``launch()`` does. Collective.
 
     Args:
-        num_workers_per_machine: the same number of processes on all machines. The ranks
-            of a machine follow one another.
+        num_workers_per_machine: the processes of each machine, of successive ranks.
 
     Raises:
         ValueError: the world size is not a multiple.
@@ -69,10 +68,10 @@ def get_local_process_group() -> ProcessGroup:
 
 
 def get_local_rank() -> int:
-    """The number of this process on its machine, else the LOCAL_RANK of torchrun.
+    """The number of this process on its machine, else torchrun's LOCAL_RANK.
 
     Raises:
-        RuntimeError: there is neither, and this is not the only process.
+        RuntimeError: there is neither, with several processes.
     """
     group = _local_group()
     if group is None:
@@ -84,7 +83,7 @@ def get_local_size() -> int:
     """The number of processes on this machine, else torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
-        RuntimeError: there is neither, and this is not the only process.
+        RuntimeError: as ``get_local_rank``.
     """
     group = _local_group()
     if group is None:
@@ -93,10 +92,7 @@ def get_local_size() -> int:
 
 
 def synchronize() -> None:
-    """Wait until every rank has come here. Collective.
-
-    Accelerators do not wait: what was queued there may still be running.
-    """
+    """Wait until every rank has come here; not for accelerators. Collective."""
     if get_world_size() > 1:
         dist.barrier(object_group())
 
@@ -107,10 +103,8 @@ def all_gather(
 ) -> list[T]:
     """Bring every rank's picklable object to every rank. Collective within the group.
 
-    Move tensors to the CPU first: others come back on the device of their sender.
-
     Args:
-        data: this rank's object; sizes and types may differ between ranks.
+        data: this rank's object, with tensors on the CPU.
         group: a process group with this rank in it; None is all ranks.
 
     Returns:
@@ -129,16 +123,12 @@ def gather(
     dst: int = 0,
     group: ProcessGroup | None = None,
 ) -> list[T]:
-    """Bring every rank's picklable object to one rank. Collective within the group.
+    """As ``all_gather``, but to one rank; others get an empty list. Collective.
 
     Args:
         data: as for ``all_gather``.
-        dst: the rank that receives, by its number in the whole run.
-        group: a process group with this rank and ``dst`` in it; None is all ranks.
-
-    Returns:
-        On ``dst`` the objects in the order of ranks, an empty list elsewhere; no copy in
-        a single process.
+        dst: the receiving rank, by its number in the whole run.
+        group: as for ``all_gather``.
     """
     if get_world_size() == 1:
         return [data]
@@ -154,7 +144,7 @@ def broadcast(obj: T, src: int = 0) -> T:
     """Give every rank the picklable object of rank ``src``. Collective.
 
     Args:
-        obj: what to send; not looked at on other ranks than ``src``.
+        obj: what to send, on rank ``src``.
         src: the rank that sends.
     """
     if get_world_size() == 1:
@@ -167,14 +157,12 @@ def broadcast(obj: T, src: int = 0) -> T:
 def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum a tensor in CPU memory over all ranks, in place. Collective.
 
-    Every rank gets the same bits.
-
     Args:
         values: of the same shape on every rank.
         op: another ``torch.distributed.ReduceOp``, such as ``MAX``.
 
     Returns:
-        ``values``.
+        ``values``, with the same bits on every rank.
     """
     if get_world_size() > 1:
         dist.all_reduce(values, op, group=object_group())
@@ -182,7 +170,7 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank, known to all of them. Collective."""
+    """Whether the flag is set on any rank. Collective."""
     votes = torch.tensor(int(flag))
     return all_reduce(votes).item() > 0
 
@@ -200,10 +188,10 @@ def reduce_dict(
 
     Args:
         input_dict: tensors of one shape on one device, with the same keys on every rank.
-        average: divide the sums by the world size.
+        average: whether to divide by the world size.
 
     Returns:
-        On every rank a new dictionary with the same keys, sorted, without gradients.
+        A new dictionary with the keys sorted, without gradients.
     """
     if not input_dict:
         return {}
@@ -252,8 +240,7 @@ def on_all_ranks(
     """Call a function on every rank; an error of one is raised on all. Collective.
 
     Args:
-        function: makes no collective calls, since it may fail on another rank. What it
-            returns must be picklable.
+        function: calls no collective, and returns something picklable.
         group: of all ranks; None is :func:`object_group`. A thread needs its own.
 
     Returns:
@@ -283,9 +270,7 @@ def on_main_process(
 ) -> T:
     """Call a function on the main process; return or raise the same on all. Collective.
 
-    Args:
-        function: as for :func:`on_all_ranks`.
-        group: as for :func:`on_all_ranks`.
+    The arguments are those of :func:`on_all_ranks`.
     """
 
     def only_there() -> Any:
@@ -296,10 +281,10 @@ def on_main_process(
 
 
 def all_come(seconds: float | None = None) -> bool:
-    """Whether all ranks come here, and none is in another collective. Collective.
+    """Whether all ranks come here. Collective.
 
     Args:
-        seconds: how long this rank waits at most; None is the process group's timeout.
+        seconds: how long to wait; None is the process group's timeout.
     """
     if get_world_size() == 1:
         return True

@@ -13,12 +13,11 @@ logger = logging.getLogger(__name__)
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     """:class:`hooktrain.checkpoint.PeriodicCheckpointer` as a hook, with the same arguments.
 
-    Register it last, so that the checkpoint holds what the other hooks did in the iteration. Of
-    files only the main process writes. What is saved in the background is complete when ``train()``
-    returns.
+    Register it last, so that the checkpoint holds what the other hooks did in the iteration.
+    What is saved in the background is complete when ``train()`` returns.
 
-    Gradients are not saved. So where a model's own step accumulates over several iterations, a save
-    is put off to the end of the accumulation, for a period at most.
+    Gradients are not saved: where a model's own step accumulates over several iterations, a
+    save is put off to the end of the accumulation, for a period at most.
     """
 
     def before_train(self) -> None:
@@ -33,7 +32,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         saved = self.checkpointer.checkpointables.values()
         if not any(isinstance(each, TrainerBase) for each in saved):
             logger.warning(
-                "Checkpoints have no trainer to resume: give Checkpointer(..., trainer=trainer)"
+                "Checkpoints have no trainer: give Checkpointer(..., trainer=trainer)"
             )
         if not is_trained(self.checkpointer.model, self.trainer):
             logger.warning("Checkpoints have another model than the trainer's")
@@ -42,7 +41,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         late = [type(hook).__name__ for hook in later if hook.state_dict()]
         if late:
             logger.warning(
-                "%s come after %s, which saves their state as it was an iteration before",
+                "%s come after %s, which saves their state of an iteration before",
                 late,
                 type(self).__name__,
             )
@@ -64,7 +63,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
             self.save_at(iteration, **extra)
 
     def after_train(self) -> None:
-        """Save the final checkpoint of a run that was stopped early; wait for what is written."""
+        """Save the final checkpoint of a run that was stopped early; wait for the disk."""
         trainer = self.trainer
         if not trainer.succeeded:
             self.checkpointer.give_up()

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs the speed at the end.
 
-    On a terminal it draws a progress bar. Register it first: then the other hooks'
-    ``before_step`` is part of the time, and their ``after_step`` is not.
+    On a terminal it draws a progress bar. Register it first: the other hooks'
+    ``before_step`` is part of the time.
 
     Args:
-        warmup_iter: the first iterations of a run are slower, so this many are not recorded. A
-            resumed run records them, but leaves them out of the speed.
+        warmup_iter: so many slower iterations at the start are not recorded. A resumed run
+            only leaves them out of the speed.
     """
 
     def __init__(self, warmup_iter: int = 3) -> None:
@@ -82,16 +82,15 @@ class PeriodicWriter(HookBase):
     """Lets writers write every ``period`` iterations, at the last one, and at a good end.
 
     Register it after the hooks whose metrics it writes, and before the checkpointer: then the
-    files are complete up to each checkpoint, and a resumed run continues them seamlessly. A run
-    that fails writes no part of a period, since the resumed run writes the whole period.
+    files are complete up to each checkpoint. A run that fails writes no part of a period,
+    since the resumed run writes the whole period.
 
     A full disk is logged and does not end the run, unless it is still full at the end.
 
     Args:
         writers: the writers, called in order.
         period: in iterations, or like ``"1 epoch"``; 0 or less writes at the last one only. With
-            several ranks a multiple of the trainer's ``gather_metric_period``: lines in between
-            have no losses.
+            several ranks a multiple of the trainer's ``gather_metric_period``, for the losses.
     """
 
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
@@ -99,7 +98,7 @@ class PeriodicWriter(HookBase):
         self._period = period
 
     def before_train(self) -> None:
-        """Let the writers cut off what lies after the state that the run starts from."""
+        """Let the writers go on where the run starts."""
         for writer in self._writers:
             writer.rewind(self.trainer.start_iter)
             if isinstance(writer, CommonMetricPrinter):
@@ -122,7 +121,7 @@ class PeriodicWriter(HookBase):
 
     def after_train(self) -> None:
         """Close all writers; after a good end they first write what came last."""
-        # Each is called even if another one fails, and the error comes back.
+        # Each is called even if another one fails.
         with ExitStack() as stack:
             for writer in reversed(self._writers):
                 stack.callback(writer.close)
