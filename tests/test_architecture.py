@@ -1,12 +1,16 @@
 """The import arrows of the package point downwards; here is the table, and what enforces it."""
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hooktrain"
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
@@ -29,6 +33,34 @@ FLOORS = {
     "hooktrain.__main__": 7,
 }
 
+# The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
+# add something takes something away, or raises a number here.
+BUDGETS = {
+    "engine": 8_500,
+    "engine/hooks": 4_950,
+    "strategy": 3_570,
+    "solver": 7_440,
+    "checkpoint": 5_760,
+    "evaluation": 2_250,
+    "data": 1_940,
+    "model": 3_140,
+    "config": 2_220,
+    "events": 3_620,
+    "utils": 4_880,
+    ".": 310,
+    "compat": 8_860,
+    "demos": 4_430,
+}
+WHOLE = 48_520  # without compat and demos
+NODES_A_LINE = 5.2
+CHARACTERS_A_LINE = 36
+
+# What a newcomer reads to understand a run, in this order; docs/architecture.md says what to look
+# for in each file.
+READERS_PATH = re.findall(
+    r"^\| `([\w/]+\.py)` \| ", ARCHITECTURE.read_text("utf-8"), re.M
+)
+PATH_NODES, PATH_FILES, PATH_WORDS = 11_840, 14, 14_850
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}
@@ -160,3 +192,79 @@ def test_the_engine_is_imported_without_what_is_heavy_and_seldom_used() -> None:
         text=True,
     )
     assert done.stdout == "[]\n"
+
+
+def count_nodes(path: Path) -> int:
+    """The nodes of a file's syntax tree without docstrings, loads and stores."""
+    tree = ast.parse(path.read_text("utf-8"))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = sum(
+        ast.get_docstring(node) is not None
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    )
+    contexts = ast.Load | ast.Store | ast.Del
+    nodes = sum(not isinstance(node, contexts) for node in ast.walk(tree))
+    return nodes - 2 * docstrings
+
+
+def lines_of_code(path: Path) -> list[str]:
+    """The lines that hold code, stripped: no docstrings, comments and blank lines."""
+    text = path.read_text("utf-8")
+    no_code = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    numbers: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in no_code:
+            numbers.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            numbers.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+    lines = text.splitlines()
+    return [lines[number - 1].strip() for number in sorted(numbers)]
+
+
+def files_in(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).glob("*.py"))
+
+
+def total(paths: Iterable[Path]) -> int:
+    return sum(map(count_nodes, paths))
+
+
+def test_every_folder_has_a_budget() -> None:
+    folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    assert folders == set(BUDGETS)
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_a_folder_keeps_its_budget_of_nodes(folder: str) -> None:
+    assert total(files_in(folder)) <= BUDGETS[folder]
+
+
+def test_the_framework_keeps_its_budget_of_nodes() -> None:
+    framework = [files_in(f) for f in BUDGETS if f not in ("compat", "demos")]
+    assert sum(map(total, framework)) <= WHOLE
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_the_lines_of_a_folder_are_not_dense(folder: str) -> None:
+    lines = [line for path in files_in(folder) for line in lines_of_code(path)]
+    assert total(files_in(folder)) / len(lines) <= NODES_A_LINE
+    assert sum(map(len, lines)) / len(lines) <= CHARACTERS_A_LINE
+
+
+def test_the_readers_path_keeps_its_budget() -> None:
+    paths = [PACKAGE / name for name in READERS_PATH]
+    assert len(paths) <= PATH_FILES
+    assert total(paths) <= PATH_NODES
+    words = sum(len(path.read_text("utf-8").split()) for path in paths)
+    assert words <= PATH_WORDS
