@@ -259,9 +259,9 @@ class EventStorage:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        *outer, innermost = _entered.get()
-        assert innermost is self, "the storage that was entered last is left first"
-        _entered.set(tuple(outer))
+        if get_event_storage() is not self:
+            raise RuntimeError("leave the storage first that was entered last")
+        _entered.set(_entered.get()[:-1])
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and the last 1000 values of each metric, no images."""
