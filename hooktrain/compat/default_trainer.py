@@ -82,15 +82,6 @@ class DefaultTrainer(TrainerBase):
         self._trainer.iter = self.iter
         self._trainer.run_step()
 
-    def before_train(self) -> None:
-        """Put the writers behind all other hooks, whose metrics they write; then call the hooks."""
-
-        def is_writer(hook: hooks.HookBase) -> bool:
-            return isinstance(hook, hooks.PeriodicWriter)
-
-        self._hooks.sort(key=is_writer)
-        super().before_train()
-
     def resume_or_load(self, resume: bool = True) -> None:
         """Go on from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``."""
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)

@@ -86,18 +86,6 @@ def __getattr__(name: str) -> Any:
     raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
 
 
-class _Scoped(registry.Registry):
-    def find(self, kind: Any) -> Any:
-        """As the base class does; ``"mmengine.SGD"`` is also what is ``"SGD"`` here."""
-        try:
-            return super().find(kind)
-        except ImportError:
-            name = kind.partition(".")[2]
-            if name not in self:
-                raise
-            return self.get(name)
-
-
 class Registry(registry.Registry):
     """A registry with MMEngine's arguments.
 
@@ -122,18 +110,19 @@ class Registry(registry.Registry):
         found = self._objects.get(without_scope)
         return self._objects.get(name, found)
 
+    def find(self, kind: Any) -> Any:
+        """As the base class does; ``"mmengine.SGD"`` is also what is ``"SGD"`` here."""
+        found = self.get(kind) if isinstance(kind, str) else kind
+        if found is not None:
+            return found
+        return names.locate(kind) if "." in kind else super().get(kind)
+
     def build(self, cfg: Any, /, **kwargs: Any) -> Any:
         """As the base class does, with ``default_args`` for keys that ``cfg`` lacks."""
         if self.build_func is not None:
             return self.build_func(cfg, registry=self, **kwargs)
         defaults = kwargs.pop("default_args", None) or {}
-        arguments = {**defaults, **kwargs, **cfg}
-        kind = arguments.get("type")
-        if kind in _INSTEAD and kind not in self:
-            __getattr__(kind)
-        plain = _Scoped(self.name)
-        plain._objects = self._objects
-        return plain.build(arguments)
+        return super().build(cfg, **{**defaults, **kwargs})
 
 
 for _name in (
@@ -249,7 +238,7 @@ for _when in ("before", "after"):
         _ELSEWHERE[f"_{_when}_{_what}"] = f"override {_when}_train_{_what}"
 
 
-def _with_runner(method: Callable[..., Any], outer: str) -> Callable[..., Any]:
+def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
     """An event that the trainer calls without a runner, with that of the whole run around it."""
 
     @wraps(method)
@@ -257,11 +246,12 @@ def _with_runner(method: Callable[..., Any], outer: str) -> Callable[..., Any]:
         if runner is not None:  # called by a subclass
             method(self, runner)
             return
-        events = [getattr(type(self), outer), method]
-        if outer == "after_run":
-            events.reverse()
-        for each in events:
-            each(self, _Runner(self.trainer))
+        runner = _Runner(self.trainer)
+        if method.__name__ == "before_train":
+            self.before_run(runner)
+        method(self, runner)
+        if method.__name__ == "after_train":
+            self.after_run(runner)
 
     return event
 
@@ -279,14 +269,17 @@ class Hook(HookBase):
 
     def __init_subclass__(cls) -> None:
         names.refuse_overrides(cls, _ELSEWHERE)
-        for when in ("before", "after"):
-            name = f"{when}_train"
+        for name in ("before_train", "after_train"):
             if name in vars(cls):
-                event = _with_runner(vars(cls)[name], f"{when}_run")
-                setattr(cls, name, event)
+                setattr(cls, name, _with_runner(vars(cls)[name]))
 
-    before_train = _with_runner(lambda self, runner: None, "before_run")
-    after_train = _with_runner(lambda self, runner: None, "after_run")
+    @_with_runner
+    def before_train(self, runner: Any) -> None:
+        """Called before the first iteration."""
+
+    @_with_runner
+    def after_train(self, runner: Any) -> None:
+        """Called after the last iteration."""
 
     def before_run(self, runner: Any) -> None:
         """Called before :meth:`before_train`."""

@@ -25,9 +25,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     standard deviation, pad at the right and the bottom, stack.
 
     Args:
-        mean: of the channels, 3 or 1 for all, in the order of channels after reversing. Given
+        mean: of each channel, or one for all, in the order of channels after reversing. Given
             with ``std``, or both None for no normalisation.
-        std: standard deviations of the channels, 3 or 1 for all.
+        std: standard deviations of the channels, as many.
         pad_size_divisor: height and width are padded to the largest of the batch, rounded up to a
             multiple of this. At least 1.
         pad_value: what is padded with, after normalisation.
@@ -36,7 +36,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         non_blocking: see :class:`BaseDataPreprocessor`.
 
     Attributes:
-        mean: float32 of shape (3, 1, 1) or (1, 1, 1), whatever the model is cast to; or None.
+        mean: float32 of shape (C, 1, 1) or (1, 1, 1), whatever the model is cast to; or None.
         std: the same.
 
     Raises:
@@ -71,11 +71,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
-        for name, values in self._given.items():
-            if len(values) not in (1, 3):
-                raise ValueError(
-                    f"{name} must be a list of 1 or 3 numbers, but got {values!r}"
-                )
         self._place_statistics()
 
     def forward(
@@ -95,54 +90,42 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         Raises:
             KeyError: if there is no ``"inputs"``.
             TypeError: if ``data`` is not a dict.
-            ValueError: if the shapes of the images are others.
+            ValueError: if the images have another shape.
         """
         moved = {**self.cast_data(data)}
-        moved["inputs"] = self._batch(moved["inputs"])
+        images = moved["inputs"]
+        # One tensor is normalised at once, a list image by image.
+        parts = [images]
+        if not isinstance(images, Tensor):
+            parts = [image[None] for image in images]
+        height = self._rounded_up(max(part.shape[-2] for part in parts))
+        width = self._rounded_up(max(part.shape[-1] for part in parts))
+        padded = []
+        for part in parts:
+            right = width - part.shape[-1]
+            below = height - part.shape[-2]
+            values = self._normalized(part)
+            margins = (0, right, 0, below)
+            padded.append(nn.functional.pad(values, margins, value=self.pad_value))
+        moved["inputs"] = torch.cat(padded).contiguous()
         moved.setdefault("data_samples", None)
         return moved
 
-    def _batch(self, images: Any) -> Tensor:
-        shapes = self._checked_shapes(images)
-        channels, *sizes = zip(*shapes, strict=True)
-        size = [len(images), channels[0]]
-        for lengths in sizes:
-            steps = math.ceil(max(lengths) / self.pad_size_divisor)
-            size.append(steps * self.pad_size_divisor)
-        batch = torch.full(
-            size,
-            self.pad_value,
-            dtype=torch.float32,
-            device=images[0].device,
-        )
-        # One tensor is copied at once, a list image by image.
-        pairs: Any = [(batch, images)]
-        if not isinstance(images, Tensor):
-            pairs = zip(batch, images, strict=True)
-        for target, image in pairs:
-            height, width = image.shape[-2:]
-            target[..., :height, :width] = self._normalized(image)
-        return batch
-
-    def _checked_shapes(self, images: Any) -> list[tuple[int, ...]]:
-        """The shapes of the single images."""
-        shapes = [tuple(image.shape) for image in images]
-        if {len(shape) for shape in shapes} != {3}:
-            raise ValueError(
-                f"inputs must be one or more images of shape (C, H, W), not {shapes}"
-            )
-        needed = shapes[0][0]
-        if self._reverse or 3 in map(len, self._given.values()):
-            needed = 3
-        if {shape[0] for shape in shapes} != {needed}:
-            raise ValueError(
-                f"images must have {needed} channels, but their shapes are {shapes}"
-            )
-        return shapes
+    def _rounded_up(self, length: int) -> int:
+        steps = math.ceil(length / self.pad_size_divisor)
+        return steps * self.pad_size_divisor
 
     def _normalized(self, images: Tensor) -> Tensor:
+        lengths = [len(values) for values in self._given.values()]
+        needs_three = self._reverse or 3 in lengths
+        # Other shapes would be broadcast.
+        if images.ndim != 4 or (needs_three and images.shape[1] != 3):
+            raise ValueError(
+                "inputs must be images of shape (C, H, W), with three channels if these "
+                f"are reversed or have a mean each, but got {tuple(images.shape[1:])}"
+            )
         if self._reverse:
-            images = images.flip(-3)
+            images = images.flip(1)
         images = images.float()
         if self.mean is None or self.std is None:
             return images
@@ -334,63 +317,42 @@ class BatchNormXd(nn.BatchNorm2d):
 def convert_sync_batchnorm(
     module: nn.Module, implementation: str = "torch"
 ) -> nn.Module:
-    """Replace each batch norm by a :class:`torch.nn.SyncBatchNorm`, in place.
+    """Make each batch norm of a model a :class:`torch.nn.SyncBatchNorm`.
 
-    Parameters, buffers and mode stay, and a layer at several places is still one.
-    (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of it.) Convert before the
-    model is wrapped in DistributedDataParallel. torch refuses these layers on the CPU.
+    The layers stay the same objects, also those at several places in the model.
+    (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of these.) Convert
+    before the model is wrapped in DistributedDataParallel. torch refuses these layers on
+    the CPU.
 
     Args:
-        module: the model.
+        module: the model, which is changed.
         implementation: ``"torch"``; MMEngine has others.
 
     Returns:
-        The module, or its replacement if it was a batch norm itself.
+        The model.
 
     Raises:
         ValueError: for another implementation.
     """
     if implementation != "torch":
         raise ValueError(f"implementation must be 'torch', but got {implementation!r}")
-    return _replace(module, _BatchNorm, nn.SyncBatchNorm)
+    for norm in module.modules():
+        if isinstance(norm, _BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
+            norm.__class__ = nn.SyncBatchNorm
+            norm.process_group = None  # type: ignore[assignment]
+    return module
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace each :class:`torch.nn.SyncBatchNorm` by a :class:`BatchNormXd`, in place.
+    """Make each :class:`torch.nn.SyncBatchNorm` of a model a :class:`BatchNormXd`.
 
-    So a model that was trained on several accelerators runs on the CPU too. Parameters, buffers
-    and mode stay, and a layer at several places is still one.
+    So a model that was trained on several accelerators runs on the CPU too. The layers
+    stay the same objects.
 
     Returns:
-        The module, or its replacement if it was such a batch norm itself.
+        The model, which is changed.
     """
-    return _replace(module, nn.SyncBatchNorm, BatchNormXd)
-
-
-def _replace(
-    module: nn.Module, kind: type[_BatchNorm], new: type[_BatchNorm]
-) -> nn.Module:
-    made: dict[nn.Module | None, nn.Module] = {}
     for norm in module.modules():
-        if isinstance(norm, kind) and not isinstance(norm, new):
-            made[norm] = _like(norm, new)
-    for parent in module.modules():
-        # named_children() leaves out the second name of a module.
-        for name, child in parent._modules.items():
-            parent._modules[name] = made.get(child, child)
-    return made.get(module, module)
-
-
-def _like(norm: _BatchNorm, new_type: type[_BatchNorm]) -> _BatchNorm:
-    """A batch norm of another type with the same tensors; its own would be thrown away."""
-    new = new_type(
-        norm.num_features,
-        norm.eps,
-        norm.momentum,
-        norm.affine,
-        norm.track_running_stats,
-        device="meta",
-    )
-    new._parameters.update(norm._parameters)
-    new._buffers.update(norm._buffers)
-    return new.train(norm.training)
+        if isinstance(norm, nn.SyncBatchNorm):
+            norm.__class__ = BatchNormXd  # type: ignore[assignment]
+    return module

@@ -1,21 +1,15 @@
-"""MMEngine's strategies: with callbacks around checkpoints, and a logger of the run."""
+"""MMEngine's strategies: with a name and a logger of the run."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 from hooktrain import strategy
-from hooktrain.checkpoint import Checkpointer
 from hooktrain.utils import names
-from hooktrain.utils.collect_env import collect_env
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.registry import STRATEGIES
-from hooktrain.utils.tensors import full_tensors
-
-State: TypeAlias = dict[str, Any]
-Callback: TypeAlias = Callable[[State], object] | None
 
 _NOT_CALLED = {
     "_setup_env": "override setup()",
@@ -25,31 +19,6 @@ _NOT_CALLED = {
     "_init_model_weights": "override init_model_weights()",
     "_build_param_scheduler": "override build_param_scheduler()",
 }
-
-
-class _Checkpointer(Checkpointer):
-    """Calls a function with what is written, and with what was read."""
-
-    callback: Callback = None
-
-    def content(self, extra: State) -> State:
-        state = super().content(extra)
-        if self.callback is not None:
-            state = state if self.sharded else full_tensors(state)
-            self.callback(state)
-        return state
-
-    def read(self, path: AnyPath) -> State:
-        state = super().read(path)
-        if self.callback is not None:
-            self.callback(state)
-        return state
-
-    def read_newest(self) -> tuple[str, State] | None:
-        found = super().read_newest()
-        if found is not None and self.callback is not None:
-            self.callback(found[1])
-        return found
 
 
 class BaseStrategy(strategy.BaseStrategy):
@@ -78,7 +47,6 @@ class BaseStrategy(strategy.BaseStrategy):
         super().__init__(**kwargs)
         self._experiment_name = experiment_name
         self._log_kwargs = log_kwargs
-        self._callback: Callback = None
 
     def setup(self) -> None:
         """As the base class does; then log as ``log_kwargs`` asks for."""
@@ -93,12 +61,6 @@ class BaseStrategy(strategy.BaseStrategy):
         if self._experiment_name is None:
             return self.timestamp
         return f"{self._experiment_name}_{self.timestamp}"
-
-    @property
-    def randomness(self) -> dict[str, Any]:
-        """``seed`` as configured, ``diff_rank_seed`` and ``deterministic``."""
-        keys = ("seed", "diff_rank_seed", "deterministic")
-        return {key: getattr(self.environment, key) for key in keys}
 
     def build_logger(
         self,
@@ -120,63 +82,6 @@ class BaseStrategy(strategy.BaseStrategy):
         logger = setup_logger(log_file, self.rank)
         logger.setLevel(log_level)
         return logger
-
-    def collect_env(self) -> tuple[dict[str, str], State]:
-        """What is to know about machine and software, and about this run."""
-        run = {
-            **vars(self.environment),
-            "seed": self.seed,
-            "Distributed launcher": self.launcher,
-            "Distributed training": self.distributed,
-            "GPU number": self.world_size,
-        }
-        return collect_env(), run
-
-    def save_checkpoint(
-        self, filename: AnyPath, *, callback: Callback = None, **options: Any
-    ) -> None:
-        """As the base class does.
-
-        Args:
-            filename: see the base class.
-            callback: called on all ranks with the content, which it may change, before
-                it is written.
-            options: see the base class.
-        """
-        self._callback = callback
-        super().save_checkpoint(filename, **options)
-
-    def load_checkpoint(
-        self, filename: AnyPath, *, callback: Callback = None, **options: Any
-    ) -> State:
-        """As the base class does.
-
-        Args:
-            filename: see the base class.
-            callback: called on all ranks with the content, which it may change, before
-                anything is loaded.
-            options: see the base class.
-        """
-        self._callback = callback
-        return super().load_checkpoint(filename, **options)
-
-    def resume(
-        self, filename: AnyPath | None, *, callback: Callback = None, **options: Any
-    ) -> State | None:
-        """As the base class does.
-
-        Args:
-            filename: see the base class.
-            callback: see :meth:`load_checkpoint`.
-            options: see the base class.
-        """
-        self._callback = callback
-        return super().resume(filename, **options)
-
-    def _make_checkpointer(self, folder: str, parts: State) -> Checkpointer:
-        made = _Checkpointer(self.model, folder, sharded=self.saves_shards, **parts)
-        made.callback = self._callback
-        return made
 
 
 @STRATEGIES.register_module(force=True)

@@ -4,7 +4,6 @@ Importing ``hooktrain.compat.mmengine`` registers the constructor in place of th
 """
 
 import logging
-import math
 import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -32,8 +31,8 @@ Rules = Mapping[str, Any]
 
 # The rules of the weight decay. The first that applies to a parameter counts.
 _DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
-_MULTIPLIERS = ("bias_lr_mult", *_DECAYS)
-RULES = ("custom_keys", "bypass_duplicate", *_MULTIPLIERS)
+_MULTIPLIED = {"lr_mult": "lr", "decay_mult": "weight_decay"}
+RULES = ("custom_keys", "bypass_duplicate", "bias_lr_mult", *_DECAYS)
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
@@ -129,38 +128,18 @@ def paramwise_param_groups(
       them; otherwise it is an error if they lead to different settings.
 
     Args:
-        model: may be wrapped. Parameters that are frozen are left out, with a warning.
-        paramwise_cfg: the rules; multipliers are at least 0.
+        model: may be wrapped. Parameters that are frozen are left out.
+        paramwise_cfg: the rules.
         base_lr: the optimizer's learning rate; None leaves it out of the groups.
         base_wd: the optimizer's weight decay; None leaves it out of the groups.
 
     Raises:
-        ValueError: for an unknown rule, a multiplier that is negative or not finite, or one of a
-            base that is None; or if a parameter has two names for which the rules differ.
+        ValueError: for an unknown rule, or a multiplier of a base that is None; or if a
+            parameter has two names for which the rules differ.
     """
     rules = {rule: value for rule, value in paramwise_cfg.items() if value is not None}
     base = {"lr": base_lr, "weight_decay": base_wd}
-    _check_rules(rules, base)
-    walked = walk_parameters(model)
-    frozen = []
-    every_name = []
-    for names, _, parameter in walked:
-        every_name += [f".{name}" for name in names]
-        if not parameter.requires_grad:
-            frozen.append(names[0])
-    if frozen:
-        logger.warning(
-            "%d parameters are frozen and not optimized: %s",
-            len(frozen),
-            reprlib.repr(frozen),
-        )
-    for key in rules.get("custom_keys", {}):
-        if any(key in name for name in every_name):
-            continue
-        # No error: one configuration may serve many models.
-        parts = ".".join(every_name).split(".")
-        hint = did_you_mean(key, parts)
-        logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
+    _check_rules(rules, model)
 
     def settings(
         names: list[str], module: nn.Module, parameter: nn.Parameter
@@ -183,57 +162,57 @@ def paramwise_param_groups(
     return groups
 
 
-def _check_rules(rules: Rules, base: Rules) -> None:
+def _check_rules(rules: Rules, model: nn.Module) -> None:
     for rule in rules:
         if rule not in RULES:
             raise ValueError(
                 f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
             )
-    multipliers = {rule: rules[rule] for rule in _MULTIPLIERS if rule in rules}
+    known: list[str] = []
+    for names, _, _ in walk_parameters(model):
+        known += map(_dotted, names)
     for key, custom in rules.get("custom_keys", {}).items():
+        # Other names are options of the optimizer, or of whoever looks at its groups.
         for name in custom:
-            if name in ("lr_mult", "decay_mult"):
-                multipliers[f"custom_keys[{key!r}].{name}"] = custom[name]
-                continue
-            # Other names are options of the optimizer, or of whoever looks at its groups.
-            near = get_close_matches(name, ("lr_mult", "decay_mult"), cutoff=0.8)
-            if near:
+            near = get_close_matches(name, _MULTIPLIED, n=1, cutoff=0.8)
+            if near and name not in _MULTIPLIED:
                 raise ValueError(
                     f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}"
                 )
-    for rule, value in multipliers.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(
-                f"{rule} must be finite and not negative, but got {value!r}"
-            )
-        name = "lr" if rule.endswith("lr_mult") else "weight_decay"
-        if base[name] is None:
-            raise ValueError(
-                f"{rule} multiplies {name}: the optimizer's must be configured"
-            )
+        # No error: one configuration may serve many models.
+        if not any(key in name for name in known):
+            parts = ".".join(known).split(".")
+            hint = did_you_mean(key, parts)
+            logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
 
 
 def _paramwise(
     name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules, base: Rules
 ) -> ParamGroup:
     """The settings of a parameter under one of its names."""
-    dotted = name if "." in name else f".{name}"
     custom_keys = rules.get("custom_keys", {})
-    keys = [key for key in custom_keys if key in dotted]
+    keys = [key for key in custom_keys if key in _dotted(name)]
     if keys:
         longest = min(keys, key=lambda key: (-len(key), key))
         settings = dict(custom_keys[longest])
     else:
         settings = _multipliers(name, module, parameter, rules)
-    lr_mult = settings.pop("lr_mult", 1)
-    decay_mult = settings.pop("decay_mult", 1)
     # Settings that are the base's are written down too, so that equal groups look equal.
-    group: ParamGroup = {}
-    if base["lr"] is not None:
-        group["lr"] = base["lr"] * lr_mult
-    if base["weight_decay"] is not None:
-        group["weight_decay"] = base["weight_decay"] * decay_mult
+    group = {key: value for key, value in base.items() if value is not None}
+    for multiplier, key in _MULTIPLIED.items():
+        if multiplier not in settings:
+            continue
+        if key not in group:
+            raise ValueError(
+                f"{multiplier} of {name!r} multiplies {key}: configure the optimizer's"
+            )
+        group[key] *= settings.pop(multiplier)
     return group | settings
+
+
+def _dotted(name: str) -> str:
+    """The name of a parameter as custom keys see it: one of the model's own begins with a dot."""
+    return name if "." in name else f".{name}"
 
 
 def _multipliers(
@@ -244,8 +223,8 @@ def _multipliers(
     is_norm = isinstance(module, NORMS)
     is_bias = name.rpartition(".")[2] == "bias"
     is_depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
-    if is_bias and not is_norm:
-        found["lr_mult"] = rules.get("bias_lr_mult", 1)
+    if is_bias and not is_norm and "bias_lr_mult" in rules:
+        found["lr_mult"] = rules["bias_lr_mult"]
     applies = (is_norm, is_bias, is_depthwise, parameter.ndim == 1)
     for rule in compress(_DECAYS, applies):
         if rule in rules:

@@ -49,20 +49,19 @@ class CosineRestartParamScheduler(Falling):
             raise ValueError(
                 f"periods must be at least one, and restart_weights as many: {self!r}"
             )
+        self._starts = [*accumulate(self.periods, initial=0)]
 
     def _share(self, k: int) -> float:
-        starts = [*accumulate(self.periods, initial=0)]
-        last = starts[-1] - 1
+        last = self._starts[-1] - 1
         k = min(k, last)
-        period = bisect_right(starts, k) - 1
-        done = k - starts[period]
+        period = bisect_right(self._starts, k) - 1
+        done = k - self._starts[period]
         return half_cosine(done, self.periods[period])
 
     def _base(self, i: int, value: Any) -> Any:
-        starts = [*accumulate(self.periods, initial=0)][:-1]
-        if self.last_step not in starts:
+        if self.last_step not in self._starts[:-1]:
             return super()._base(i, value)
-        period = starts.index(self.last_step)
+        period = self._starts.index(self.last_step)
         return self.base_values[i] * self.restart_weights[period]
 
 
@@ -119,13 +118,14 @@ class OneCycleParamScheduler(GroupParamScheduler):
         if self.three_phase:
             corners.insert(2, (2 * peak, low))
         for (start, first), (end, last) in pairwise(corners):
-            if k <= end:
-                where = 1.0
-                if end > start:
-                    where = (k - start) / (end - start)
-                if self.anneal_strategy == "cos":
-                    where = 1 - half_cosine(where, 1)
-                return first * (1 - where) + last * where
+            if k > end:
+                continue
+            where = 1.0
+            if end > start:
+                where = (k - start) / (end - start)
+            if self.anneal_strategy == "cos":
+                where = 1 - half_cosine(where, 1)
+            return first * (1 - where) + last * where
         return corners[-1][1]
 
     def _base(self, i: int, value: Any) -> Any:
@@ -176,7 +176,15 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        self._least()
+        count = len(self.optimizer.param_groups)
+        least = self.min_value
+        if not isinstance(least, Sequence):
+            least = [least] * count
+        if len(least) != count:
+            raise ValueError(
+                f"give one min_value, or one for each of the {count} groups: {least!r}"
+            )
+        self._least = least  # of each group
         is_known = self.rule in ("less", "greater")
         if not is_known or self.threshold_rule not in ("rel", "abs"):
             raise ValueError(
@@ -198,42 +206,29 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         is_inside = self.begin <= self.global_step < self.end
         if not is_inside or not self._is_due(metrics[self.monitor]):
             return
-        least = self._least()
         # Synchronises with the device, if the values are tensors there.
         values = self.get_last_value()
-        for i, group in enumerate(self._groups()):
-            reduced = max(values[i] * self.factor, least[i])
-            if values[i] - reduced > self.eps:
+        groups = zip(self._groups(), values, self._least, strict=True)
+        for group, value, least in groups:
+            reduced = max(value * self.factor, least)
+            if value - reduced > self.eps:
                 self._write(group, reduced)
-
-    def _least(self) -> list[float]:
-        """The least value of each group."""
-        count = len(self.optimizer.param_groups)
-        least = self.min_value
-        if not isinstance(least, Sequence):
-            least = [least] * count
-        if len(least) != count:
-            raise ValueError(
-                f"give one min_value, or one for each of the {count} groups: {least!r}"
-            )
-        return list(least)
 
     def _is_better(self, value: float, best: float) -> bool:
         """Whether a value of the metric is an improvement; MMEngine's name."""
-        less = self.rule == "less"
-        margin = -self.threshold if less else self.threshold
+        sign = -1 if self.rule == "less" else 1
+        margin = sign * self.threshold
         bound = best + margin
         if self.threshold_rule == "rel":
             bound = best * (1 + margin)
-        return value < bound if less else value > bound
+        return sign * value > sign * bound
 
     def _is_due(self, value: float) -> bool:
         """Count a value of the metric; whether to reduce."""
+        self.num_bad_epochs += 1
         if self._is_better(value, self.best):
             self.best = float(value)
             self.num_bad_epochs = 0
-        else:
-            self.num_bad_epochs += 1
         if self.cooldown_counter > 0:
             self.cooldown_counter -= 1
             self.num_bad_epochs = 0

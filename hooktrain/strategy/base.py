@@ -73,7 +73,7 @@ class BaseStrategy(ABC):
     the trainer by a Checkpointer of your own instead.
 
     A subclass overrides :meth:`wrap_model`, and what else is different. What only
-    MMEngine's strategies have, such as ``callback`` and ``build_logger``, those of
+    MMEngine's strategies have, such as ``build_logger``, those of
     :mod:`hooktrain.compat.mmengine` have.
 
     Args:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hooktrain.compat.detectron2 import (
     DatasetEvaluator,
     DefaultTrainer,
-    HookBase,
     SimpleTrainer,
     TrainerBase,
     default_argument_parser,
@@ -22,7 +21,6 @@ from hooktrain.compat.detectron2 import (
     hooks,
     verify_results,
 )
-from hooktrain.utils.events import load_json_metrics
 from hooktrain.utils.logger import close_logger
 
 
@@ -191,27 +189,6 @@ def test_a_constructor_of_ones_own_may_put_another_trainer_inside(
     assert trainer._trainer.ran == 3
     assert trainer.state_dict()["iteration"] == 2
     assert trainer.storage.history("total_loss").count == 3
-
-
-class PutsLate(HookBase):
-    def after_step(self) -> None:
-        self.trainer.storage.put_scalar("late", self.trainer.iter, smoothing_hint=False)
-
-
-def test_a_metric_of_a_hook_behind_the_writer_is_in_its_iterations_line(
-    tmp_path: Path,
-) -> None:
-    trainer = Trainer(tree(tmp_path))
-    trainer.register_hooks([PutsLate()])
-    trainer._hooks.append(hooks.CallbackHook(after_train=lambda _: None))
-    trainer.train()
-    assert [
-        line.get("late") for line in load_json_metrics(tmp_path / "metrics.json")
-    ] == [
-        None,  # the evaluation in between
-        5,
-        None,
-    ]
 
 
 def test_a_tree_is_saved(tmp_path: Path) -> None:

@@ -89,8 +89,11 @@ def test_names_that_are_not_there_say_what_takes_their_place() -> None:
     for name, instead in INSTEAD.items():
         with pytest.raises(ImportError, match=f"place of MMEngine's {name}: {instead}"):
             getattr(mmengine, name)
-    with pytest.raises(ImportError, match="place of MMEngine's LoggerHook: hooks"):
-        mmengine.HOOKS.build({"type": "LoggerHook", "interval": 10})  # type: ignore[attr-defined]
+
+
+def test_a_name_that_a_registry_lacks_has_a_near_one() -> None:
+    with pytest.raises(KeyError, match="did you mean 'EvalHook'"):
+        mmengine.HOOKS.build({"type": "EvalHok"})  # type: ignore[attr-defined]
 
 
 def test_registries_take_defaults_scopes_parents_and_builders() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from mmengine.optim.scheduler import lr_scheduler, momentum_scheduler
 
 from hooktrain.compat import mmengine as ours
 from hooktrain.compat.mmengine import CosineRestartLR, OneCycleLR, ReduceOnPlateauLR
@@ -28,8 +27,8 @@ from scheduler_toys import (
 
 OUR_MIXINS = (ours.LRSchedulerMixin, ours.MomentumSchedulerMixin)
 THEIR_MIXINS = (
-    lr_scheduler.LRSchedulerMixin,
-    momentum_scheduler.MomentumSchedulerMixin,
+    theirs.lr_scheduler.LRSchedulerMixin,
+    theirs.momentum_scheduler.MomentumSchedulerMixin,
 )
 
 
