@@ -235,11 +235,9 @@ class DefaultTrainer(TrainerBase):
         if isinstance(strategy, Mapping) and "_target_" in strategy:
             strategy = dict(strategy)  # it is built with what follows
             strategy["type"] = strategy.pop("_target_")
-        wrapper = dict(train.ddp)
-        compression = wrapper.pop("fp16_compression", False)
         return build_strategy(
             instantiate(strategy),
-            ddp={"fp16_compression": compression, "model_wrapper": wrapper},
+            model_wrapper=train.ddp,
             sync_bn=train.get("sync_bn"),
             work_dir=train.output_dir,
             device=train.device,

@@ -5,15 +5,15 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hooktrain import __version__, solver
+from hooktrain import solver
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
@@ -32,7 +32,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath, on_disk
 from hooktrain.utils.registry import MODELS
-from hooktrain.utils.tensors import full_tensors, map_leaves
+from hooktrain.utils.tensors import full_tensors
 
 State = dict[str, Any]
 Renames: TypeAlias = Sequence[tuple[str, str]]
@@ -68,17 +68,12 @@ class BaseStrategy(ABC):
         )
         strategy.load_or_resume(resume=True)
 
-    A :class:`~hooktrain.checkpoint.Checkpointer` writes and reads its checkpoints, which
-    hold ``model``, ``optimizer``, ``param_schedulers`` and ``meta``. With a trainer, save
-    the trainer by a Checkpointer of your own instead.
-
     A subclass overrides :meth:`wrap_model`, and what else is different. What only
     MMEngine's strategies have, such as ``build_logger``, those of
     :mod:`hooktrain.compat.mmengine` have.
 
     Args:
-        work_dir: the folder of the checkpoints. Nothing is made until there is something
-            to write.
+        work_dir: the folder of the checkpoints, made when the first is written.
         env_kwargs: an :class:`Environment`, or a dict of its arguments or MMEngine's.
         auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning
             rates by the number of samples that all ranks see in one backward pass, over
@@ -87,20 +82,16 @@ class BaseStrategy(ABC):
             ``dispatch_kwargs``. Accumulated passes do not count, as in MMEngine.
         sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches
             of all ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
-            None changes nothing; one process has all of the batch anyway.
-        device: such as ``"cpu"`` or ``"cuda:1"``. None is the accelerator, if there is
-            one; with several ranks, each has its own.
+        device: such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
 
     Attributes:
         work_dir: the folder of the checkpoints, absolute.
         environment: the settings of the process.
-        launcher: who started the processes: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or
-            ``"none"``.
+        launcher: who started the processes; see :func:`infer_launcher`.
         timestamp: when the strategy was made, as ``20251231_235959``; the same on all
             ranks after :meth:`setup`.
         device: where this process computes.
-        seed: of the run, without a rank; after a resume that of the checkpoint. None
-            until :meth:`setup` draws one, if none is configured.
+        seed: of the run, without a rank; after a resume that of the checkpoint.
         model: the model as it is to be called.
         optim_wrapper: the optimizer, or several.
         param_schedulers: the schedulers.
@@ -161,8 +152,9 @@ class BaseStrategy(ABC):
 
         Args:
             model: see :meth:`build_model`.
-            optim_wrapper: see :meth:`build_optim_wrapper`; None to evaluate only.
-            param_scheduler: see :meth:`build_param_scheduler`.
+            optim_wrapper: see :func:`hooktrain.solver.build_optim_wrapper`; None to
+                evaluate only. One that is built has parameters of the prepared model.
+            param_scheduler: see :func:`hooktrain.solver.build_param_scheduler`.
             compile: see :meth:`compile_model`.
             dispatch_kwargs: what is known of the run: ``epoch_length``, ``max_epochs``
                 and ``max_iters`` for schedules and accumulation,
@@ -175,7 +167,7 @@ class BaseStrategy(ABC):
             and these.
 
         Raises:
-            ValueError: for another model than before.
+            ValueError: for another model than before, or an optimizer of another.
         """
         self.setup()
         self.dispatch_kwargs |= dispatch_kwargs or {}
@@ -189,6 +181,7 @@ class BaseStrategy(ABC):
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
             self.optim_wrapper.name_parameters(self.model)
+            self._check_same_parameters()
             self._scale_lr()
             self._tell_length()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
@@ -207,11 +200,21 @@ class BaseStrategy(ABC):
                 "this strategy has prepared another model: make one strategy for each"
             )
 
-    def setup(self) -> None:
-        """Join the other processes, choose the device, and seed.
+    def _check_same_parameters(self) -> None:
+        ours = set(self.model.parameters())
+        for wrapper in wrappers_by_name(self.optim_wrapper).values():
+            theirs = [p for group in wrapper.param_groups for p in group["params"]]
+            if ours.isdisjoint(theirs):
+                raise ValueError(
+                    "the optimizer has none of the model's parameters: build it from "
+                    "the prepared model, or give its configuration"
+                )
 
-        A collective, which :meth:`prepare` calls; a second call does nothing. Call it
-        yourself if you build the model, so that its weights depend on the seed.
+    def setup(self) -> None:
+        """Join the other processes, choose the device, and seed. A collective.
+
+        A second call does nothing. Call it before :meth:`prepare` if you build the model,
+        so that its weights depend on the seed.
         """
         if self._is_set_up:
             return
@@ -229,18 +232,16 @@ class BaseStrategy(ABC):
         """Join the other processes, unless that is done already."""
         if self.launcher == "none" or self.distributed:
             return
-        settings = self.environment
-        backend = settings.backend
+        backend = self.environment.backend
         if backend is None and str(self._wanted_device) == "cpu":
             backend = "gloo"
-        environment.join_processes(self.launcher, backend, settings.timeout)
+        environment.join_processes(self.launcher, backend, self.environment.timeout)
         self._made_group = True
 
     def teardown(self) -> None:
-        """Leave the other processes, if :meth:`setup` has joined them. Not a collective.
+        """Leave the other processes, if :meth:`setup` has joined them.
 
-        A model in DistributedDataParallel holds the process group too: let go of it
-        first.
+        Let go of a model in DistributedDataParallel first: it holds the process group.
         """
         if self._made_group:
             environment.leave_processes()
@@ -251,8 +252,7 @@ class BaseStrategy(ABC):
 
         Args:
             model: a module, which is returned; a dict with ``type`` in ``MODELS`` and
-                arguments; a ``LazyCall``; or a function without arguments that makes the
-                module.
+                arguments; a ``LazyCall``; or a function that makes the module.
 
         Raises:
             TypeError: for anything else, or if a configuration gives no module.
@@ -269,34 +269,23 @@ class BaseStrategy(ABC):
         return built
 
     def init_model_weights(self, model: nn.Module) -> None:
-        """Call the model's ``init_weights``, if it has one and it was not called yet.
-
-        The model is still on the CPU, and not wrapped.
-        """
+        """Call the model's ``init_weights``, if it has one that was not called yet."""
         if hasattr(model, "init_weights") and not getattr(model, "is_init", False):
             model.init_weights()  # type: ignore[operator]
             model.is_init = True  # type: ignore[assignment]
 
     @abstractmethod
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Bring a model to its device, equal on all ranks, and wrap it. A collective.
-
-        A model that is wrapped already stays as it is.
-        """
+        """Bring a model that is not wrapped to its device, equal on all ranks, and wrap it."""
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
         if self.sync_bn is None or self.world_size == 1:
             return model
-        norm: Any = nn.SyncBatchNorm
-        converted: nn.Module = norm.convert_sync_batchnorm(model)
-        return converted
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """Bring a model to :attr:`device`, with the first rank's weights. A collective.
-
-        All parameters and buffers go in one coalesced broadcast.
-        """
+        """Bring a model to :attr:`device`, with the first rank's weights. A collective."""
         model = model.to(self.device)
         _broadcast((*model.parameters(), *model.buffers()))
         return model
@@ -307,14 +296,11 @@ class BaseStrategy(ABC):
         """Compile a method of a model, in place.
 
         Args:
-            model: also one in a wrapper; the names of its state do not change.
+            model: may be wrapped.
             compile: False, or a dict with ``disable=True``, leaves the model as it is.
                 True compiles the forward. A dict has the arguments of
                 :func:`torch.compile`, and may name another method as ``target``, such as
                 ``"train_step"``; a copy of the model then calls the method of this one.
-
-        Raises:
-            AttributeError: if the model has no method ``target``.
         """
         options: dict[str, Any] = dict(compile) if isinstance(compile, Mapping) else {}
         if compile is False or options.pop("disable", False):
@@ -325,19 +311,12 @@ class BaseStrategy(ABC):
             model.compile(**options)
         else:
             setattr(model, target, torch.compile(getattr(model, target), **options))
-        self.logger.info("%s() is compiled: the first iterations take long", target)
         return model
 
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
     ) -> Wrappers:
-        """The optimizer; see :func:`hooktrain.solver.build_optim_wrapper`.
-
-        Args:
-            optim_wrapper: a wrapper, a torch optimizer, or a configuration of one or
-                several.
-            model: the model, which a configuration needs.
-        """
+        """The optimizer; see :func:`hooktrain.solver.build_optim_wrapper`."""
         return solver.build_optim_wrapper(model, optim_wrapper)
 
     def _scale_lr(self) -> None:
@@ -364,47 +343,26 @@ class BaseStrategy(ABC):
 
     def _tell_length(self, done: int = 0) -> None:
         """Say how long the run is, so that the last accumulation step is shorter."""
-        max_iters = self.dispatch_kwargs.get("max_iters")
-        if max_iters is None:
-            return
+        max_iters = self.dispatch_kwargs.get("max_iters") or 0
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
-            if wrapper.accumulative_counts > 1:
-                count = wrapper.inner_count or done
-                wrapper.initialize_count_status(
-                    self.model, count, max(count, max_iters)
-                )
+            count = wrapper.inner_count or done
+            wrapper.initialize_count_status(self.model, count, max_iters)
 
     def build_param_scheduler(
-        self,
-        scheduler: Any,
-        optim_wrapper: Wrappers,
-        default_args: Mapping[str, Any] | None = None,
+        self, scheduler: Any, optim_wrapper: Wrappers
     ) -> Schedulers:
-        """The schedulers; see :func:`hooktrain.solver.build_param_scheduler`.
-
-        Args:
-            scheduler: a scheduler, a configuration, or several of them.
-            optim_wrapper: what they schedule.
-            default_args: ``epoch_length``, ``max_epochs`` and ``max_iters``; None takes
-                them from :attr:`dispatch_kwargs`.
-        """
-        if default_args is None:
-            names = ("epoch_length", "max_epochs", "max_iters")
-            default_args = {name: self.dispatch_kwargs.get(name) for name in names}
-        return solver.build_param_scheduler(scheduler, optim_wrapper, default_args)
+        """The schedulers; see :func:`hooktrain.solver.build_param_scheduler`."""
+        names = ("epoch_length", "max_epochs", "max_iters")
+        known = {name: self.dispatch_kwargs.get(name) for name in names}
+        return solver.build_param_scheduler(scheduler, optim_wrapper, known)
 
     def model_state_dict(self) -> State:
-        """The model's state on the CPU, by names without a wrapper. A collective.
+        """The model's state, by names without a wrapper. A collective.
 
         What is sharded is whole on the main process and None on the others, unless
         checkpoints are saved as shards.
         """
-        state = self._whole(unwrap_model(self.model).state_dict())
-        # Host-device synchronisation, unless the model is on the CPU.
-        on_cpu: State = map_leaves(
-            lambda _, leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state
-        )
-        return on_cpu
+        return self._whole(unwrap_model(self.model).state_dict())
 
     def optim_state_dict(self) -> State:
         """The state of the optimizer, sharded or not as the model's. A collective."""
@@ -415,10 +373,7 @@ class BaseStrategy(ABC):
         return whole
 
     def scheduler_state_dict(self) -> Any:
-        """The states of the schedulers; by name, where there are several optimizers.
-
-        A pure function of progress has none, which is an empty dict.
-        """
+        """The states of the schedulers; by name, where there are several optimizers."""
         return scheduler_states(self.param_schedulers)
 
     def load_model_state_dict(
@@ -431,7 +386,7 @@ class BaseStrategy(ABC):
         """Load what fits, and report what does not.
 
         Args:
-            state_dict: of a model, with or without its wrapper.
+            state_dict: of a model, wrapped or not.
             strict: raise a RuntimeError if there is a difference.
             revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
         """
@@ -443,11 +398,7 @@ class BaseStrategy(ABC):
         self.optim_wrapper.load_state_dict(state_dict)
 
     def load_scheduler_state_dict(self, state_dict: Schedulers) -> None:
-        """Load what :meth:`scheduler_state_dict` returned.
-
-        Raises:
-            ValueError: if it is of more or fewer schedulers, or of others by name.
-        """
+        """Load what :meth:`scheduler_state_dict` returned."""
         load_scheduler_states(self.param_schedulers, state_dict)
 
     def save_checkpoint(
@@ -465,18 +416,13 @@ class BaseStrategy(ABC):
             filename: its path. A file there is replaced in one go.
             save_optimizer: with the optimizer's state, if there is one.
             save_param_scheduler: with the schedulers' states, if there are any.
-            extra_ckpt: further entries, of tensors and plain types. ``seed``, ``time``
-                and ``hooktrain`` (the version) are added to its ``meta``, which needs
-                ``iter``, the number of finished iterations, for :meth:`resume`.
+            extra_ckpt: further entries, of tensors and plain types. ``meta`` gets the
+                ``seed``, and needs ``iter``, the number of finished iterations, for
+                :meth:`resume`.
             tag: make it the one to resume from, in its folder.
         """
         extra = dict(extra_ckpt or {})
-        extra["meta"] = {
-            **extra.get("meta", {}),
-            "seed": self.seed,
-            "time": time.strftime("%Y%m%d_%H%M%S"),
-            "hooktrain": __version__,
-        }
+        extra["meta"] = {**extra.get("meta", {}), "seed": self.seed}
         folder, name = os.path.split(os.path.abspath(on_disk(filename)))
         checkpointer = self._checkpointer(folder, save_optimizer, save_param_scheduler)
         checkpointer.save(name.removesuffix(".pth"), tag=tag, **extra)
@@ -492,15 +438,14 @@ class BaseStrategy(ABC):
         """Load the model, and nothing else, from a file or folder. A collective.
 
         Args:
-            filename: a path, or an address; see
-                :meth:`hooktrain.checkpoint.Checkpointer.load`.
+            filename: see :meth:`hooktrain.checkpoint.Checkpointer.load`.
             map_location: MMEngine's. Weights go to where the model is, all else to the
                 CPU.
-            strict: raise a RuntimeError if there is a difference.
-            revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
+            strict: as for :meth:`load_model_state_dict`.
+            revise_keys: as for :meth:`load_model_state_dict`.
 
         Returns:
-            What was not loaded, on the CPU.
+            What was not loaded.
         """
         state = self._checkpointer(self.work_dir).read(filename)
         self.load_model_state_dict(
@@ -522,16 +467,14 @@ class BaseStrategy(ABC):
         ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`.
 
         Args:
-            filename: see :meth:`load_checkpoint`; None is the newest intact one in
+            filename: as for :meth:`load_checkpoint`; None is the newest intact one in
                 ``work_dir``.
             resume_optimizer: False begins with a new optimizer.
-            resume_param_scheduler: False begins with new schedulers, and with their
-                values.
-            map_location: see :meth:`load_checkpoint`.
+            resume_param_scheduler: False begins with new schedulers and their values.
+            map_location: as for :meth:`load_checkpoint`.
 
         Returns:
-            What was not loaded, such as ``meta``; None if there was no checkpoint in
-            ``work_dir``.
+            What was not loaded, such as ``meta``; None if there was no checkpoint.
 
         Raises:
             ValueError: if the checkpoint lacks a part.
@@ -547,11 +490,7 @@ class BaseStrategy(ABC):
             state = checkpointer.load(filename, [*checkpointer.checkpointables])
         meta = state.get("meta") or {}
         done = meta.get("iter", 0)
-        seed = meta.get("seed")
-        if seed is not None:
-            self.seed = seed
-        if self.environment.seed not in (None, self.seed):
-            self.logger.warning("The seed is %d, that of the checkpoint", self.seed)
+        self.seed = meta.get("seed", self.seed)
         if hasattr(self, "optim_wrapper"):
             self._tell_length(done)
         seed_step(self.seed, done, self.rank)
@@ -562,16 +501,11 @@ class BaseStrategy(ABC):
     ) -> State | None:
         """Load weights, go on with a run, or neither. A collective, after :meth:`prepare`.
 
-        ======= ========= ============================================================
-        resume  load_from what happens
-        ======= ========= ============================================================
-        False   None      nothing
-        False   a path    :meth:`load_checkpoint` of it
-        True    None      :meth:`resume` from the newest intact checkpoint in
-                          ``work_dir``, or nothing if there is none
-        True    a path    :meth:`resume` from it
-        a path  any       :meth:`resume` from ``resume``
-        ======= ========= ============================================================
+        Args:
+            load_from: a path for :meth:`load_checkpoint`, or for :meth:`resume` if
+                ``resume`` is True.
+            resume: True resumes from ``load_from``, or else from the newest checkpoint
+                in ``work_dir``, if there is one. A path is resumed from.
 
         Returns:
             What the method that was called returned, or None.
@@ -588,13 +522,16 @@ class BaseStrategy(ABC):
             load: Callable[[Any], None] = self.load_optim_state_dict
             if not with_schedulers:
                 load = self._load_without_schedules
-            check = self.optim_wrapper.check_state_dict
-            parts["optimizer"] = _Part(self.optim_state_dict, load, check)
+            parts["optimizer"] = SimpleNamespace(
+                state_dict=self.optim_state_dict,
+                load_state_dict=load,
+                check_state_dict=self.optim_wrapper.check_state_dict,
+            )
         if with_schedulers and hasattr(self, "param_schedulers"):
-            parts["param_schedulers"] = _Part(
-                self.scheduler_state_dict,
-                self.load_scheduler_state_dict,
-                partial(check_scheduler_states, self.param_schedulers),
+            parts["param_schedulers"] = SimpleNamespace(
+                state_dict=self.scheduler_state_dict,
+                load_state_dict=self.load_scheduler_state_dict,
+                check_state_dict=partial(check_scheduler_states, self.param_schedulers),
             )
         return self._make_checkpointer(folder, parts)
 
@@ -623,15 +560,6 @@ class BaseStrategy(ABC):
     def distributed(self) -> bool:
         """Whether there is a process group."""
         return dist.is_initialized()
-
-
-@dataclass
-class _Part:
-    """What a checkpoint has beside the model."""
-
-    state_dict: Callable[[], Any]
-    load_state_dict: Callable[[Any], None]
-    check_state_dict: Callable[[Any], None]
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -26,10 +26,11 @@ class SingleDeviceStrategy(BaseStrategy):
     """
 
     def _join_processes(self) -> None:
-        if (size := count_processes(self.environment.launcher)) > 1:
-            use = "use DDPStrategy or FSDPStrategy, or 'auto'"
+        size = count_processes(self.environment.launcher)
+        if size > 1:
             raise RuntimeError(
-                f"SingleDeviceStrategy in one of {size} processes: {use}"
+                f"SingleDeviceStrategy in one of {size} processes: use DDPStrategy or "
+                "FSDPStrategy, or 'auto'"
             )
         self.launcher = "none"
 
@@ -94,31 +95,24 @@ def wrap_in_ddp(
 
 @STRATEGIES.register_module()
 class DDPStrategy(BaseStrategy):
-    """DistributedDataParallel over the processes that a launcher has started, also on the CPU.
+    """DistributedDataParallel over the processes of a launcher, also on the CPU.
 
-    It joins them, unless that is done already, as inside :func:`hooktrain.engine.launch`. A process
-    that is alone and has no launcher leaves its model unwrapped.
+    It joins them, unless that is done already, as inside
+    :func:`hooktrain.engine.launch`. A process that is alone and has no launcher leaves
+    its model unwrapped.
 
     Args:
-        model_wrapper: what to wrap the model in: a name in ``MODEL_WRAPPERS``, a class, or a dict
-            of its options with or without ``type``, such as ``dict(find_unused_parameters=True)``;
-            see :class:`torch.nn.parallel.DistributedDataParallel` and
-            :class:`~hooktrain.model.StepDistributedDataParallel`. The type is by default that of
-            :func:`wrapper_for`, and ``broadcast_buffers`` is False.
-        fp16_compression: exchange gradients in float16.
+        model_wrapper: the arguments of :func:`wrap_in_ddp`, ``type`` among them, such as
+            ``dict(find_unused_parameters=True)``. ``broadcast_buffers`` is False by
+            default.
         kwargs: see :class:`BaseStrategy`.
     """
 
     def __init__(
-        self,
-        *,
-        model_wrapper: str | type[nn.Module] | Mapping[str, Any] | None = None,
-        fp16_compression: bool = False,
-        **kwargs: Any,
+        self, *, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.model_wrapper = model_wrapper
-        self.fp16_compression = fp16_compression
+        self.model_wrapper = {"broadcast_buffers": False, **(model_wrapper or {})}
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to its device and wrap it."""
@@ -127,9 +121,4 @@ class DDPStrategy(BaseStrategy):
         model = self.place_model(self.convert_model(model))
         if not self.distributed:
             return model
-        given = self.model_wrapper
-        options = dict(given) if isinstance(given, Mapping) else {"type": given}
-        options = {"broadcast_buffers": False, **options}
-        return wrap_in_ddp(
-            model, self.device, fp16_compression=self.fp16_compression, **options
-        )
+        return wrap_in_ddp(model, self.device, **self.model_wrapper)

@@ -23,29 +23,19 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# Rank, rank on the machine, number of processes, number on the machine. The first row that
-# is set is who started this process: mpirun's daemons may be tasks of srun, and srun may
-# start torchrun.
-_VARIABLES: list[tuple[Launcher, tuple[str, ...]]] = [
-    ("pytorch", ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")),
-    (
-        "mpi",  # Open MPI
-        (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
+# Rank, rank on the machine, number of processes, number on the machine. The first row
+# that is set is who started this process: mpirun's daemons may be tasks of srun, and srun
+# may start torchrun.
+_VARIABLES: dict[Launcher, tuple[str, ...]] = {
+    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    "mpi": (  # Open MPI
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    (
-        "slurm",
-        ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"),
-    ),
-    (
-        "mpi",  # MPICH, Intel's
-        ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ),
-]
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,25 +47,23 @@ class Place:
         local_rank: its number among those on its machine.
         world_size: the number of processes.
         local_world_size: the number of processes on its machine.
-        url: where the processes meet.
     """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    url: str = "env://"
 
 
 def infer_launcher() -> Launcher:
     """Who started this process, from the environment variables.
 
     ``"pytorch"`` is torchrun, or anybody who sets ``WORLD_SIZE`` as torchrun does;
-    ``"mpi"`` is mpirun or mpiexec; ``"slurm"`` is srun. The batch script of a SLURM job
+    ``"mpi"`` is Open MPI's mpirun; ``"slurm"`` is srun. The batch script of a SLURM job
     has the variables of srun, and is ``"none"``.
     """
     is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
-    for launcher, (_, _, world_size, _) in _VARIABLES:
+    for launcher, (_, _, world_size, _) in _VARIABLES.items():
         if launcher == "slurm" and is_batch_script:
             continue
         if world_size in os.environ:
@@ -86,11 +74,6 @@ def infer_launcher() -> Launcher:
 def find_place(launcher: Launcher) -> Place:
     """The place of this process, from the environment variables of its launcher.
 
-    The processes of SLURM and MPI meet at ``MASTER_ADDR`` and ``MASTER_PORT`` if these
-    are set. Otherwise they meet at SLURM's first node, or on this machine if MPI uses no
-    other one, at port 29500. Each of two runs on one machine needs a port that is not
-    the other's.
-
     Args:
         launcher: see :func:`infer_launcher`.
 
@@ -100,30 +83,32 @@ def find_place(launcher: Launcher) -> Place:
     """
     if launcher == "none":
         return Place()
-    names = _variables_of(launcher)
-    # SLURM writes 2(x3) for two tasks on each of three machines.
-    rank, local_rank, size, local_size = (
-        int(os.environ[name].partition("(")[0]) for name in names
-    )
-    url = "env://"
-    if launcher != "pytorch":
-        url = _meeting_point(launcher, is_one_machine=size == local_size)
-    return Place(rank, local_rank, size, local_size, url)
-
-
-def _variables_of(launcher: Launcher) -> tuple[str, ...]:
-    rows = [names for row, names in _VARIABLES if row == launcher]
-    if not rows:
+    if launcher not in _VARIABLES:
         raise ValueError(
             f"launcher must be 'none', 'pytorch', 'slurm' or 'mpi', got {launcher!r}"
         )
-    return next((names for names in rows if names[2] in os.environ), rows[0])
+    values = [os.environ[name] for name in _VARIABLES[launcher]]
+    # SLURM writes 2(x3) for two tasks on each of three machines.
+    return Place(*(int(value.partition("(")[0]) for value in values))
 
 
-def _meeting_point(launcher: Launcher, is_one_machine: bool) -> str:
+def find_address(launcher: Launcher, place: Place) -> tuple[str, int]:
+    """Where the processes of SLURM and MPI meet: the host and the port of rank 0.
+
+    That is ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set. Otherwise it is SLURM's
+    first node, or this machine if the run uses no other one, at port 29500. Each of two
+    runs on one machine needs a port that is not the other's.
+
+    Args:
+        launcher: see :func:`infer_launcher`.
+        place: see :func:`find_place`.
+
+    Raises:
+        ValueError: if nothing says where rank 0 is.
+    """
     address = os.environ.get("MASTER_ADDR")
-    port = os.environ.get("MASTER_PORT", "29500")
-    if address is None and is_one_machine:
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    if address is None and place.world_size == place.local_world_size:
         address = "127.0.0.1"
     elif address is None and launcher == "slurm" and shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
@@ -132,9 +117,7 @@ def _meeting_point(launcher: Launcher, is_one_machine: bool) -> str:
         raise ValueError(
             "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
         )
-    if ":" in address:
-        address = f"[{address}]"  # of IPv6
-    return f"tcp://{address}:{port}"
+    return address, port
 
 
 def count_processes(launcher: Launcher | None = None) -> int:
@@ -171,8 +154,7 @@ def join_processes(
 
     Raises:
         KeyError: as :func:`find_place`.
-        ValueError: as :func:`find_place`; or if this machine has fewer accelerators than
-            processes.
+        ValueError: as :func:`find_place` and :func:`find_address`.
     """
     # Its functions have the default group as a default argument. Imported while there is
     # one, as the first optimizer does, it keeps the group's threads alive after the end
@@ -187,15 +169,16 @@ def join_processes(
     place = find_place(launcher)
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
-    if backend is None:
-        backend = _default_backend(place.local_world_size)
-    if torch.accelerator.is_available():
-        # With gloo there may be more processes than devices.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        # There may be more processes than devices.
         count = torch.accelerator.device_count()
         torch.accelerator.set_device_index(place.local_rank % count)
+    if backend is None:
+        backend = dist.get_default_backend_for_device(device or "cpu")
     dist.init_process_group(
         backend,
-        store=_store(place, timeout),
+        store=_store(launcher, place, timeout),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
@@ -203,37 +186,28 @@ def join_processes(
     comm.create_local_process_group(place.local_world_size)
 
 
-def _store(place: Place, timeout: timedelta) -> Any:
+def _store(launcher: Launcher, place: Place, timeout: timedelta) -> Any:
     """The store where the processes meet, without the addresses of dead ones."""
     c10d: Any = dist  # mypy does not know of these names
-    meeting = c10d.rendezvous(place.url, place.rank, place.world_size, timeout=timeout)
+    size = place.world_size
+    if launcher != "pytorch":
+        host, port = find_address(launcher, place)
+        return c10d.TCPStore(host, port, size, place.rank == 0, timeout)
+    meeting = c10d.rendezvous("env://", place.rank, size, timeout=timeout)
     store, *_ = next(meeting)
     store.set_timeout(timeout)
-    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.world_size == place.local_world_size:
+    if size == place.local_world_size:
         # torchrun's store survives a restart, with the addresses of the dead ranks in it.
         # Each of several machines has its own count of restarts, so the count does not
         # help there.
         return c10d.PrefixStore(f"attempt{restart_count()}", store)
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         logger.warning(
             "Restarted processes will find the addresses of the dead ones: set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
         )
     return store
-
-
-def _default_backend(local_world_size: int) -> str:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return "gloo"
-    count = torch.accelerator.device_count()
-    if local_world_size > count:
-        raise ValueError(
-            f"{local_world_size} processes need a GPU each, and this machine has "
-            f"{count}: ask for fewer, or give backend='gloo'"
-        )
-    return dist.get_default_backend_for_device(device)
 
 
 def leave_processes() -> None:
@@ -251,8 +225,8 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
 
     Args:
         wanted: such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator, or
-            the CPU where there is none. Without a number each of several ranks gets its
-            own.
+            the CPU where there is none. Without a number it is the current one, which
+            :func:`join_processes` has chosen for each rank.
 
     Raises:
         ValueError: if it is not there.
@@ -265,13 +239,9 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
         raise ValueError(
             f"device={str(wanted)!r} is not there, but {there or 'the CPU only'}"
         )
-    index: int | None = device.index  # torch says that it is an int
-    if index is None and comm.get_world_size() > 1:
-        index = comm.get_local_rank() % torch.accelerator.device_count()
-    elif index is None:
-        index = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(index)
-    return torch.device(device.type, index)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def set_random_seed(seed: int | None = None, *, diff_rank_seed: bool = False) -> int:

@@ -4,12 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hooktrain.model import sharding
 from hooktrain.model.sharding import Precision, WrapRule
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.strategy.base import BaseStrategy, ModelSource, Wrappers
+from hooktrain.strategy.base import BaseStrategy, ModelSource
 from hooktrain.utils.registry import STRATEGIES
 
 
@@ -24,8 +22,7 @@ class FSDPStrategy(BaseStrategy):
 
     A model on the meta device, or one that ``deferred_init`` builds there, is initialised
     while it is sharded. Any other must fit the memory of one device until it is sharded.
-    An optimizer that was built of the model's parameters before, and has made no step,
-    goes over to the sharded ones.
+    Build optimizers afterwards, as :meth:`prepare` does from a configuration.
 
     Args:
         wrap: module classes, or a function of name and module that chooses them: the
@@ -79,8 +76,6 @@ class FSDPStrategy(BaseStrategy):
         }
         self.deferred_init = deferred_init
         self.saves_shards = state_dict_cfg != "full"
-        # By the parameters as they were before.
-        self._shards: Any = WeakIdKeyDictionary()
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -108,35 +103,5 @@ class FSDPStrategy(BaseStrategy):
         model = self.convert_model(model)
         if not sharding.on_meta(model):
             model = self.place_model(model)
-        whole = dict(model.named_parameters())
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        sharding.shard_model(model, mesh=mesh, **self.sharding)
-        for name, shard in model.named_parameters():
-            self._shards[whole[name]] = shard
-        return model
-
-    def build_optim_wrapper(
-        self, optim_wrapper: Any, model: nn.Module | None = None
-    ) -> Wrappers:
-        """The optimizer; one that was built before the model was sharded is taken over.
-
-        Raises:
-            RuntimeError: if that one has made steps.
-        """
-        built = super().build_optim_wrapper(optim_wrapper, model)
-        for wrapper in wrappers_by_name(built).values():
-            for group in wrapper.optimizer.param_groups:
-                self._take_over(wrapper.optimizer, group)
-        return built
-
-    def _take_over(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any]
-    ) -> None:
-        """Replace the parameters of a group by their shards."""
-        is_old = any(parameter in self._shards for parameter in group["params"])
-        if is_old and optimizer.state:
-            raise RuntimeError(
-                "the optimizer has made steps before the model was sharded: "
-                "prepare the model first"
-            )
-        group["params"] = [self._shards.get(p, p) for p in group["params"]]
+        return sharding.shard_model(model, mesh=mesh, **self.sharding)

@@ -42,6 +42,5 @@ def test_a_logger_writes_into_the_folder_of_the_run(tmp_path: Path) -> None:
 def test_configurations_build_these_strategies() -> None:
     made = build_strategy("auto", experiment_name="digits")
     assert isinstance(made, SingleDeviceStrategy)
-    made = build_strategy("DDPStrategy", fp16_compression=True)
+    made = build_strategy("DDPStrategy")
     assert isinstance(made, DDPStrategy)
-    assert made.fp16_compression

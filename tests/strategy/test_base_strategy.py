@@ -10,103 +10,89 @@ import hooktrain.compat.mmengine  # noqa: F401  # has rules for parameters
 from equality import assert_equal
 from hooktrain.checkpoint import CorruptCheckpointError, load_file
 from hooktrain.config import LazyCall
-from hooktrain.solver import OptimWrapper, OptimWrapperDict, StepLR
+from hooktrain.solver import OptimWrapper, StepLR
 from hooktrain.strategy import SingleDeviceStrategy
 from hooktrain.utils.env import seed_step
 from toys import SGD, Regression, batch, train_steps
-
-
-class Telling(SingleDeviceStrategy):
-    """Tells in which order its methods are called."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(device="cpu", **kwargs)
-        self.calls: list[str] = []
-
-
-def _tell(name: str) -> Any:
-    def method(self: Telling, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(name)
-        return getattr(SingleDeviceStrategy, name)(self, *args, **kwargs)
-
-    return method
-
 
 ORDER = [
     *("setup", "build_model", "init_model_weights", "wrap_model", "compile_model"),
     *("build_optim_wrapper", "build_param_scheduler"),
 ]
-for _name in ORDER:
-    setattr(Telling, _name, _tell(_name))
+STEP = {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False}
 
 
-def strategy(**kwargs: Any) -> SingleDeviceStrategy:
-    return SingleDeviceStrategy(device="cpu", **kwargs)
+@pytest.fixture
+def made(tmp_path: Path) -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(work_dir=tmp_path, device="cpu")
 
 
-def steps(param: str = "lr") -> dict[str, Any]:
-    return {"type": "StepLR", "step_size": 1, "gamma": 0.5, "by_epoch": False}
+def test_everything_is_built_in_the_written_order(made: SingleDeviceStrategy) -> None:
+    calls: list[str] = []
 
+    def tell(name: str) -> None:
+        method = getattr(made, name)
 
-def test_everything_is_built_in_the_written_order() -> None:
-    telling = Telling()
-    telling.prepare(
+        def told(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        setattr(made, name, told)
+
+    for name in ORDER:
+        tell(name)
+    made.prepare(
         {"type": "StrategyToy"},
         optim_wrapper=SGD,
-        param_scheduler=steps(),
-        compile={"backend": "eager"},
+        param_scheduler=STEP,
         dispatch_kwargs={"max_iters": 4},
     )
-    assert list(dict.fromkeys(telling.calls)) == ORDER
+    assert calls == ORDER
 
 
-def test_seed_and_folders_are_known_before_the_setup(tmp_path: Any) -> None:
-    made = strategy(work_dir=tmp_path, env_kwargs={"seed": 3})
-    assert (made.seed, made.launcher) == (3, "none")
-    assert made.log_dir == str(tmp_path / made.timestamp)
-
-
-def test_a_model_is_built_of_what_describes_it() -> None:
-    made, module = strategy(), Regression()
+def test_a_model_is_built_of_what_describes_it(made: SingleDeviceStrategy) -> None:
+    module = Regression()
     assert made.build_model(module) is module
+    assert made.build_model(lambda: module) is module
     built = made.build_model({"type": "StrategyToy", "dropout": 0.25})
     assert isinstance(built, Regression)
     assert built.dropout.p == 0.25
-    assert isinstance(
-        made.build_model(LazyCall(nn.Linear)(in_features=1, out_features=2)), nn.Linear
-    )
-    assert made.build_model(lambda: module) is module
-    for wrong in (3, {"type": dict}, lambda: 3):
-        with pytest.raises(
-            TypeError, match=r"model should be a nn\.Module object, dict or f"
-        ):
-            made.build_model(wrong)  # type: ignore[arg-type]
+    lazy = LazyCall(nn.Linear)(in_features=1, out_features=2)
+    assert isinstance(made.build_model(lazy), nn.Linear)
 
 
-def test_what_was_prepared_is_returned() -> None:
-    made = strategy()
+@pytest.mark.parametrize("wrong", [3, {"type": dict}, lambda: 3])
+def test_what_gives_no_model_is_refused(made: SingleDeviceStrategy, wrong: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"model should be a nn\.Module object, dict or"
+    ):
+        made.build_model(wrong)
+
+
+def test_what_was_prepared_is_returned(made: SingleDeviceStrategy) -> None:
     model = made.prepare({"type": "StrategyToy"})
     assert model is made.model
     assert made.prepare(model, optim_wrapper=SGD) == [model, made.optim_wrapper]
-    again = made.prepare(
-        model, param_scheduler=steps(), dispatch_kwargs={"max_iters": 4}
-    )
+    again = made.prepare(model, param_scheduler=STEP, dispatch_kwargs={"max_iters": 4})
     assert again == [model, made.optim_wrapper, made.param_schedulers]
 
 
-def test_a_second_model_is_refused() -> None:
-    made = strategy()
+def test_a_second_model_is_refused(made: SingleDeviceStrategy) -> None:
     made.prepare(Regression())
     with pytest.raises(ValueError, match="has prepared another model"):
         made.prepare(Regression(), optim_wrapper=SGD)
-    with pytest.raises(AttributeError, match="has no attribute 'optim_wrapper'"):
-        strategy().prepare(Regression(), param_scheduler=steps())
+
+
+def test_an_optimizer_of_another_model_is_refused(made: SingleDeviceStrategy) -> None:
+    optimizer = torch.optim.SGD(Regression().parameters())
+    with pytest.raises(ValueError, match="has none of the model's parameters"):
+        made.prepare(Regression(), optim_wrapper=optimizer)
 
 
 def test_nothing_of_the_caller_is_changed() -> None:
     arguments: dict[str, Any] = {
         "optim_wrapper": {**SGD, "accumulative_counts": 2},
-        "param_scheduler": [steps(), {**steps(), "convert_to_iter_based": False}],
+        "param_scheduler": [STEP, {**STEP, "convert_to_iter_based": False}],
         "compile": {"target": "forward", "backend": "eager"},
         "dispatch_kwargs": {"max_iters": 9, "train_micro_batch_size_per_gpu": 2},
     }
@@ -115,15 +101,22 @@ def test_nothing_of_the_caller_is_changed() -> None:
         "env_kwargs": {"randomness": {"seed": 1}},
     }
     before = copy.deepcopy((arguments, constructor))
-    made = strategy(**constructor)
+    made = SingleDeviceStrategy(device="cpu", **constructor)
     made.prepare({"type": "StrategyToy"}, **arguments)
     made.dispatch_kwargs["max_iters"] = 1
     assert (arguments, constructor) == before
 
 
-@pytest.mark.parametrize("target", ["forward", "train_step"])
+@pytest.mark.parametrize(
+    # nn.Module.compile compiles what calls the forward and the hooks.
+    ("target", "function"),
+    [("forward", "_call_impl"), ("train_step", "train_step")],
+)
 def test_the_method_asked_for_is_compiled_each_time(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    made: SingleDeviceStrategy,
+    target: str,
+    function: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[str] = []
 
@@ -135,15 +128,14 @@ def test_the_method_asked_for_is_compiled_each_time(
     monkeypatch.setattr(torch, "compile", fake)
     options = {"target": target, "backend": "eager"}
     for _ in range(2):
-        strategy().compile_model(Regression(), options)
-    # nn.Module.compile compiles what calls the forward and the hooks.
-    assert compiled == [{"forward": "_call_impl"}.get(target, target)] * 2
-    with pytest.raises(AttributeError, match="has no attribute 'train_stp'"):
-        strategy().compile_model(Regression(), {"target": "train_stp"})
+        made.compile_model(Regression(), options)
+    assert compiled == [function] * 2
 
 
-def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
-    model = strategy().prepare(Regression(), compile={"backend": "eager"})
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(
+    made: SingleDeviceStrategy,
+) -> None:
+    model = made.prepare(Regression(), compile={"backend": "eager"})
     x, y = batch(2, 0)
     before = model(x, y)
     copied = copy.deepcopy(model)
@@ -154,95 +146,90 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
 
 
 SCALING = {"enable": True, "base_batch_size": 4}
+TWELVE = {"max_iters": 4, "train_micro_batch_size_per_gpu": 12}
+
+
+def scaling(config: dict[str, Any] | None = SCALING) -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(device="cpu", auto_scale_lr=config)
 
 
 def test_learning_rates_are_scaled_before_schedules_are_built() -> None:
-    made = strategy(auto_scale_lr=SCALING)
     rules = {"custom_keys": {"last": {"lr_mult": 2.0}}}
-    _, wrapper, (schedule,) = made.prepare(
+    _, wrapper, (schedule,) = scaling().prepare(
         {"type": "StrategyToy"},
         optim_wrapper={**SGD, "paramwise_cfg": rules},
-        param_scheduler=steps(),
-        dispatch_kwargs={"max_iters": 4, "train_micro_batch_size_per_gpu": 12},
+        param_scheduler={**STEP, "step_size": 1},
+        dispatch_kwargs=TWELVE,
     )
-    rates = wrapper.get_lr()
-    assert rates["lr"] == pytest.approx([0.3, 0.6])
+    assert wrapper.get_lr()["lr"] == pytest.approx([0.3, 0.6])
     schedule.step()
     assert wrapper.get_lr()["lr"] == pytest.approx([0.15, 0.3])
 
 
-def test_no_rate_is_scaled_without_a_size() -> None:
-    for config in (None, {}, {"enable": False}, {"base_batch_size": 4}):
-        _, wrapper = strategy(auto_scale_lr=config).prepare(
-            Regression(), optim_wrapper=SGD
-        )
-        assert wrapper.get_lr() == {"lr": [0.1]}
-    with pytest.raises(
-        ValueError, match=r"base_batch_size=4, .*_gpu=None in dispatch_kwargs"
-    ):
-        strategy(auto_scale_lr=SCALING).prepare(Regression(), optim_wrapper=SGD)
-    made, known = (
-        strategy(auto_scale_lr={"enable": True}),
-        {"train_micro_batch_size_per_gpu": 2},
-    )
-    with pytest.raises(ValueError, match="base_batch_size=None"):
-        made.prepare(Regression(), optim_wrapper=SGD, dispatch_kwargs=known)
+@pytest.mark.parametrize("config", [None, {"enable": False}, {"base_batch_size": 4}])
+def test_rates_stay_where_scaling_is_not_enabled(config: Any) -> None:
+    made = scaling(config)
+    _, wrapper = made.prepare(Regression(), optim_wrapper=SGD, dispatch_kwargs=TWELVE)
+    assert wrapper.get_lr() == {"lr": [0.1]}
+
+
+@pytest.mark.parametrize(
+    ("config", "known", "message"),
+    [
+        (SCALING, {}, r"base_batch_size=4, .*_gpu=None in dispatch_kwargs"),
+        ({"enable": True}, TWELVE, "base_batch_size=None"),
+    ],
+)
+def test_scaling_needs_both_sizes(config: Any, known: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scaling(config).prepare(Regression(), optim_wrapper=SGD, dispatch_kwargs=known)
 
 
 def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     model = Regression()
     wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     schedule = StepLR(wrapper, step_size=1)
-    for given in (None, schedule):
-        made = strategy(auto_scale_lr=SCALING)
-        with pytest.raises(
-            RuntimeError, match="noted the learning rates before they were scaled"
-        ):
-            made.prepare(
-                model,
-                optim_wrapper=wrapper,
-                param_scheduler=given,
-                dispatch_kwargs={"train_micro_batch_size_per_gpu": 2},
-            )
+    with pytest.raises(RuntimeError, match="noted the learning rates before they were"):
+        scaling().prepare(
+            model,
+            optim_wrapper=wrapper,
+            param_scheduler=schedule,
+            dispatch_kwargs=TWELVE,
+        )
     assert wrapper.get_lr() == {"lr": [0.1]}
 
 
-def test_several_optimizers_know_where_the_run_ends() -> None:
-    half = {**SGD, "accumulative_counts": 4}
-    _, wrapper, schedules = strategy().prepare(
+def test_several_optimizers_know_where_the_run_ends(
+    made: SingleDeviceStrategy,
+) -> None:
+    accumulating = {**SGD, "accumulative_counts": 4}
+    _, wrapper, schedules = made.prepare(
         {"type": "StrategyToy"},
-        optim_wrapper={"first": half, "last": half},
+        optim_wrapper={"first": accumulating, "last": accumulating},
         param_scheduler={"type": "LinearLR", "by_epoch": True},
         dispatch_kwargs={"max_iters": 6, "max_epochs": 7},
     )
-    assert isinstance(wrapper, OptimWrapperDict)
     ends = {name: [s.end for s in each] for name, each in schedules.items()}
     assert ends == {"first": [7], "last": [7]}
     for member in wrapper.values():
         updated = []
         for _ in range(6):
-            updated.append(
-                member.update_params(torch.ones(1, requires_grad=True).sum())
-            )
+            loss = torch.ones(1, requires_grad=True).sum()
+            updated.append(member.update_params(loss))
         assert updated == [False, False, False, True, False, True]
 
 
-STEP = {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False}
-
-
 def prepared(
-    work_dir: Path, seed: int | None = 3, dropout: float = 0.5, **kwargs: Any
+    work_dir: Path, seed: int = 3, dropout: float = 0.5, **kwargs: Any
 ) -> SingleDeviceStrategy:
     strategy = SingleDeviceStrategy(
         work_dir=work_dir, device="cpu", env_kwargs={"seed": seed}
     )
-    defaults = {
-        "optim_wrapper": SGD,
-        "param_scheduler": STEP,
-        "dispatch_kwargs": {"max_iters": 9},
-    }
+    arguments = {"optim_wrapper": SGD, "param_scheduler": STEP, **kwargs}
     strategy.prepare(
-        {"type": "StrategyToy", "dropout": dropout}, **{**defaults, **kwargs}
+        {"type": "StrategyToy", "dropout": dropout},
+        dispatch_kwargs={"max_iters": 9},
+        **arguments,
     )
     return strategy
 
@@ -288,7 +275,7 @@ def test_accumulation_goes_on_where_it_was(tmp_path: Path) -> None:
     assert second.optim_wrapper.should_update()  # the last step is of one pass
 
 
-def test_a_checkpoint_has_the_parts_and_what_is_added(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_parts_beside_what_is_added(tmp_path: Path) -> None:
     strategy = prepared(tmp_path)
     extra = {"message_hub": {}, "meta": {"epoch": 2, "seed": 0}}
     before = copy.deepcopy(extra)
@@ -299,13 +286,16 @@ def test_a_checkpoint_has_the_parts_and_what_is_added(tmp_path: Path) -> None:
     assert set(saved) == {*parts, "message_hub", "meta"}
     assert list(saved["model"]) == list(Regression().state_dict())
     assert saved["param_schedulers"] == [strategy.param_schedulers[0].state_dict()]
-    assert saved["meta"].items() >= {"epoch": 2, "seed": 3}.items()
-    strategy.save_checkpoint(
+    assert saved["meta"] == {"epoch": 2, "seed": 3}
+    with pytest.raises(ValueError, match="'optimizer'"):
+        strategy.save_checkpoint(tmp_path / "c.pth", extra_ckpt={"optimizer": 1})
+
+
+def test_parts_are_left_out_of_a_checkpoint(tmp_path: Path) -> None:
+    prepared(tmp_path).save_checkpoint(
         tmp_path / "b.pth", save_optimizer=False, save_param_scheduler=False
     )
     assert set(load_file(tmp_path / "b.pth")) == {"model", "meta"}
-    with pytest.raises(ValueError, match="'optimizer'"):
-        strategy.save_checkpoint(tmp_path / "c.pth", extra_ckpt={"optimizer": 1})
 
 
 def test_a_checkpoint_that_lacks_a_part_changes_nothing(tmp_path: Path) -> None:
@@ -330,9 +320,10 @@ def test_new_schedulers_begin_with_their_own_rates(tmp_path: Path) -> None:
     assert second.optim_wrapper.get_lr() == {"lr": [0.05]}
 
 
-def test_an_evaluation_resumes_from_any_checkpoint(tmp_path: Path) -> None:
+def test_an_evaluation_resumes_from_any_checkpoint(
+    tmp_path: Path, made: SingleDeviceStrategy
+) -> None:
     prepared(tmp_path).save_checkpoint(tmp_path / "a.pth")
-    made = strategy(work_dir=tmp_path)
     made.prepare(Regression())
     rest = made.load_or_resume(resume=True)
     assert rest is not None
@@ -384,13 +375,8 @@ def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
     model(torch.ones(2, 3), torch.ones(2, 1)).sum().backward()
     optimizer.step()
     schedule = {"step_size": 2, "gamma": 0.5, "param_name": "lr", "begin": 0, "end": 9}
-    schedule |= {
-        "by_epoch": False,
-        "base_values": [0.1],
-        "last_step": 4,
-        "_global_step": 4,
-    }
-    schedule |= {"verbose": False, "_last_value": [0.025]}
+    schedule |= {"by_epoch": False, "base_values": [0.1], "_last_value": [0.025]}
+    schedule |= {"last_step": 4, "_global_step": 4, "verbose": False}
     saved = {
         "meta": {"iter": 4, "seed": 11, "mmengine_version": "0.10.7"},
         "state_dict": {
@@ -411,18 +397,23 @@ def test_a_checkpoint_of_mmengine_resumes(tmp_path: Path) -> None:
     assert strategy.optim_wrapper.get_lr() == {"lr": [0.0125]}
 
 
-def test_loading_or_resuming_follows_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = strategy(work_dir=tmp_path)
-    monkeypatch.setattr(made, "resume", lambda name: ("resume", name))
-    monkeypatch.setattr(made, "load_checkpoint", lambda name: ("load", name))
-    table: list[tuple[Any, Any, Any]] = [
+@pytest.mark.parametrize(
+    ("resume", "load_from", "expected"),
+    [
         (False, None, None),
         (False, "a", ("load", "a")),
         (True, None, ("resume", None)),
         (True, "a", ("resume", "a")),
         ("b", "a", ("resume", "b")),
-    ]
-    for resume, load_from, expected in table:
-        assert made.load_or_resume(resume=resume, load_from=load_from) == expected
+    ],
+)
+def test_loading_or_resuming_follows_the_table(
+    made: SingleDeviceStrategy,
+    monkeypatch: pytest.MonkeyPatch,
+    resume: Any,
+    load_from: Any,
+    expected: Any,
+) -> None:
+    monkeypatch.setattr(made, "resume", lambda name: ("resume", name))
+    monkeypatch.setattr(made, "load_checkpoint", lambda name: ("load", name))
+    assert made.load_or_resume(resume=resume, load_from=load_from) == expected

@@ -3,59 +3,44 @@ from test_environment import torchrun
 
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
 
+STATIC = {"static_graph": True}
 
-def test_auto_is_ddp_for_several_processes(
+
+@pytest.mark.parametrize("given", ["auto", {}, {"type": "auto"}])
+def test_auto_is_a_single_device_for_one_process(given: object) -> None:
+    made = build_strategy(given, model_wrapper=STATIC, work_dir="/here")  # type: ignore[arg-type]
+    assert isinstance(made, SingleDeviceStrategy)
+    assert made.work_dir == "/here"
+
+
+def test_one_configuration_serves_any_number_of_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = {
-        "model_wrapper": {"static_graph": True},
-        "sync_bn": "torch",
-        "work_dir": "/here",
-    }
-    for auto in ("auto", {}, {"type": "auto"}, config):
-        made = build_strategy(auto, fp16_compression=True)
-        assert isinstance(made, SingleDeviceStrategy)
-    assert made.work_dir == "/here"
-    for size in (1, 2):
-        for name, value in torchrun(size).items():
-            monkeypatch.setenv(name, value)
-        ddp = build_strategy(config, fp16_compression=True)
-        assert isinstance(ddp, DDPStrategy) == (size == 2)
-    assert isinstance(ddp, DDPStrategy)
-    assert (ddp.sync_bn, ddp.fp16_compression) == ("torch", True)
+    config = {"model_wrapper": STATIC, "work_dir": "/here"}
+    assert isinstance(build_strategy(config), SingleDeviceStrategy)
+    for name, value in torchrun(world_size=2).items():
+        monkeypatch.setenv(name, value)
+    made = build_strategy(config)
+    assert isinstance(made, DDPStrategy)
+    assert made.model_wrapper == {"broadcast_buffers": False, **STATIC}
 
 
 def test_a_dict_wins_over_the_defaults() -> None:
-    assert isinstance(build_strategy("DDPStrategy"), DDPStrategy)
-    config = {
-        "type": "DDPStrategy",
-        "work_dir": "/here",
-        "model_wrapper": {"static_graph": True},
-    }
+    config = {"type": "DDPStrategy", "work_dir": "/here", "model_wrapper": {}}
     before = dict(config)
-    made = build_strategy(config, work_dir="/there")
+    made = build_strategy(config, work_dir="/there", model_wrapper=STATIC)
     assert isinstance(made, DDPStrategy)
     assert made.work_dir == "/here"
-    assert made.model_wrapper == {"static_graph": True}
+    assert made.model_wrapper == {"broadcast_buffers": False}
     assert config == before
-    assert build_strategy({"type": DDPStrategy}, work_dir="/there").work_dir == "/there"
 
 
-def test_defaults_for_ddp_reach_no_other_strategy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ddp = {"fp16_compression": True, "model_wrapper": {"static_graph": True}}
-    for strategy in ("auto", "SingleDeviceStrategy", "FSDPStrategy"):
-        made = build_strategy(strategy, ddp=ddp, work_dir="/here")
-        assert not hasattr(made, "fp16_compression")
-    made = build_strategy({"type": "DDPStrategy", "model_wrapper": None}, ddp=ddp)
+def test_only_ddp_gets_the_default_wrapper() -> None:
+    made = build_strategy({"type": DDPStrategy}, model_wrapper=STATIC)
     assert isinstance(made, DDPStrategy)
-    assert (made.model_wrapper, made.fp16_compression) == (None, True)
-    for name, value in torchrun(world_size=2).items():
-        monkeypatch.setenv(name, value)
-    made = build_strategy("auto", ddp=ddp)
-    assert isinstance(made, DDPStrategy)
-    assert made.model_wrapper == {"static_graph": True}
+    assert made.model_wrapper == {"broadcast_buffers": False, **STATIC}
+    for other in ("SingleDeviceStrategy", "FSDPStrategy"):
+        assert not hasattr(build_strategy(other, model_wrapper=STATIC), "model_wrapper")
 
 
 def test_what_is_no_strategy_is_refused() -> None:

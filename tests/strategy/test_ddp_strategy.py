@@ -9,11 +9,7 @@ from torch import Tensor, nn
 from gloo import run_ranks
 from hooktrain.checkpoint import load_file
 from hooktrain.engine import SimpleTrainer
-from hooktrain.model import (
-    NamingDistributedDataParallel,
-    SeparateDistributedDataParallel,
-    StepDistributedDataParallel,
-)
+from hooktrain.model import StepDistributedDataParallel
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
@@ -58,27 +54,6 @@ def equal_weights() -> Any:
     return made.seed, calls, first, model[0].weight.detach()
 
 
-def unused() -> str:
-    model, wrapper = strategy().prepare(Plain(), optim_wrapper=SGD)
-    try:
-        for _ in range(2):
-            wrapper.update_params(model(torch.ones(1, 1)).sum())
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-class Plain(nn.Module):
-    """Without a training step; a part of it is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.left_out = nn.Linear(1, 1), nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
 class Loss(nn.Linear):
     """A model that returns its loss."""
 
@@ -93,34 +68,24 @@ class OwnStep(Regression):
         return super().train_step(data, optim_wrapper)
 
 
-def options() -> dict[str, Any]:
-    wrapped: dict[str, Any] = {
-        "plain": strategy().prepare(nn.Linear(1, 1)),
-        "own step": strategy().prepare(OwnStep()),
-        "default": strategy().prepare(Regression()),
-    }
-    assert isinstance(wrapped["plain"], NamingDistributedDataParallel)
-    assert not isinstance(wrapped["plain"], StepDistributedDataParallel)
-    assert isinstance(wrapped["own step"], SeparateDistributedDataParallel)
-    assert not wrapped["default"].broadcast_buffers
-    mine: dict[str, Any] = {"type": None, "find_unused_parameters": True}
-    mine["broadcast_buffers"] = True
-    mine["bucket_cap_mb"] = 7
+def wrappers() -> list[str]:
+    models: list[nn.Module] = [nn.Linear(1, 1), OwnStep(), Regression()]
+    return [type(strategy().prepare(model)).__name__ for model in models]
+
+
+def options() -> float:
+    mine = {"find_unused_parameters": True, "type": "MMDistributedDataParallel"}
     made = strategy(model_wrapper=mine)
-    made.setup()
-    for _ in range(2):
-        model = made.wrap_model(Regression())
-        assert isinstance(model, StepDistributedDataParallel)
-        assert model.find_unused_parameters
-        assert model.broadcast_buffers
-        assert model.bucket_bytes_cap == 7 * 2**20
+    model = made.prepare(Regression())
+    assert isinstance(model, StepDistributedDataParallel)
+    assert model.find_unused_parameters
+    assert not model.broadcast_buffers
     assert made.wrap_model(model) is model
-    for kind in ("MMDistributedDataParallel", StepDistributedDataParallel):
-        named = strategy(model_wrapper=kind).prepare(nn.Linear(1, 1))
-        assert isinstance(named, StepDistributedDataParallel)
-    compressed = strategy(fp16_compression=True).prepare(nn.Linear(1, 1, bias=False))
+    compressing = strategy(model_wrapper={"fp16_compression": True})
+    compressed = compressing.prepare(nn.Linear(1, 1, bias=False))
     compressed(torch.tensor([[1.0 + 2**-13]])).sum().backward()
-    return {"mine": mine, "gradient": compressed.module.weight.grad.item()}
+    gradient: float = compressed.module.weight.grad.item()
+    return gradient
 
 
 def save(folder: str) -> dict[str, Any]:
@@ -156,8 +121,8 @@ def everything(folder: str) -> dict[str, Any]:
     return {
         "losses": losses_of_this_rank(),
         "weights": equal_weights(),
+        "wrappers": wrappers(),
         "options": options(),
-        "unused": unused(),
         "save": save(folder),
         "accumulated": accumulated(strategy(), HALVES[comm.get_rank()], max_iters=6),
     }
@@ -193,16 +158,17 @@ def test_weights_are_those_of_the_first_rank(
     assert torch.equal(first, other[3])
 
 
+def test_the_wrapper_is_chosen_by_the_step_of_the_model(ranks: Any) -> None:
+    assert ranks[0]["wrappers"] == [
+        "NamingDistributedDataParallel",
+        "SeparateDistributedDataParallel",
+        "StepDistributedDataParallel",
+    ]
+
+
 def test_the_options_of_ddp_are_reached(ranks: Any) -> None:
-    for rank in ranks:
-        mine = {"type": None, "find_unused_parameters": True, "broadcast_buffers": True}
-        assert rank["options"]["mine"] == {**mine, "bucket_cap_mb": 7}
-        assert rank["options"]["gradient"] == 1.0  # as float16 has it
-
-
-def test_a_failure_about_unused_parameters_names_them(ranks: Any) -> None:
-    for rank in ranks:
-        assert "left_out.bias, left_out.weight" in rank["unused"]
+    # The gradient as float16 has it.
+    assert [rank["options"] for rank in ranks] == [1.0, 1.0]
 
 
 def test_a_trainer_counts_its_passes_itself_whatever_the_strategy_knows(
