@@ -36,11 +36,9 @@ train = dict(
         sharded=False,  # a folder that each rank writes its part of, instead of one file
     ),
     eval_period=5000,  # 0 evaluates at the end only
-    sanity_batches=0,  # tries the evaluation on so many batches before the first step
     best_metric=None,  # such as "classification/accuracy": keeps model_best.pth
     best_mode=None,  # "max" or "min"; None asks the name of the metric
     expected_results=None,  # like [("classification", "accuracy", 99.0, 1.0)]: checked at the end
     log_period=20,
-    time_limit_s=0,  # saves and ends after so many seconds; --resume goes on. 0 is no limit
     watchdog_s=0,  # ends a process that makes no progress for so long; 0 waits for ever
 )

@@ -63,8 +63,6 @@ def default_hooks(
     writers: Sequence[EventWriter] = (),
     log_period: int | str = 20,
     watchdog_s: float = 0,
-    time_limit_s: float = 0,
-    sanity_batches: int = 0,
 ) -> list[hooks.HookBase]:
     """The usual hooks in the order that makes resuming exact.
 
@@ -86,18 +84,13 @@ def default_hooks(
         writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
         log_period: of the writers.
         watchdog_s: see :class:`~hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
-        time_limit_s: see :class:`~hooktrain.engine.hooks.Preemption`. 0 is no limit.
-        sanity_batches: evaluate on so many batches before the first step.
     """
     found: list[hooks.HookBase] = [
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler),
     ]
     if eval_function is not None:
-        evaluate = hooks.EvalHook(
-            eval_period, eval_function, sanity_batches=sanity_batches
-        )
-        found.append(evaluate)
+        found.append(hooks.EvalHook(eval_period, eval_function))
         if best_metric is not None:
             best = hooks.BestCheckpointer(
                 eval_period, checkpointer, best_metric, best_mode, ema=best_ema
@@ -108,7 +101,7 @@ def default_hooks(
         hooks.PeriodicCheckpointer(
             checkpointer, checkpoint_period, max_to_keep=max_to_keep
         ),
-        hooks.Preemption(checkpointer, time_limit_s=time_limit_s),
+        hooks.Preemption(checkpointer),
     ]
     if watchdog_s > 0:
         found.append(hooks.Watchdog(watchdog_s))
@@ -341,8 +334,6 @@ class DefaultTrainer(TrainerBase):
             writers=self.build_writers(),
             log_period=train.log_period,
             watchdog_s=train.get("watchdog_s", 0),
-            time_limit_s=train.get("time_limit_s", 0),
-            sanity_batches=train.get("sanity_batches", 0),
         )
         more: list[hooks.HookBase] = [] if self.ema is None else [self.ema]
         more += instantiate(self.cfg.get("hooks", []))

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hooktrain.utils.background import BackgroundWorker
-
 T = TypeVar("T")
 
 # By the default group, so that nothing outlives destroy_process_group().
@@ -278,20 +276,6 @@ def on_main_process(
 
     result: T = on_all_ranks(only_there, group)[0]
     return result
-
-
-def all_come(seconds: float | None = None) -> bool:
-    """Whether all ranks come here. Collective.
-
-    Args:
-        seconds: how long to wait; None is the process group's timeout.
-    """
-    if get_world_size() == 1:
-        return True
-    group = object_group()
-    worker = BackgroundWorker("meeting")
-    worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
-    return worker.wait(seconds)
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -5,14 +5,12 @@ from hooktrain.engine.hooks.bad_runs import (
     SkipNonFinite as SkipNonFinite,
     Watchdog as Watchdog,
 )
-from hooktrain.engine.hooks.best_checkpointer import (
-    BestCheckpointer as BestCheckpointer,
-)
 from hooktrain.engine.hooks.callback import CallbackHook as CallbackHook
 from hooktrain.engine.hooks.checkpointing import (
     PeriodicCheckpointer as PeriodicCheckpointer,
 )
 from hooktrain.engine.hooks.evaluation import (
+    BestCheckpointer as BestCheckpointer,
     EarlyStopping as EarlyStopping,
     EvalHook as EvalHook,
 )

@@ -13,7 +13,6 @@ from hooktrain.events import EventStorage
 from hooktrain.model import (
     BaseAveragedModel,
     ExponentialMovingAverage,
-    get_bn_modules,
     update_bn_stats,
 )
 from hooktrain.utils.tensors import load_full_state_dict
@@ -141,11 +140,6 @@ class PreciseBN(HookBase):
 
     def update_stats(self) -> None:
         """Measure now."""
-        if not get_bn_modules(self._model):
-            logger.info(
-                "The model has no batch norm in training mode: no statistics to measure"
-            )
-            return
         logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
         # What the model records now is not part of the run.
         with EventStorage(self.trainer.iter):
@@ -160,11 +154,11 @@ class PreciseBN(HookBase):
         self._batches.load_state_dict(state_dict)
 
 
-def is_trained(model: Any, trainer: Any) -> bool:
+def is_trained(model: nn.Module, trainer: Any) -> bool:
     """Whether a model shares parameters with a trainer's, or one of the two has none."""
-    parameters = set(model.parameters())
+    ours = set(model.parameters())
     trained = set(getattr(trainer, "model", model).parameters())
-    return not (parameters and trained) or not parameters.isdisjoint(trained)
+    return not (ours and trained) or not ours.isdisjoint(trained)
 
 
 def _refuse_another(hook: HookBase, model: nn.Module) -> None:

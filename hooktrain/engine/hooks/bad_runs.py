@@ -5,8 +5,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
@@ -38,10 +36,10 @@ class SkipNonFinite(HookBase):
 
     def __init__(self, max_skips: int = 20) -> None:
         self._max_skips = max_skips
-        self._in_a_row = 0
 
     def before_train(self) -> None:
         """Note which buffers are not finite by intention, such as masks."""
+        self._in_a_row = 0
         self._meant_so = self._broken_buffers()
 
     def _broken_buffers(self) -> set[str]:
@@ -57,11 +55,8 @@ class SkipNonFinite(HookBase):
     def after_backward(self) -> None:
         """Drop gradients that are not finite: then the optimizer leaves the parameters alone."""
         wrapper = self.trainer.updating
-        groups = wrapper.optimizer.param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        gradients = {
-            str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None
-        }
+        parameters = [p for group in wrapper.param_groups for p in group["params"]]
+        gradients = {str(i): p.grad for i, p in enumerate(parameters)}
         is_bad = bool(non_finite(gradients))  # host-device synchronisation
         if any(map(is_sharded, gradients.values())):
             is_bad = comm.any_rank(is_bad)
@@ -72,8 +67,7 @@ class SkipNonFinite(HookBase):
             raise FloatingPointError(
                 f"buffers of the model are not finite any more: {broken}"
             )
-        for parameter in parameters:
-            parameter.grad = None
+        wrapper.zero_grad(set_to_none=True)
         scaler = getattr(wrapper, "grad_scaler", None)
         if scaler is None or not scaler.is_enabled():  # a scaler counts what it skips
             wrapper.count_skipped_update()
@@ -92,14 +86,6 @@ class SkipNonFinite(HookBase):
                 f"gradients were not finite in {self._in_a_row} iterations in a row, up to "
                 f"iteration {self.trainer.iter}; max_skips is {self._max_skips}"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many in a row there were."""
-        return {"in_a_row": self._in_a_row}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        self._in_a_row = state_dict["in_a_row"]
 
 
 EXIT_HUNG = 124  # as that of timeout(1)

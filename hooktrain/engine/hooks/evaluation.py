@@ -1,13 +1,23 @@
-"""Evaluates while training, and ends a run that no longer improves."""
+"""Evaluates while training; keeps the best model, and ends a run that no longer improves."""
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch.distributed as dist
+
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.engine.hooks.averaging import EMA
+from hooktrain.engine.hooks.checkpointing import refuse_lone_shards
 from hooktrain.engine.train_loop import HookBase, TrainerBase
-from hooktrain.evaluation import first_batches, flatten_results_dict
-from hooktrain.utils.comm import all_come, on_all_ranks
+from hooktrain.evaluation import flatten_results_dict
+from hooktrain.events.history import Entry
+from hooktrain.utils import comm
+from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -30,8 +40,6 @@ class EvalHook(HookBase):
         eval_period: in iterations, or like ``"1 epoch"``; 0 or less evaluates at the end only.
         eval_function: takes nothing; returns a dict of numbers, possibly nested, or nothing.
         eval_after_train: whether to evaluate at the end.
-        sanity_batches: evaluate on this many batches before the first step, to see that it works.
-            The results are not recorded.
 
     Attributes:
         has_results: whether an evaluation has returned metrics.
@@ -47,7 +55,6 @@ class EvalHook(HookBase):
         eval_period: int | str,
         eval_function: Callable[[], Mapping[str, Any] | None],
         eval_after_train: bool = True,
-        sanity_batches: int = 0,
     ) -> None:
         if not callable(eval_function):
             raise TypeError(
@@ -56,14 +63,6 @@ class EvalHook(HookBase):
         self._period = eval_period
         self._func = eval_function
         self._eval_after_train = eval_after_train
-        self._sanity_batches = sanity_batches
-
-    def before_train(self) -> None:
-        """See that an evaluation works."""
-        if self._sanity_batches:
-            logger.info("Trying the evaluation on %d batches", self._sanity_batches)
-            with first_batches(self._sanity_batches):
-                _as_numbers(self._func() or {})
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
@@ -84,7 +83,7 @@ class EvalHook(HookBase):
             logger.exception("The evaluation failed:")
             error = raised
         # Ranks need very different times to evaluate; they wait here, where it is visible.
-        if not all_come(_PATIENCE_SECONDS if error else None) and error:
+        if not _all_come(_PATIENCE_SECONDS if error else None) and error:
             raise error
 
         def outcome() -> dict[str, float]:
@@ -93,7 +92,7 @@ class EvalHook(HookBase):
             return numbers
 
         try:
-            numbers = on_all_ranks(outcome)[0]
+            numbers = comm.on_all_ranks(outcome)[0]
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
@@ -103,6 +102,17 @@ class EvalHook(HookBase):
             # A name that training uses too keeps its hint.
             storage.put_scalar(name, number, hints.get(name, False))
         self.has_results |= bool(numbers)
+
+
+def _all_come(seconds: float | None) -> bool:
+    """Whether all ranks come here in time; None is the process group's. Collective."""
+    if comm.get_world_size() == 1:
+        return True
+    group = comm.object_group()
+    # Its own limit holds on the main process only.
+    worker = BackgroundWorker("meeting")
+    worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
+    return worker.wait(seconds)
 
 
 def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
@@ -142,17 +152,174 @@ def choose_mode(metric: str, mode: str | None) -> str:
     return mode
 
 
-def refuse_missing(metric: str, trainer: TrainerBase) -> None:
-    """End the run by an error if each ``EvalHook`` has had results and a metric has not come.
+def is_better(
+    value: float, best: float | None, mode: str, min_delta: float = 0.0
+) -> bool:
+    """Whether a value is finite, and better than the best so far by more than ``min_delta``."""
+    if best is None or not math.isfinite(value):
+        return math.isfinite(value)
+    gain = value - best if mode == "max" else best - value
+    return gain > min_delta
 
-    Args:
-        metric: its name; nothing has put it yet.
-        trainer: the trainer.
+
+def new_value(trainer: TrainerBase, metric: str, since: int) -> Entry | None:
+    """The last value of a metric and its iteration, if that is after ``since``.
+
+    None if there is no such value. When each ``EvalHook`` has had results and the metric has
+    never come, the run ends by an error.
     """
+    storage = trainer.storage
+    measured_at = storage.latest_iter(metric)
+    if measured_at is None:
+        refuse_missing(metric, trainer)
+    elif measured_at > since:
+        return storage.history(metric).tail(1)[0]
+    return None
+
+
+def refuse_missing(metric: str, trainer: TrainerBase) -> None:
+    """End the run by an error if each ``EvalHook`` has had results, but no such metric."""
     evaluations = [hook for hook in trainer._hooks if isinstance(hook, EvalHook)]
     if evaluations and all(hook.has_results for hook in evaluations):
         hint = did_you_mean(metric, trainer.storage.histories())
         trainer.raise_later(ValueError(f"there is no metric {metric!r}{hint}"))
+
+
+class BestCheckpointer(HookBase):
+    """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
+
+    With a sharded checkpointer that is a folder ``model_best``. Register it after ``EvalHook``, so
+    that what was measured is what is saved.
+
+    The file holds its value, so a resumed run never overwrites a better model, not even one saved
+    after the checkpoint that it resumes from. No run resumes from the file.
+
+    Args:
+        eval_period: that of the ``EvalHook``; 0 looks at the end of training only.
+        checkpointer: what saves.
+        val_metric: the name of the metric, such as ``"classification/accuracy"``.
+        mode: ``"max"`` if more is better, ``"min"`` if less is. None takes ``"min"`` for a name
+            with "loss" or "error" in it, else ``"max"``.
+        file_prefix: the name of the file, without ``.pth``.
+        ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
+
+    Attributes:
+        best_metric: the best value so far, or None.
+        best_iter: the iteration that it was measured at, or None.
+
+    Raises:
+        ValueError: for another mode or an impossible ``file_prefix``; in a run, when it is due and
+            the metric is not there or older than the weights. What was trained is saved first.
+        RuntimeError: when training starts, if only some ranks have it and each saves shards.
+    """
+
+    def __init__(
+        self,
+        eval_period: int | str,
+        checkpointer: Checkpointer,
+        val_metric: str,
+        mode: str | None = None,
+        file_prefix: str = "model_best",
+        *,
+        ema: EMA | None = None,
+    ) -> None:
+        checkpointer.check_name(file_prefix)
+        self._period = eval_period
+        self._checkpointer = checkpointer
+        self._val_metric = val_metric
+        self._mode = choose_mode(val_metric, mode)
+        self._file_prefix = file_prefix
+        self._ema = ema
+        self.best_metric: float | None = None
+        self.best_iter: int | None = None
+
+    def before_train(self) -> None:
+        """Learn from the file which value a resumed run has to exceed."""
+        refuse_lone_shards(self, self._checkpointer)
+        if self.trainer.start_iter > 0:
+            self._read_best()
+
+    def _read_best(self) -> None:
+        self.best_metric = None
+        self.best_iter = None
+        saver = self._checkpointer
+        name = self._file_prefix if saver.sharded else f"{self._file_prefix}.pth"
+        path = os.path.join(saver.save_dir, name)
+        if not (saver.save_to_disk and os.path.exists(path)):
+            return
+        try:
+            best = read_checkpoint(path, "meta").get("best", {})
+        except CorruptCheckpointError as error:
+            logger.error("The next best model replaces a broken file: %s", error)
+            return
+        if best.get("metric") == self._val_metric:
+            self.best_metric = best["best_metric"]
+            self.best_iter = best["best_iter"]
+
+    def after_step(self) -> None:
+        """Look at the metric after an evaluation."""
+        if self.is_due(self._period, at_end=False):
+            self._best_checking()
+
+    def after_train(self) -> None:
+        """Look at the metric after the final evaluation."""
+        if self.trainer.succeeded:
+            self._best_checking()
+            self._checkpointer.wait()
+
+    def _best_checking(self) -> None:
+        """Save the model if the latest value is the best one."""
+        self._checkpointer.wait()  # to know whether the best so far was saved
+        self.trainer.prepare_save(self.on_every_rank)
+        name = self._val_metric
+        latest = self.trainer.storage.latest().get(name, (math.nan, -1))
+        best = (self.best_metric, self.best_iter)
+        if self.on_every_rank:
+            # The main process may be the only one that knows the metric, and what is in the file.
+            latest, best = comm.broadcast((latest, best))
+        self.best_metric, self.best_iter = best
+        value, measured_at = latest
+        iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
+        if measured_at < iteration:
+            self._refuse_old(measured_at)
+            return
+        logger.info("%s is %.4g, the best before %s", name, value, self.best_metric)
+        if self._update_best(value, measured_at):
+            found = {"metric": name, "best_metric": value, "best_iter": measured_at}
+            with self._ema.swap() if self._ema else nullcontext():
+                self._checkpointer.save(
+                    self._file_prefix,
+                    tag=False,
+                    on_full=self._go_on,
+                    iteration=iteration,
+                    best=found,
+                )
+
+    def _update_best(self, value: float, iteration: int) -> bool:
+        """Keep a value if it is the best one; whether it is."""
+        better = is_better(value, self.best_metric, self._mode)
+        if better:
+            self.best_metric = value
+            self.best_iter = iteration
+        return better
+
+    def _refuse_old(self, measured_at: int) -> None:
+        name = self._val_metric
+        if measured_at < 0:
+            logger.warning("No metric %r to choose the best checkpoint by", name)
+            refuse_missing(name, self.trainer)
+        elif not self.trainer.succeeded:  # else there was no evaluation at the end
+            error = ValueError(
+                f"BestCheckpointer is due at iteration {self.trainer.iter}, but {name!r} was "
+                f"measured at {measured_at}: register it behind EvalHook, with its eval_period"
+            )
+            self.trainer.raise_later(error)
+
+    def _go_on(self, error: OSError) -> None:
+        logger.error(
+            "NOT SAVED: %s. Training goes on; the next best tries again", error
+        )
+        self._read_best()
 
 
 class EarlyStopping(HookBase):
@@ -163,8 +330,7 @@ class EarlyStopping(HookBase):
 
     Args:
         metric: the metric's name, such as ``"classification/val_loss"``.
-        mode: ``"min"`` if less is better, ``"max"`` if more is. None takes ``"min"`` for a name
-            with "loss" or "error" in it, else ``"max"``.
+        mode: see :class:`BestCheckpointer`.
         patience: how many values in a row without improvement end the run, at least 1.
         min_delta: an improvement must be larger than this.
 
@@ -183,7 +349,7 @@ class EarlyStopping(HookBase):
         if patience < 1:
             raise ValueError(f"patience must be at least 1, but got {patience!r}")
         self._metric = metric
-        self._sign = 1 if choose_mode(metric, mode) == "max" else -1
+        self._mode = choose_mode(metric, mode)
         self._patience = patience
         self._min_delta = min_delta
         self._best: float | None = None
@@ -196,26 +362,16 @@ class EarlyStopping(HookBase):
 
     def after_step(self) -> None:
         """Look at a new value of the metric."""
-        storage = self.trainer.storage
-        measured_at = storage.latest_iter(self._metric)
-        if measured_at is None:
-            refuse_missing(self._metric, self.trainer)
+        found = new_value(self.trainer, self._metric, self._seen_iter)
+        if found is None:
             return
-        if measured_at <= self._seen_iter:
-            return
-        self._seen_iter = measured_at
-        value = storage.history(self._metric).latest()
-        if self._is_better(value):
+        value, self._seen_iter = found
+        if is_better(value, self._best, self._mode, self._min_delta):
             self._best = value
             self._waited = 0
         else:
             self._waited += 1
-        self._stop_if_exhausted()
-
-    def _is_better(self, value: float) -> bool:
-        if self._best is None or not math.isfinite(value):
-            return math.isfinite(value)
-        return (value - self._best) * self._sign > self._min_delta
+            self._stop_if_exhausted()
 
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:

@@ -1,22 +1,17 @@
-"""Steps the schedules of the learning rate and other parameters, and records them."""
+"""Steps the schedules of the learning rate and other parameters, and records the rate."""
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hooktrain.engine.hooks.evaluation import refuse_missing
+from hooktrain.engine.hooks.evaluation import new_value
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
-
-logger = logging.getLogger(__name__)
 
 
 class LRScheduler(HookBase):
@@ -31,8 +26,7 @@ class LRScheduler(HookBase):
       ``hooktrain.compat.mmengine`` also after each new value of its ``monitor``;
     - a scheduler of torch.
 
-    An iteration counts also where a scaler skipped its update. Where a momentum is scheduled, it is
-    recorded as ``momentum``.
+    An iteration counts also where a scaler skipped its update.
 
     Args:
         optimizer: the optimizer whose rate is recorded, and multiplied; or several by name. None
@@ -46,7 +40,7 @@ class LRScheduler(HookBase):
     Raises:
         ValueError: when training starts, if there is no schedule, one is of another optimizer or
             is there twice, or one counts epochs and the trainer has no ``epoch_length``; if a
-            state of other schedulers is loaded; in a run, if a metric is not there after the
+            state of other schedulers was loaded; in a run, if a metric is not there after the
             first evaluation.
 
     Attributes:
@@ -67,29 +61,35 @@ class LRScheduler(HookBase):
         self._by_epoch = by_epoch
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
+        self._driven: list[
+            Any
+        ] = []  # schedules, and optimizers whose rate is multiplied
         self._seen_iters: dict[int, int] = {}  # of the values that are used
         self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
     def before_train(self) -> None:
         """Find what was not given, and decide who steps when, so that a step need not."""
         self._storage = self.trainer.storage
-        self._recorded: list[Any] = []  # names, and in which group under which key
+        self._recorded: list[Any] = []  # names, and the groups whose rates have them
         self._steps: list[Any] = []  # periods, and what steps then
         self._watched: list[Any] = []  # metrics, and what steps with their values
-        self._schedulers = self._find_schedulers()
-        for name, schedulers in self._schedulers.items():
+        self._driven = []
+        self._schedulers = {}
+        for name, given in self._given().items():
             optimizer = self._optimizer_of(name)
-            for i, scheduler in enumerate(schedulers):
-                if isinstance(scheduler, ParamScheduler):
-                    schedulers[i] = self._multiplier(optimizer, scheduler)
-            for scheduler in schedulers:
-                self._decide_when_to_step(scheduler)
-                self._check_optimizer(scheduler, optimizer)
-            self._decide_what_to_record(name, optimizer, schedulers)
+            group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
+            self._recorded.append((f"{name}.lr" if name else "lr", group))
+            self._schedulers[name] = [self._begin(each, optimizer) for each in given]
         self._refuse_twice()
-        self._load()
+        if self._loaded:
+            # detectron2's is the state of the only scheduler.
+            states = self._loaded.get("schedulers", {"": [self._loaded]})
+            load_scheduler_states(self._schedulers, states)
+            self._seen_iters = dict(self._loaded.get("seen_iters", {}))
+            self._loaded = {}
 
-    def _find_schedulers(self) -> dict[str, list[Any]]:
+    def _given(self) -> dict[str, list[Any]]:
+        """Lists of schedules, by the names of their optimizers."""
         if self.scheduler is None:
             self.scheduler = getattr(self.trainer, "scheduler", None)
         if self.scheduler is None:
@@ -111,23 +111,30 @@ class LRScheduler(HookBase):
             found = found[name]
         return _unwrapped(found)
 
-    def _multiplier(self, optimizer: Any, schedule: ParamScheduler) -> LRMultiplier:
-        # Made again in each run: it covers the whole length, which may have changed.
-        length = max(1, self.trainer.max_iter)
-        return LRMultiplier(optimizer, schedule, length, self.trainer.iter - 1)
-
-    def _decide_when_to_step(self, scheduler: Any) -> None:
-        if isinstance(scheduler, ReduceLROnPlateau) and self._metric is not None:
-            self._watched.append((self._metric, scheduler.step))
-            return
-        if hasattr(scheduler, "monitor"):  # a plateau of MMEngine's family
-            metric = scheduler.monitor
+    def _begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
+        """Decide when a schedule steps. Returns it, or the multiplier that is made of it."""
+        if isinstance(scheduler, ParamScheduler):
+            # Made again in each run: it covers the whole length, which may have changed.
+            length = max(1, self.trainer.max_iter)
+            last = self.trainer.iter - 1
+            scheduler = LRMultiplier(optimizer, scheduler, length, last)
+        if _unwrapped(getattr(scheduler, "optimizer", optimizer)) is not optimizer:
+            raise ValueError(f"{scheduler!r} is made for another optimizer")
+        is_multiplier = isinstance(scheduler, LRMultiplier)
+        self._driven.append(optimizer if is_multiplier else scheduler)
+        metric = getattr(
+            scheduler, "monitor", None
+        )  # of a plateau of MMEngine's family
+        if metric is not None:
             self._watched.append(
                 (metric, lambda value: scheduler.step({metric: value}))
             )
             if (scheduler.begin, scheduler.end) == (0, INF):  # it needs no epochs
-                return
-        by_epoch = self._by_epoch and not isinstance(scheduler, LRMultiplier)
+                return scheduler
+        if isinstance(scheduler, ReduceLROnPlateau) and self._metric is not None:
+            self._watched.append((self._metric, scheduler.step))
+            return scheduler
+        by_epoch = self._by_epoch and not is_multiplier
         if isinstance(scheduler, GroupParamScheduler):
             by_epoch = scheduler.by_epoch
         period = self.trainer.epoch_length if by_epoch else 1
@@ -137,69 +144,32 @@ class LRScheduler(HookBase):
                 "set trainer.epoch_length, or by_epoch=False"
             )
         self._steps.append((period, scheduler.step))
-
-    def _decide_what_to_record(
-        self, name: str, optimizer: Optimizer, schedulers: list[Any]
-    ) -> None:
-        group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
-        prefix = f"{name}." if name else ""
-        self._recorded.append((f"{prefix}lr", group, "lr"))
-        if any(getattr(s, "param_name", None) == "momentum" for s in schedulers):
-            self._recorded.append((f"{prefix}momentum", group, "momentum"))
-
-    def _check_optimizer(self, scheduler: Any, optimizer: Optimizer) -> None:
-        driven = _unwrapped(getattr(scheduler, "optimizer", optimizer))
-        if driven is not optimizer:
-            raise ValueError(f"{scheduler!r} is made for another optimizer")
-        wrapper = getattr(self.trainer, "optim_wrapper", None)
-        if wrapper is None:  # a trainer of another kind
-            return
-        trained = [each.optimizer for each in wrappers_by_name(wrapper).values()]
-        if optimizer not in trained:  # a step of one's own may use it
-            logger.warning(
-                "%r is for an optimizer that the trainer does not have", scheduler
-            )
+        return scheduler
 
     def _refuse_twice(self) -> None:
         """Two multipliers of one rate: the last one would win. One schedule twice: too fast."""
-        hooks = [hook for hook in self.trainer._hooks if isinstance(hook, LRScheduler)]
-        lists = [each for hook in hooks for each in hook._schedulers.values()]
-        seen = set()
-        for scheduler in chain(*lists):
-            one = scheduler
-            if isinstance(scheduler, LRMultiplier):
-                one = scheduler.optimizer
-            if id(one) in seen:
-                raise ValueError(
-                    f"a rate has two schedules, or one twice: {scheduler!r}. Give one"
-                )
-            seen.add(id(one))
-
-    def _load(self) -> None:
-        state = self._loaded
-        if state:
-            # detectron2's is the state of the only scheduler.
-            states = state.get("schedulers", {"": [state]})
-            load_scheduler_states(self._schedulers, states)
-            self._seen_iters = dict(state.get("seen_iters", {}))
-            self._loaded = {}
+        driven: list[Any] = []
+        for hook in self.trainer._hooks:
+            driven += getattr(hook, "_driven", [])
+        if len(set(driven)) < len(driven):
+            raise ValueError(
+                f"a rate has two schedules, or one twice: {self.scheduler!r}. Give one"
+            )
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
         storage = self._storage
-        for name, group, key in self._recorded:
-            storage.put_scalar(name, group[key], smoothing_hint=False)
+        for name, group in self._recorded:
+            storage.put_scalar(name, group["lr"], smoothing_hint=False)
         done = storage.iter + 1
         for period, step in self._steps:
             if done % period == 0:
                 step()
         for i, (metric, step) in enumerate(self._watched):
-            measured_at = storage.latest_iter(metric)
-            if measured_at is None:
-                refuse_missing(metric, self.trainer)
-            elif measured_at > self._seen_iters.get(i, -1):
-                self._seen_iters[i] = measured_at
-                step(storage.history(metric).latest())
+            found = new_value(self.trainer, metric, self._seen_iters.get(i, -1))
+            if found is not None:
+                value, self._seen_iters[i] = found
+                step(value)
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
@@ -223,12 +193,8 @@ class LRScheduler(HookBase):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; into a multiplier, when training starts."""
+        """Load what ``state_dict`` returned, when training starts."""
         self._loaded = dict(state_dict)
-        self._schedulers = self._find_schedulers()
-        found = chain(*self._schedulers.values())
-        if not any(isinstance(scheduler, ParamScheduler) for scheduler in found):
-            self._load()
 
 
 def _unwrapped(optimizer: Any) -> Any:

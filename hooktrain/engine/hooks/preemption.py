@@ -1,4 +1,4 @@
-"""Saves and ends the process when somebody or a time limit asks for its end."""
+"""Saves and ends the process when somebody asks for its end."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hooks.checkpointing import refuse_lone_shards
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils.comm import on_all_ranks
 
@@ -28,7 +29,7 @@ class Preemption(HookBase):
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
     ranks, not all of which need to have got the signal, stop at the same iteration, at the next
     exchange of the trainer (every ``sync_period`` iterations). An open accumulation is completed.
-    Then the checkpoint ``{file_prefix}_0000099.pth`` is written, and ``SystemExit`` is raised with
+    Then the checkpoint ``model_0000099.pth`` is written, and ``SystemExit`` is raised with
     the code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final
     evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had
     happened.
@@ -36,9 +37,6 @@ class Preemption(HookBase):
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
     and launchers pass the signal on to them once more.
-
-    With a time limit the process ends likewise when so much time has passed since the training has
-    begun, by SIGALRM, with the code 142.
 
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
     processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the final
@@ -55,53 +53,36 @@ class Preemption(HookBase):
         checkpointer: what saves.
         signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
             torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
-        file_prefix: of the checkpoint's name; that of the periodic checkpoints.
-        time_limit_s: in seconds; 0 is none.
+
+    Raises:
+        RuntimeError: when training starts, if only some ranks have it and each saves shards.
     """
 
     def __init__(
         self,
         checkpointer: Checkpointer,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
-        file_prefix: str = "model",
-        time_limit_s: float = 0,
     ) -> None:
-        checkpointer.check_name(file_prefix)
         self.checkpointer = checkpointer
-        self._signals = list(signals)
-        if time_limit_s:
-            self._signals.append(signal.SIGALRM)
-        self._time_limit_s = time_limit_s
-        self._file_prefix = file_prefix
+        self._signals = signals
         self._previous: dict[int, Any] = {}
         self._received: tuple[int, float] | None = None
 
     def before_train(self) -> None:
         """Install the handlers."""
+        refuse_lone_shards(self, self.checkpointer)
         self._received = None
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "Signals are ignored: the training does not run in the main thread"
             )
             return
-        previous = {number: signal.getsignal(number) for number in self._signals}
-        owners = [getattr(handler, "__self__", None) for handler in previous.values()]
-        if any(isinstance(owner, Preemption) for owner in owners):
-            logger.warning(
-                "Signals are handled by another Preemption hook, not by this one"
-            )
-            return
-        self._previous = previous
         self._process = os.getpid()
         for number in self._signals:
-            signal.signal(number, self._receive)
-        if self._time_limit_s:
-            signal.setitimer(signal.ITIMER_REAL, self._time_limit_s)
+            self._previous[number] = signal.signal(number, self._receive)
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""
-        if signal.SIGALRM in self._previous:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             # None: it was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -116,17 +97,16 @@ class Preemption(HookBase):
         reason = trainer.stop_reason
         if not isinstance(reason, _Preempted) or not trainer.can_save:
             return
-        number = signal.Signals[reason.split()[-1]]
-        why = "its time is up" if number == signal.SIGALRM else f"got {number.name}"
-        logger.warning("Ending the run after iteration %d: %s", trainer.iter, why)
+        logger.warning("Ending the run after iteration %d: %s", trainer.iter, reason)
         trainer.prepare_save(self.on_every_rank)
-        name = f"{self._file_prefix}_{trainer.iter:07d}"
+        name = f"model_{trainer.iter:07d}"
         self.checkpointer.save(name, iteration=trainer.iter)
         if self.on_every_rank:
             # A rank that is gone is a failure to launchers, which end the one that still writes.
             on_all_ranks(self.checkpointer.wait)
         else:
             self.checkpointer.wait()
+        number = signal.Signals[reason.split()[-1]]
         # After the other hooks: then train() can go on, as in a notebook.
         trainer.raise_later(SystemExit(128 + number))
 
@@ -134,8 +114,6 @@ class Preemption(HookBase):
         # Between any two instructions of the main thread: no logging, no locks.
         now = time.monotonic()
         first, at = self._received or (number, now)
-        if first == signal.SIGALRM:  # this one is the first that somebody has sent
-            first, at = number, now
         is_child = os.getpid() != self._process  # of a fork
         if is_child or number != first or now - at > _ONE_SIGNAL_SECONDS:
             self.after_train()

@@ -12,6 +12,8 @@ from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
 
+logger = logging.getLogger(__name__)
+
 
 class TorchProfiler(HookBase):
     """Runs :class:`torch.profiler.profile` in the iterations that a predicate chooses.
@@ -99,8 +101,6 @@ class AutogradProfiler(TorchProfiler):
         )
 
 
-logger = logging.getLogger(__name__)
-
 _SHOWN = (
     "max_memory_reserved",
     "memory_reserved",
@@ -112,8 +112,7 @@ _SHOWN = (
 class TorchMemoryStats(HookBase):
     """Logs memory reserved and allocated, and their peaks since the last time.
 
-    It does so ``max_runs`` times in a run, the last time with the allocator's summary. Without an
-    accelerator it does nothing.
+    It does so ``max_runs`` times in a run. Without an accelerator it does nothing.
 
     Args:
         period: in iterations, or like ``"1 epoch"``; 0 or less logs at the last one only.
@@ -131,17 +130,10 @@ class TorchMemoryStats(HookBase):
     def after_step(self) -> None:
         """Log where a period ends, and at the last iteration."""
         device = device_module()
-        if (
-            device is None
-            or not self.is_due(self._period)
-            or self._runs == self._max_runs
-        ):
+        is_over = self._runs == self._max_runs
+        if device is None or is_over or not self.is_due(self._period):
             return
         self._runs += 1
-        sizes = [getattr(device, function)() / 2**20 for function in _SHOWN]
-        text = " iter: %d  max_reserved_mem: %.0fMB  reserved_mem: %.0fMB"
-        text += "  max_allocated_mem: %.0fMB  allocated_mem: %.0fMB"
-        logger.info(text, self.trainer.iter, *sizes)
-        if self._runs == self._max_runs:
-            logger.info("\n%s", device.memory_summary())
+        sizes = [f"{name}: {getattr(device, name)() >> 20} MiB" for name in _SHOWN]
+        logger.info("iter: %d  %s", self.trainer.iter, "  ".join(sizes))
         device.reset_peak_memory_stats()

@@ -30,12 +30,12 @@ class IterationTimer(HookBase):
     def before_train(self) -> None:
         """Start the clock of the run."""
         self._storage = self.trainer.storage
-        start, end = self._storage.iter, self.trainer.max_iter
+        start = self._storage.iter
         self._timed_from = start + self._warmup_iter
         self._timed = 0
         self._steps_seconds = 0.0
         self._run_start = self._timed_start = time.perf_counter()
-        self._is_watched = show_progress("Training", start, end)
+        self._is_watched = show_progress("Training", start, self.trainer.max_iter)
 
     def before_step(self) -> None:
         """Start the clock of the step."""
@@ -50,31 +50,30 @@ class IterationTimer(HookBase):
             self._storage.put_scalar("time", seconds)
         if iteration < self._timed_from:
             self._timed_start = now
-        else:
-            self._timed += 1
-            self._steps_seconds += seconds
+            return
+        self._timed += 1
+        self._steps_seconds += seconds
         if self._is_watched:
+            mean = (now - self._timed_start) / self._timed  # with the hooks
             end = self.trainer.max_iter
-            if self._timed:
-                seconds = (now - self._timed_start) / self._timed  # with the hooks
-            seconds_left = seconds * (end - iteration - 1)
-            show_progress("Training", iteration + 1, end, seconds_left)
+            left = end - iteration - 1
+            show_progress("Training", iteration + 1, end, mean * left)
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""
         now = time.perf_counter()
-        seconds = self._steps_seconds
+        steps = self._steps_seconds
         if self._timed:
             logger.info(
                 "Overall training speed: %d iterations in %s (%.4f s / it)",
                 self._timed,
-                pretty_seconds(seconds),
-                seconds / self._timed,
+                pretty_seconds(steps),
+                steps / self._timed,
             )
         logger.info(
             "Total training time: %s (%s on hooks)",
             pretty_seconds(now - self._run_start),
-            pretty_seconds(now - self._timed_start - seconds),
+            pretty_seconds(now - self._timed_start - steps),
         )
 
 

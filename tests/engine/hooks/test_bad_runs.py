@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
 from hooktrain.engine.hooks import CallbackHook, Watchdog
 from hooktrain.engine.hooks.bad_runs import EXIT_HUNG
@@ -200,23 +199,6 @@ def test_a_poisoned_buffer_ends_the_run() -> None:
     model.register_forward_hook(lambda module, _, loss: loss + math.inf)
     with pytest.raises(FloatingPointError, match="iteration=0"):
         run(model, data(set()))
-
-
-def test_how_many_there_were_in_a_row_outlives_a_resume(tmp_path: Path) -> None:
-    def resume(poisoned: set[int], max_iter: int) -> None:
-        model = Square()
-        trainer = SimpleTrainer(model, data(poisoned), adam(model))
-        checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
-        periodic = hooks.PeriodicCheckpointer(checkpointer, period=1)
-        trainer.register_hooks([hooks.SkipNonFinite(2), periodic])
-        checkpointer.resume_or_load("")
-        trainer.train(max_iter=max_iter)
-
-    resume({1, 2}, 3)
-    with pytest.raises(
-        FloatingPointError, match="in 3 iterations in a row, up to iteration 3"
-    ):
-        resume({0}, 4)  # a list begins anew when a run is resumed
 
 
 def two_ranks(kind: str, poisoned_rank: int) -> tuple[list[Tensor], int, list[float]]:

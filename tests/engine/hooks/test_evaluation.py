@@ -1,22 +1,25 @@
 import math
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, load_checkpoint
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
+    EMA,
+    BestCheckpointer,
     CallbackHook,
     EarlyStopping,
     EvalHook,
     PeriodicCheckpointer,
     evaluation,
 )
-from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.utils import comm
-from toys import Idle, linear_trainer
+from toys import Idle, LinearLoss, linear_trainer
 
 
 @pytest.mark.parametrize(
@@ -32,34 +35,6 @@ def test_it_evaluates_each_period_and_once_at_the_end(
     calls: list[int] = []
     Idle(EvalHook(period, lambda: calls.append(1), at_end)).train(0, max_iter)  # type: ignore[arg-type, func-returns-value]
     assert len(calls) == expected
-
-
-class Counts(DatasetEvaluator):
-    """How many batches each evaluation has seen."""
-
-    seen: ClassVar[list[int]] = []
-
-    def reset(self) -> None:
-        self.seen.append(0)
-
-    def process(self, inputs: Any, outputs: Any) -> None:
-        self.seen[-1] += 1
-
-    def evaluate(self) -> dict[str, Any]:
-        return {"count": self.seen[-1]}
-
-
-def test_it_is_tried_on_a_few_batches_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Counts, "seen", [])
-    trainer = Idle()
-    count = partial(inference_on_dataset, abs, [1, 2, 3], Counts())
-    steps = CallbackHook(before_step=lambda _: Counts.seen.append(-1))
-    trainer.register_hooks([EvalHook(2, count, sanity_batches=2), steps])
-    trainer.train(0, 3)
-    assert Counts.seen == [2, -1, -1, 3, -1, 3]
-    assert trainer.storage.history("count").values() == [(3.0, 1), (3.0, 3)]
 
 
 def test_results_become_metrics_with_slashes() -> None:
@@ -151,6 +126,146 @@ def test_a_rank_that_fails_while_another_waits_for_it_ends_the_run_soon() -> Non
     with pytest.raises(RuntimeError, match="failure in rank 1") as caught:
         run_ranks(fail_where_another_rank_waits, 2)
     assert str(caught.value).endswith("ZeroDivisionError: broken\n")
+
+
+# The best model
+
+
+def best_of(
+    folder: Path, values: list[float], state: Any = None, **options: Any
+) -> tuple[BestCheckpointer, Any]:
+    """Train one iteration a value, each evaluated to that value."""
+    trainer = linear_trainer()
+    mode = options.pop("mode", None)
+    saver = Checkpointer(trainer.model, folder, **options, trainer=trainer)
+    hook = BestCheckpointer(1, saver, "acc", mode)
+    value = lambda: values[min(trainer.iter - trainer.start_iter, len(values) - 1)]  # noqa: E731
+    evaluation = EvalHook(1, lambda: {"acc": value()}, eval_after_train=False)
+    trainer.register_hooks([evaluation, hook])
+    if state is not None:
+        trainer.load_state_dict(state)
+    trainer.train(max_iter=trainer.state_dict()["iteration"] + 1 + len(values))
+    return hook, trainer
+
+
+def saved_iteration(folder: Path) -> int:
+    path = next(folder.glob("model_best*"))
+    file = read_checkpoint(str(path))
+    assert file["trainer"]["iteration"] == file["iteration"]
+    return int(file["iteration"])
+
+
+@pytest.mark.parametrize(("mode", "best"), [(None, 1), ("max", 1), ("min", 2)])
+def test_the_best_value_decides_what_is_in_the_file(
+    tmp_path: Path, mode: str, best: int
+) -> None:
+    hook, _ = best_of(tmp_path, [0.5, 0.75, 0.25, 0.5, 0.5], mode=mode)
+    assert saved_iteration(tmp_path) == best == hook.best_iter
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_never_the_best(
+    tmp_path: Path, value: float
+) -> None:
+    hook, _ = best_of(tmp_path, [value, 0.5, value, value])
+    assert saved_iteration(tmp_path) == 1
+    assert hook.best_metric == 0.5
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("is_resumed", "kept"), [(True, 0.5), (False, 0.25)])
+def test_a_resumed_run_keeps_a_better_model(
+    is_resumed: bool, kept: float, sharded: bool, tmp_path: Path
+) -> None:
+    _, first = best_of(tmp_path, [0.5, 0.5], sharded=sharded)
+    state = first.state_dict() if is_resumed else None
+    best_of(tmp_path, [0.25, 0.125, 0.25], state=state, sharded=sharded)
+    file = read_checkpoint(str(next(tmp_path.glob("model_best*"))))
+    assert file["best"] == {"metric": "acc", "best_metric": kept, "best_iter": 0}
+
+
+def test_a_broken_best_file_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, first = best_of(tmp_path, [0.5, 0.5])
+    (tmp_path / "model_best.pth").write_bytes(b"broken")
+    best_of(tmp_path, [0.25, 0.25], state=first.state_dict())
+    assert "model_best.pth" in caplog.text
+    assert saved_iteration(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"background": True}, {"background": True, "sharded": True}]
+)
+def test_the_best_of_the_final_evaluation_is_there_when_the_run_has_ended(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, tmp_path, **options, trainer=trainer)
+    evaluation = EvalHook(0, lambda: {"acc": 1.0})
+    trainer.register_hooks([evaluation, BestCheckpointer(0, saver, "acc")])
+    trainer.train(0, 3)
+    assert saved_iteration(tmp_path) == 2
+    assert not (tmp_path / "last_checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("eval_period", "metric", "message"),
+    [(3, "acc", "'acc' was measured at 2"), (2, "accuracy", "no metric 'accuracy'")],
+)
+def test_weights_that_were_not_evaluated_are_not_the_best(
+    eval_period: int, metric: str, message: str, tmp_path: Path
+) -> None:
+    trainer = linear_trainer(EvalHook(eval_period, lambda: {"acc": trainer.iter}))
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([BestCheckpointer(4, saver, metric)])
+    with pytest.raises(ValueError, match=message):
+        trainer.train(0, 9)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -> None:
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    value = iter([2.0, 1.0, 3.0])
+    evaluation = EvalHook(1, lambda: {"ema": {"val_loss": next(value)}})
+    ema = EMA(trainer.model, 0.5)
+    best = BestCheckpointer(1, saver, "ema/val_loss", ema=ema)
+    averages = []
+
+    def copy(trainer: SimpleTrainer) -> None:
+        with ema.swap():
+            averages.append(trainer.model.fc.bias.clone())
+
+    trainer.register_hooks([ema, evaluation, best, CallbackHook(after_step=copy)])
+    trainer.train(0, 3)
+    model = LinearLoss()
+    load_checkpoint(model, tmp_path / "model_best.pth")
+    assert torch.equal(model.fc.bias, averages[1])
+    assert not torch.equal(trainer.model.fc.bias, averages[1])
+
+
+def metric_on_main_only(folder: Path) -> Any:
+    def put(trainer: Any) -> None:
+        if comm.is_main_process():
+            trainer.storage.put_scalar("acc", trainer.iter)
+
+    trainer = linear_trainer(CallbackHook(after_step=put))
+    saver = Checkpointer(trainer.model, folder, trainer=trainer)
+    hook = BestCheckpointer(1, saver, "acc")
+    trainer.register_hooks([hook])
+    trainer.train(0, 4)
+    return hook.best_metric
+
+
+def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(metric_on_main_only, 2, tmp_path) == [3.0, 3.0]
+    assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
+
+
+# Early stopping
 
 
 def trainer_of(values: list[float], **kwargs: Any) -> Idle:

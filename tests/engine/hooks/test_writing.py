@@ -73,7 +73,7 @@ def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) 
     drawn: list[Any] = []
     draw = lambda *args: drawn.append(args[:3]) or watched  # noqa: E731
     monkeypatch.setattr(writing, "show_progress", draw)
-    Idle(IterationTimer()).train(0, 4)
+    Idle(IterationTimer(warmup_iter=0)).train(0, 4)
     bars = [("Training", i, 4) for i in range(5)]
     assert drawn == (bars if watched else bars[:1])
 

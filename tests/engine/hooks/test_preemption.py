@@ -1,0 +1,170 @@
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer, checkpointer
+from hooktrain.checkpoint.files import write_file
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine.hooks import (
+    CallbackHook,
+    EvalHook,
+    PeriodicCheckpointer,
+    Preemption,
+    preemption,
+)
+from hooktrain.utils import comm
+from toys import linear_trainer
+
+
+def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
+    def send(trainer: Any) -> None:
+        if trainer.iter == iteration and comm.get_rank() == rank:
+            signal.raise_signal(number)
+
+    return CallbackHook(after_backward=send)
+
+
+def preemptible(
+    folder: Path, *hooks: HookBase, gather_metric_period: int = 1, **options: Any
+) -> SimpleTrainer:
+    trainer = linear_trainer(*hooks, gather_metric_period=gather_metric_period)
+    saver = Checkpointer(trainer.model, folder, trainer=trainer, **options)
+    trainer.register_hooks([PeriodicCheckpointer(saver, period=4), Preemption(saver)])
+    saver.resume_or_load("")
+    return trainer
+
+
+def pointer(folder: Path) -> str:
+    return (folder / "last_checkpoint").read_text()
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+def test_a_signal_saves_at_the_end_of_the_iteration(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    before, evaluated = handlers(), []
+    evaluate = EvalHook(0, lambda: evaluated.append(True))
+    trainer = preemptible(tmp_path, evaluate, signal_at(number, 5))
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=10)
+    assert caught.value.code == code
+    assert (trainer.iter, trainer.max_iter) == (5, 10)
+    assert not evaluated
+    assert pointer(tmp_path) == "model_0000005.pth"
+    assert not (tmp_path / "model_final.pth").exists()
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("again", ["in a new process", "as in a notebook"])
+@pytest.mark.parametrize("iteration", [7, 9])
+def test_a_preempted_run_goes_on_bit_for_bit(
+    iteration: int, again: str, tmp_path: Path
+) -> None:
+    expected = linear_trainer()
+    expected.train(max_iter=10)
+    before = handlers()
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, iteration))
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    if again == "in a new process":
+        trainer = preemptible(tmp_path)  # its four batches begin anew
+    trainer.train(max_iter=10)
+    assert (trainer.start_iter, trainer.iter) == (iteration + 1, 10)
+    assert torch.equal(trainer.model.fc.weight, expected.model.fc.weight)
+    assert handlers() == before  # also without a signal
+
+
+@pytest.mark.parametrize("reason", ["preempted by SIGTERM", "preempted by hand"])
+def test_a_stop_that_somebody_else_asks_for_is_no_preemption(
+    tmp_path: Path, reason: str
+) -> None:
+    stop = CallbackHook(after_step=lambda t: t.request_stop(reason))
+    trainer = preemptible(tmp_path, stop)
+    trainer.train(max_iter=10)
+    assert trainer.succeeded
+    assert pointer(tmp_path) == "model_final.pth"
+
+
+def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
+    seen = []
+
+    def interrupt(_: Any) -> None:
+        for clock[0] in (0.0, 0.9, 1.1):  # the second one is handed on by a launcher
+            signal.raise_signal(signal.SIGINT)
+            seen.append(clock[0])
+
+    trainer = preemptible(tmp_path, CallbackHook(after_backward=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(max_iter=2)
+    assert seen == [0.0, 0.9]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_in_another_thread_it_says_that_it_ignores_signals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, before = preemptible(tmp_path), handlers()
+    thread = threading.Thread(target=trainer.train, kwargs={"max_iter": 2})
+    thread.start()
+    thread.join()
+    assert trainer.iter == 2
+    assert handlers() == before
+    assert "does not run in the main thread" in caplog.text
+
+
+def test_the_process_outlives_what_it_saves_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = threading.Event()
+    real_wait = Checkpointer.wait
+
+    def save_late(*args: Any) -> None:
+        assert waited.wait(30)
+        write_file(*args)
+
+    def wait(saver: Checkpointer) -> None:
+        waited.set()
+        real_wait(saver)
+
+    monkeypatch.setattr(checkpointer, "write_file", save_late)
+    monkeypatch.setattr(Checkpointer, "wait", wait)
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1), background=True)
+    waited.clear()  # nothing is being saved yet
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=3)
+    assert pointer(tmp_path) == "model_0000001.pth"
+
+
+def preempt_one_rank(folder: Path, shards: bool) -> tuple[Any, int, int]:
+    # The exchanges follow iterations 3 and 7.
+    hook = signal_at(signal.SIGTERM, 4, rank=1)
+    how = {"background": shards, "sharded": shards}
+    trainer = preemptible(folder, hook, gather_metric_period=4, **how)
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=20)
+    name = "model_0000007" if shards else "model_0000007.pth"
+    state = read_checkpoint(str(folder / name))
+    return caught.value.code, trainer.iter, state["trainer"]["iteration"]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(
+    shards: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(preempt_one_rank, 2, tmp_path, shards) == [(143, 7, 7)] * 2
