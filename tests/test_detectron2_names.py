@@ -166,8 +166,6 @@ SIGNATURES = {
     "data.ToIterableDataset": "dataset, sampler, shard_sampler=True, shard_chunk_size=1",
     "compat.data.GroupedBatchSampler": "sampler, group_ids, batch_size",
     "data.samplers.InferenceSampler": "size",
-    "compat.data.RandomSubsetTrainingSampler": "size, subset_ratio, shuffle=True, "
-    "seed_shuffle=None, seed_subset=None",
     "compat.data.RepeatFactorTrainingSampler": "repeat_factors, *, shuffle=True, seed=None",
     "compat.data.RepeatFactorTrainingSampler.repeat_factors_from_category_frequency": ""
     "dataset_dicts, repeat_thresh, sqrt=True",

@@ -11,63 +11,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
 from hooktrain import data as core
-from hooktrain.data import StreamSampler, TrainingSampler
-from hooktrain.utils import comm
+from hooktrain.data import StreamSampler
 from hooktrain.utils.env import seed_all_rng
-
-
-class RandomSubsetTrainingSampler(TrainingSampler):
-    """A fixed random part of a data set, again and again.
-
-    Args:
-        size: the length of the data set.
-        subset_ratio: how much of it to take, in (0, 1].
-        shuffle: see :class:`TrainingSampler`.
-        seed_shuffle: the seed of the order; see :class:`StreamSampler`.
-        seed_subset: the seed of the choice; None draws one that all ranks share.
-
-    Raises:
-        ValueError: for a ratio out of range, or one that leaves nothing.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        subset_ratio: float,
-        shuffle: bool = True,
-        seed_shuffle: int | None = None,
-        seed_subset: int | None = None,
-    ) -> None:
-        if not 0 < subset_ratio <= 1:
-            raise ValueError(
-                f"subset_ratio must be in (0, 1], but got {subset_ratio!r}"
-            )
-        chosen = int(size * subset_ratio)
-        super().__init__(chosen, shuffle, seed_shuffle)
-        if seed_subset is None:
-            self.drawn["seed_subset"] = "seed_subset"
-            seed_subset = comm.shared_random_seed()
-        self.seed_subset = int(seed_subset)
-        self._whole_size = size
-
-    @property
-    def indices(self) -> Tensor:
-        """The chosen part."""
-        generator = torch.Generator().manual_seed(self.seed_subset)
-        order = torch.randperm(self._whole_size, generator=generator)
-        return order[: self.size]
-
-    def identity(self) -> dict[str, int]:
-        """The seeds, and the size of the part."""
-        return {
-            **super().identity(),
-            "seed_subset": self.seed_subset,
-            "subset_size": self.size,
-        }
-
-    def epoch_indices(self, epoch: int) -> Tensor:
-        """The chosen part in this epoch's order."""
-        return self.indices[super().epoch_indices(epoch)]
 
 
 class RepeatFactorTrainingSampler(StreamSampler):
@@ -127,16 +72,13 @@ class RepeatFactorTrainingSampler(StreamSampler):
             categories = {a["category_id"] for a in image["annotations"]}
             images.append(categories)
             counts.update(categories)
-        factor = {}
-        for category, count in counts.items():
-            ratio = repeat_thresh * len(images) / count
-            if sqrt:
-                ratio = math.sqrt(ratio)
-            factor[category] = max(1.0, ratio)
         repeats = []
         for categories in images:
-            factors = [factor[category] for category in categories]
-            repeats.append(max(factors, default=1.0))
+            of_rarest = min((counts[c] for c in categories), default=math.inf)
+            ratio = repeat_thresh * len(images) / of_rarest
+            if sqrt:
+                ratio = math.sqrt(ratio)
+            repeats.append(max(1.0, ratio))
         return torch.tensor(repeats)
 
     def epoch_indices(self, epoch: int) -> Tensor:

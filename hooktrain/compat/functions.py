@@ -17,6 +17,7 @@ _MODULES = (
     "data",
     "data.build",
     "data.common",
+    "data.samplers",
     "evaluation",
     "checkpoint",
     "modeling",

@@ -9,6 +9,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -387,10 +388,8 @@ class BaseMetric(DatasetEvaluator):
             size: of the data set: what is beyond is left out, as padding.
         """
         mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.results)
-        results: list[Any] = []
-        for part in comm.all_gather(mine):
-            results += part
-        results = results[:size]
+        of_ranks = comm.all_gather(mine)
+        results = [*chain.from_iterable(of_ranks)][:size]
         metrics = on_main_process(lambda: self.compute_metrics(results))
         self.results.clear()
         if self.prefix:

@@ -168,11 +168,9 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
         if node in seen:
             continue
         seen.add(node)
-        # The node that accumulates the gradient of a leaf.
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        for parent, _ in node.next_functions:
-            pending.append(parent)
+        # The node that accumulates the gradient of a leaf knows it.
+        reached.add(id(getattr(node, "variable", None)))
+        pending += [parent for parent, _ in node.next_functions]
     missed = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or id(parameter) in reached:

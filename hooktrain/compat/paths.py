@@ -70,9 +70,6 @@ class _PathManager:
         """The path of a local file, as :func:`~hooktrain.checkpoint.local_path` finds it."""
         return local_path(path, alone=True)
 
-    def set_strict_kwargs_checking(self, enable: bool) -> None:
-        """Nothing: a keyword that a method does not know is always an error."""
-
     open = _by_handler("_open", open)
     exists = _by_handler("_exists", os.path.exists)
     isfile = _by_handler("_isfile", os.path.isfile)

@@ -3,7 +3,6 @@
 ``LRScheduler`` is torch's here, and in hooktrain.compat.detectron2 the hook.
 """
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from hooktrain.compat.functions import of_detectron2
 from hooktrain.solver import *
 
 _expand_param_groups = solver.expand_param_groups
-logger = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -85,10 +83,6 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
     schedule: solver.ParamScheduler
     if tree.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
         steps = [step for step in tree.STEPS if step < end]
-        if len(steps) < len(tree.STEPS):
-            logger.warning(
-                "SOLVER.STEPS %s that the run does not reach are left out", tree.STEPS
-            )
         values = [tree.GAMMA**k for k in range(len(steps) + 1)]
         schedule = solver.MultiStepParamScheduler(values, end, steps)
     elif tree.LR_SCHEDULER_NAME == "WarmupCosineLR":

@@ -18,11 +18,7 @@ from hooktrain.data.samplers import (
     TrainingSampler as TrainingSampler,
 )
 
-_IN_COMPAT = (
-    "GroupedBatchSampler",
-    "RandomSubsetTrainingSampler",
-    "RepeatFactorTrainingSampler",
-)
+_IN_COMPAT = ("GroupedBatchSampler", "RepeatFactorTrainingSampler")
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -23,7 +23,6 @@ from torch.utils.data import (
 
 from gloo import run_ranks
 from hooktrain.compat.data import (
-    RandomSubsetTrainingSampler,
     RepeatFactorTrainingSampler,
 )
 from hooktrain.data import (
@@ -163,20 +162,11 @@ def test_the_trainers_own_random_numbers_are_not_disturbed(workers: int) -> None
     assert random.getstate() == states[2]
 
 
-def subset(seed_subset: int) -> Sampler[int]:
-    return RandomSubsetTrainingSampler(10, 0.5, seed_shuffle=1, seed_subset=seed_subset)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
         ({}, {"seed": 6}, "seed=5, but now seed=6"),
         ({}, {"total_batch_size": 2}, "total_batch_size=4, but now total_batch_size=2"),
-        (
-            {"sampler": subset(2)},
-            {"sampler": subset(3)},
-            "seed_subset=2, but now seed_subset=3",
-        ),
         (
             {"sampler": TrainingSampler(10, seed=5)},
             {"sampler": TrainingSampler(10, seed=6)},
@@ -213,8 +203,6 @@ def test_a_position_in_another_stream_is_refused(
         (lambda: None, None),
         (lambda: TrainingSampler(10), None),
         (lambda: TrainingSampler(10), 5),
-        (lambda: RandomSubsetTrainingSampler(10, 0.5), None),
-        (lambda: RandomSubsetTrainingSampler(10, 0.5, seed_shuffle=3), None),
         (lambda: RepeatFactorTrainingSampler([0.5] * 10), None),
         (lambda: RandomSampler(range(10)), None),
     ],
