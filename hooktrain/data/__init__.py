@@ -18,7 +18,10 @@ from hooktrain.data.samplers import (
     TrainingSampler as TrainingSampler,
 )
 
-_IN_COMPAT = ("GroupedBatchSampler", "RepeatFactorTrainingSampler")
+_IN_COMPAT = (
+    "GroupedBatchSampler",
+    "RepeatFactorTrainingSampler",
+)
 
 
 def __getattr__(name: str) -> NoReturn:
