@@ -74,7 +74,8 @@ class HistoryBuffer:
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values; NaN if one of them is."""
-        return _median(_values(self.tail(window_size)))
+        values = _values(self.tail(window_size))
+        return _median(values)
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values."""
@@ -93,8 +94,9 @@ class HistoryBuffer:
 
     def tail(self, window_size: int) -> list[Entry]:
         """The last ``window_size`` pairs (value, iteration), the oldest first."""
-        newest_first = islice(reversed(self._data), window_size)
-        return list(newest_first)[::-1]
+        newest = list(islice(reversed(self._data), window_size))
+        newest.reverse()
+        return newest
 
     def since(self, iteration: int) -> list[Entry]:
         """The pairs (value, iteration) after the last one older than ``iteration``."""
@@ -108,14 +110,12 @@ class HistoryBuffer:
     def recent(self, window_size: int) -> list[float]:
         """The values of the last ``window_size`` iterations, up to the last value."""
         _, last = self._data[-1]
-        return _values(self.since(last - window_size + 1))
+        first = last - window_size + 1
+        return _values(self.since(first))
 
     def recent_median(self, window_size: int) -> float:
         """The median of :meth:`recent`; NaN if one of the values is."""
         return _median(self.recent(window_size))
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def state_dict(self) -> dict[str, Any]:
         """The last 1000 values, and what the global average needs.
@@ -140,8 +140,8 @@ class HistoryBuffer:
         values = state_dict["values"].tolist()
         iterations = state_dict["iterations"].tolist()
         self.pending.clear()
-        self._data.clear()
-        self._data.extend(zip(values, iterations, strict=True))
+        entries = zip(values, iterations, strict=True)
+        self._data = deque(entries, self._data.maxlen)
         self.smoothing_hint = state_dict["smoothing_hint"]
         self.count = state_dict["count"]
         self._finite_count = self.count - state_dict["non_finite_count"]

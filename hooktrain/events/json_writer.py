@@ -24,7 +24,7 @@ class JSONWriter(EventWriter):
     are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
     back, and so does ``pandas.read_json(file, lines=True)``.
 
-    What ``write()`` has written survives the process; ``close()`` brings it to the disk.
+    What ``write()`` has written survives the process.
 
     Args:
         json_file: the file.
@@ -53,11 +53,12 @@ class JSONWriter(EventWriter):
             text = ""
             for iteration, metrics in found.items():
                 text += _encode({**metrics, "iteration": iteration})
-            self._append(text.encode())
-            self._unwritten.mark_written(storage, found)
+            size = self._append(text.encode())
+            storage.file_sizes[self._path.name] = size
+            self._unwritten.mark_written(storage)
 
-    def _append(self, text: bytes) -> None:
-        """Write all or nothing."""
+    def _append(self, text: bytes) -> int:
+        """Write all or nothing; gives the new size of the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Without a buffer: one would write later what a full disk has refused.
         with open(self._path, "ab", buffering=0) as file:
@@ -69,41 +70,37 @@ class JSONWriter(EventWriter):
             except OSError:
                 file.truncate(end)
                 raise
+            return file.tell()
 
     def rewind(self, iteration: int) -> None:
-        """Remove the lines from ``iteration`` on.
+        """Remove what was written after the storage was saved, or from ``iteration`` on.
 
-        Incomplete lines of a killed run are removed too. What is not smoothed and missing
-        in the earlier lines is written again.
+        Incomplete lines of a killed run are removed too. What the file has lost, as in a
+        power cut, stays lost, and is an error in the log.
         """
         if not comm.is_main_process():
             return
-        kept = []
-        if self._path.exists():
-            for line in _read_lines(self._path):
-                if line["iteration"] < iteration:
-                    kept.append(line)
-            with atomic_write(self._path) as file:
-                for line in kept:
-                    file.write(_encode(line).encode())
-        in_file: set[tuple[str, int]] = set()
-        last = -1
-        for line in kept:
-            last = max(last, line["iteration"])
-            for name in line:
-                in_file.add((name, line["iteration"]))
-        self._unwritten.rewind(lambda *entry: entry in in_file)
         storage = get_event_storage()
-        before = storage.written.get(self._path.name, -1)
-        if last < before:
-            text = "METRICS ARE LOST: %s ends at iteration %d, but was written up to %d"
-            logger.error(text, self._path, last, before)
-
-    def close(self) -> None:
-        """Bring the file to the disk."""
-        if self._path.exists() and comm.is_main_process():
-            with open(self._path, "rb") as file:
-                os.fsync(file.fileno())
+        self._unwritten.resume(storage)
+        saved_size = storage.file_sizes.get(self._path.name)
+        data = b""
+        if self._path.exists():
+            data = self._path.read_bytes()
+        kept = []
+        last = -1
+        for text, line in _read_lines(self._path, data[:saved_size]):
+            if line["iteration"] < iteration:
+                text = text.rstrip() + b"\n"
+                kept.append(text)
+                last = max(last, line["iteration"])
+        cut = b"".join(kept)
+        if cut != data:
+            with atomic_write(self._path) as file:
+                file.write(cut)
+        storage.file_sizes[self._path.name] = len(cut)
+        if saved_size is not None and len(data) < saved_size:
+            lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
+            logger.error(lost, self._path, len(data), saved_size, last)
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -115,11 +112,13 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: if there is no such file.
     """
-    lines = list(_read_lines(Path(path)))
-    for line in lines:
+    path = Path(path)
+    lines = []
+    for _, line in _read_lines(path, path.read_bytes()):
         for name, value in line.items():
             if isinstance(value, str):
                 line[name] = float(value)
+        lines.append(line)
     return lines
 
 
@@ -130,13 +129,14 @@ def _encode(line: dict[str, Any]) -> str:
     return json.dumps(line, sort_keys=True) + "\n"
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text)
-                int(line["iteration"])
-            except (ValueError, TypeError, KeyError):
-                logger.warning("%s: line %d is incomplete and left out", path, number)
-            else:
-                yield line
+def _read_lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The complete lines of a file's data, each with what it says."""
+    texts = data.splitlines(keepends=True)
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            int(line["iteration"])
+        except (ValueError, TypeError, KeyError):
+            logger.warning("%s: line %d is incomplete and left out", path, number)
+        else:
+            yield text, line

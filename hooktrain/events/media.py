@@ -1,6 +1,5 @@
 """Images and histograms: checked, copied to the host, and queued for a writer."""
 
-import warnings
 from collections import deque
 from typing import Any
 
@@ -17,22 +16,8 @@ _MAX_QUEUED = 64  # images or histograms that wait for a writer
 
 
 def new_queue() -> deque[Any]:
-    """A queue of the last 64 images or histograms."""
+    """A queue of the last 64 images or histograms; older ones are dropped."""
     return deque(maxlen=_MAX_QUEUED)
-
-
-def append(
-    queue: deque[Any],
-    item: Any,
-) -> None:
-    """Put an image or a histogram into a queue; warns if the oldest is dropped."""
-    if len(queue) == queue.maxlen:
-        warnings.warn(
-            f"more than {_MAX_QUEUED} images or histograms wait for a writer, such as "
-            "TensorboardXWriter: the oldest are dropped",
-            stacklevel=3,
-        )
-    queue.append(item)
 
 
 def new_image(

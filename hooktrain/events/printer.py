@@ -10,17 +10,16 @@ from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
-# In the order of a line, which has no details.
-_LOSS, _OTHER, _TIME, _RATE, _DETAIL, _HIDDEN = range(6)
-_RESULTS = (_LOSS, _OTHER, _DETAIL)  # what an evaluation may put
+_TIMES = ("time", "data_time")
+_HIDDEN = ("eta_seconds", "rank_data_time")
 
 
 class CommonMetricPrinter(EventWriter):
-    """Logs a line of losses, times and rates, and a line of each evaluation's results.
+    """Logs a line of losses, metrics, times and rates, on the main process only.
 
-    Results are metrics that were put with ``smoothing_hint=False``. Of others, losses,
-    those that contain ``[metric]`` and those without a ``/`` in their names are shown:
-    medians, but of times means. The main process logs.
+    Smoothed metrics with a ``/`` in their names are left out, but for losses and those
+    that contain ``[metric]``. An evaluation between two writes has its own line. Values
+    are medians where they are smoothed, and times are means.
 
     The time that is left, ``eta_seconds``, includes evaluations and saves: it comes from
     the clock since the first line of this run.
@@ -59,75 +58,59 @@ class CommonMetricPrinter(EventWriter):
         if is_running:
             found.setdefault(storage.iter, {})  # a line also without metrics
         for iteration, metrics in found.items():
-            step, results = self._fields(storage, metrics)
-            where = f"iter: {iteration}"
+            fields = self._fields(storage, metrics)
+            line = [f"iter: {iteration}", *fields]
             if is_running and iteration == storage.iter:
-                eta = self._eta(storage, end)
-                self._log(*eta, where, *step, *_memory())
-            elif step:
-                self._log(where, *step)
-            if results:
-                self._log(where, *results)
-        self._unwritten.mark_written(storage, found)
+                line = [*self._eta(storage, end), *line, *_memory()]
+            elif not fields:
+                continue
+            self.logger.info("  ".join(line))
+        self._unwritten.mark_written(storage)
 
     def rewind(self, iteration: int) -> None:
         """Go on after the last write, with a new clock."""
         self._first_write = None
         self._unwritten.resume(get_event_storage())
 
-    def _log(self, *fields: str) -> None:
-        self.logger.info("  ".join(fields))
-
     def _fields(
         self,
         storage: EventStorage,
         metrics: dict[str, float],
-    ) -> tuple[list[str], list[str]]:
-        """What to show of a step, and of an evaluation."""
-        step: list[str] = []
-        results: list[str] = []
+    ) -> list[str]:
+        """The metrics that are shown, as texts in their order."""
         hints = storage.smoothing_hints()
-        for name in sorted(metrics, key=_kind):
-            kind = _kind(name)
+        fields = []
+        for name in sorted(metrics, key=_place):
+            is_detail = hints[name] and "/" in name and "[metric]" not in name
+            if name in _HIDDEN or (is_detail and not is_loss(name)):
+                continue
             value = metrics[name]
-            if kind == _TIME:
-                history = storage.history(name)
-                value = history.avg(self._window_size)
-            text = f"{name}: {value:.4g}"
-            if kind in _RESULTS and not hints[name]:
-                results.append(text)
-            elif kind < _DETAIL:
-                step.append(text)
-        return step, results
+            if name in _TIMES:
+                value = storage.history(name).avg(self._window_size)
+            fields.append(f"{name}: {value:.4g}")
+        return fields
 
     def _eta(self, storage: EventStorage, end: int) -> list[str]:
         now = time.perf_counter()
-        if self._first_write is None:
-            self._first_write = (storage.iter, now)
-        first, since = self._first_write
-        left = end - storage.iter - 1
-        if storage.iter > first:
-            seconds = (now - since) / (storage.iter - first)
-        elif "time" in storage.histories():
-            seconds = storage.history("time").median(self._window_size)
-        else:
+        first, since = self._first_write or (storage.iter, now)
+        self._first_write = (first, since)
+        done = storage.iter - first
+        if done == 0:
             return []
-        seconds *= left
+        left = end - storage.iter - 1
+        seconds = (now - since) / done * left
         storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
         return [f"eta: {pretty_seconds(seconds)}"]
 
 
-def _kind(name: str) -> int:
-    if name in ("eta_seconds", "rank_data_time"):
-        return _HIDDEN
-    if name in ("time", "data_time"):
-        return _TIME
-    if name == "lr" or name.endswith(".lr"):
-        return _RATE
+def _place(name: str) -> int:
+    """Where a metric stands in a line: losses first, then others, times, rates."""
     if is_loss(name):
-        return _LOSS
-    is_detail = "/" in name and "[metric]" not in name
-    return _DETAIL if is_detail else _OTHER
+        return 0
+    if name in _TIMES:
+        return 2
+    is_rate = name == "lr" or name.endswith(".lr")
+    return 3 if is_rate else 1
 
 
 def _memory() -> list[str]:

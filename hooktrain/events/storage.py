@@ -19,8 +19,7 @@ Scalar = float | np.generic | media.Array  # with one element
 _MAX_PENDING = 4096  # values of a metric that wait to be fetched
 
 # The storages that this thread or task has entered, the innermost last.
-_Stack = tuple["EventStorage", ...]
-_entered: ContextVar[_Stack] = ContextVar("_entered", default=())
+_entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
 
 
 def get_event_storage() -> "EventStorage":
@@ -60,15 +59,17 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration.
-        written: how far each writer has written, by its name.
+        written: how many values of each metric each writer has written.
+        file_sizes: how many bytes the files of metrics have, by name.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
-        self.written: dict[str, int] = {}
+        self.written: dict[str, dict[str, int]] = {}
+        self.file_sizes: dict[str, int] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._has_tensors = False  # perhaps, among what is pending
+        self._tensors: list[Tensor] = []  # on a device, among what is pending
         self._vis_data = media.new_queue()
         self._histograms = media.new_queue()
 
@@ -94,8 +95,7 @@ class EventStorage:
             ValueError: for another ``smoothing_hint`` than before.
         """
         if type(value) is not float:
-            value = _read_scalar(name, value)
-            self._has_tensors |= type(value) is not float
+            value = self._read_scalar(name, value)
         name = self._current_prefix + name
         history = self._histories.get(name)
         if history is None:
@@ -132,6 +132,8 @@ class EventStorage:
     ) -> None:
         """Queue a copy of an image for the writers; waits for its device.
 
+        The last 64 are kept until they are written.
+
         Args:
             img_name: as for :meth:`put_scalar`.
             img_tensor: of shape (1 or 3 channels, height, width); uint8 in 0..255, or
@@ -142,7 +144,7 @@ class EventStorage:
         """
         name = self._current_prefix + img_name
         image = media.new_image(name, img_tensor, self.iter)
-        media.append(self._vis_data, image)
+        self._vis_data.append(image)
 
     def put_histogram(
         self,
@@ -150,7 +152,7 @@ class EventStorage:
         hist_tensor: media.Array,
         bins: int = 1000,
     ) -> None:
-        """Queue a histogram for the writers; waits for the tensor's device.
+        """Queue a histogram for the writers, as :meth:`put_image` does.
 
         Args:
             hist_name: as for :meth:`put_scalar`.
@@ -162,7 +164,7 @@ class EventStorage:
         """
         name = self._current_prefix + hist_name
         histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
-        media.append(self._histograms, histogram)
+        self._histograms.append(histogram)
 
     def history(self, name: str) -> HistoryBuffer:
         """The values of one metric.
@@ -196,7 +198,8 @@ class EventStorage:
         if history is None:
             return None
         entries = history.pending or history.tail(1)
-        return entries[-1][1]
+        _, iteration = entries[-1]
+        return iteration
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
         """As :meth:`latest`, with medians where hinted."""
@@ -265,12 +268,14 @@ class EventStorage:
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and the last 1000 values of each metric, no images."""
-        histories = self.histories()
-        metrics = {name: h.state_dict() for name, h in histories.items()}
+        metrics = {}
+        for name, history in self.histories().items():
+            metrics[name] = history.state_dict()
         return {
             "iteration": self.iter,
             "metrics": metrics,
-            "written": dict(self.written),
+            "written_counts": dict(self.written),
+            "file_sizes": dict(self.file_sizes),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -281,13 +286,32 @@ class EventStorage:
             history.load_state_dict(state)
             histories[name] = history
         self.iter = state_dict["iteration"]
-        self.written = dict(state_dict.get("written", {}))
+        self.written = dict(state_dict.get("written_counts", {}))
+        self.file_sizes = dict(state_dict.get("file_sizes", {}))
         self._histories = histories
-        self._has_tensors = False
+
+    def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
+        """The value as a float, or a copy of a tensor on a device."""
+        if isinstance(value, Real | np.bool_):
+            return float(value)
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if not isinstance(value, Tensor) or value.is_complex() or value.numel() != 1:
+            raise TypeError(
+                f"metric {name!r} must be one real number, but is {value!r}"
+            )
+        if value.is_cpu:
+            return float(value.item())
+        # MPS has no doubles. The host does not wait for the copy.
+        dtype = torch.float32 if value.is_mps else torch.float64
+        scalar = value.detach().reshape(())
+        scalar = scalar.to(dtype, copy=True)
+        self._tensors.append(scalar)
+        return scalar
 
     def _fetch_pending(self) -> None:
         """Add what is waiting to the histories."""
-        if self._has_tensors:
+        if self._tensors:
             self._fetch_tensors()
         for history in self._histories.values():
             if history.pending:
@@ -296,39 +320,12 @@ class EventStorage:
 
     def _fetch_tensors(self) -> None:
         """Replace the tensors that wait by their values, in one transfer."""
-        histories = self._histories.values()
-        tensors = []
-        for history in histories:
-            for value, _ in history.pending:
-                if type(value) is not float:
-                    tensors.append(value)
-        fetched = iter(_to_floats(tensors))
-        for history in histories:
+        device = self._tensors[0].device
+        tensors = [tensor.to(device) for tensor in self._tensors]
+        values = torch.stack(tensors).tolist()  # host-device synchronisation
+        fetched = dict(zip(self._tensors, values, strict=True))
+        for history in self._histories.values():
             for index, (value, iteration) in enumerate(history.pending):
-                if type(value) is not float:
-                    history.pending[index] = (next(fetched), iteration)
-        self._has_tensors = False
-
-
-def _read_scalar(name: str, value: Scalar) -> float | Tensor:
-    """The value as a float, or a copy of a tensor on a device."""
-    if isinstance(value, Real | np.bool_):
-        return float(value)
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
-    if not isinstance(value, Tensor) or value.is_complex() or value.numel() != 1:
-        raise TypeError(f"metric {name!r} must be one real number, but is {value!r}")
-    if value.is_cpu:
-        return float(value.item())
-    # MPS has no doubles. The host does not wait for the copy.
-    dtype = torch.float32 if value.is_mps else torch.float64
-    scalar = value.detach().reshape(())
-    return scalar.to(dtype, copy=True)
-
-
-def _to_floats(tensors: list[Tensor]) -> list[float]:
-    if not tensors:
-        return []
-    device = tensors[0].device
-    together = torch.stack([tensor.to(device) for tensor in tensors])
-    return together.tolist()  # host-device synchronisation
+                if isinstance(value, Tensor):
+                    history.pending[index] = (fetched[value], iteration)
+        self._tensors.clear()

@@ -74,7 +74,7 @@ class TensorboardXWriter(EventWriter):
                 except OSError:
                     self._open = None  # its thread has ended
                     raise
-                self._unwritten.mark_written(storage, scalars)
+                self._unwritten.mark_written(storage)
         storage.clear_images()
         storage.clear_histograms()
 

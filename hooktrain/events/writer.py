@@ -8,7 +8,6 @@ from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.utils import comm
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
-IsWritten = Callable[[str, int], bool]  # of a metric's name and an iteration
 
 
 class EventWriter:
@@ -19,7 +18,7 @@ class EventWriter:
 
     def write(self) -> None:
         """Write what is new in ``get_event_storage()``."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define write")
+        raise NotImplementedError
 
     def rewind(self, iteration: int) -> None:
         """Forget everything that was recorded at or after ``iteration``.
@@ -35,7 +34,7 @@ class UnwrittenScalars:
     """Finds the metrics that a writer has not written yet.
 
     Args:
-        name: of the writer; the storage keeps how far it has written.
+        name: of the writer; the storage keeps what it has written.
         window_size: how many iterations to smooth over, where a metric's hint says so.
     """
 
@@ -43,7 +42,6 @@ class UnwrittenScalars:
         self._name = name
         self._window_size = window_size
         self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
-        self._is_written: IsWritten = _never
 
     def find(self, storage: EventStorage) -> Metrics:
         """What is new, by iteration in increasing order, and by name.
@@ -54,16 +52,16 @@ class UnwrittenScalars:
         found: Metrics = {}
         for name, history in storage.histories().items():
             for value, iteration in self._new_entries(history):
-                if not self._is_written(name, iteration):
-                    found.setdefault(iteration, {})[name] = value
-        return {iteration: found[iteration] for iteration in sorted(found)}
+                found.setdefault(iteration, {})[name] = value
+        return dict(sorted(found.items()))
 
     def _new_entries(self, history: HistoryBuffer) -> list[Entry]:
         new_count = history.count - self._counts.get(history, 0)
-        if new_count > 0 and history.smoothing_hint:
-            ((_, iteration),) = history.tail(1)
-            return [(history.recent_median(self._window_size), iteration)]
         new = history.tail(new_count)
+        if new and history.smoothing_hint:
+            _, last = new[-1]
+            median = history.recent_median(self._window_size)
+            return [(median, last)]
         iterations = {iteration for _, iteration in new}
         last_of_series = []
         for value, iteration in new:
@@ -71,31 +69,20 @@ class UnwrittenScalars:
                 last_of_series.append((value, iteration))
         return last_of_series
 
-    def mark_written(
-        self,
-        storage: EventStorage,
-        found: Metrics,
-    ) -> None:
-        """Remember that what was found is written."""
-        for history in storage.histories().values():
+    def mark_written(self, storage: EventStorage) -> None:
+        """Remember that everything is written."""
+        counts = {}
+        for name, history in storage.histories().items():
+            counts[name] = history.count
             self._counts[history] = history.count
-        self._is_written = _never
-        before = storage.written.get(self._name, -1)
-        storage.written[self._name] = max([before, *found])
-
-    def rewind(self, is_written: IsWritten) -> None:
-        """Begin anew, with what is written already."""
-        self._counts = {}
-        self._is_written = is_written
+        storage.written[self._name] = counts
 
     def resume(self, storage: EventStorage) -> None:
-        """Begin anew after the storage's last write."""
-        last = storage.written.get(self._name, -1)
-        self.rewind(lambda name, iteration: iteration <= last)
-
-
-def _never(name: str, iteration: int) -> bool:
-    return False
+        """Go on where the storage was saved."""
+        written = storage.written.get(self._name, {})
+        self._counts = {}
+        for name, history in storage.histories().items():
+            self._counts[history] = written.get(name, 0)
 
 
 class FunctionWriter(EventWriter):
@@ -131,7 +118,7 @@ class FunctionWriter(EventWriter):
         found = self._unwritten.find(storage)
         for iteration, metrics in found.items():
             self._log(metrics, step=iteration)
-        self._unwritten.mark_written(storage, found)
+        self._unwritten.mark_written(storage)
 
     def rewind(self, iteration: int) -> None:
         """Go on after the last write before the checkpoint."""

@@ -199,25 +199,26 @@ def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one(
     assert path.read_text() == (tmp_path / "whole.json").read_text()
 
 
-@pytest.mark.parametrize("left", ["", '{"iteration": 19, "loss": 0.5}\n', None])
-def test_what_a_file_has_lost_is_written_again_as_far_as_the_state_has_it(
-    left: str | None, path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("left", [0, 100, None])
+def test_what_a_file_has_lost_is_left_out_and_named(
+    left: int | None, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = run(path, 0, 67, EventStorage(), 60)
-    path.unlink() if left is None else path.write_text(left)
+    before = path.read_bytes()
+    path.unlink() if left is None else path.write_bytes(before[:left])
     storage = EventStorage()
     storage.load_state_dict(state)
     run(path, 61, 80, storage)
-    (record,) = caplog.records
-    assert record.levelname == "ERROR"
-    last = 19 if left else -1
-    assert (
-        f"{path} ends at iteration {last}, but was written up to 59" in record.message
-    )
-    accuracies = [
-        (m["iteration"], m["accuracy"]) for m in lines(path) if "accuracy" in m
-    ]
-    assert accuracies == [(i, float(i)) for i in range(2, 80, 6)]
+    complete = before[: left or 0].splitlines(keepends=True)[:-1]
+    ends_at = json.loads(complete[-1])["iteration"] if complete else -1
+    error = caplog.records[-1]
+    assert error.levelname == "ERROR"
+    assert error.message.startswith("METRICS ARE LOST")
+    assert error.message.endswith(f"nothing after iteration {ends_at}")
+    rest = lines(path)[len(complete) :]
+    assert path.read_bytes().startswith(b"".join(complete))
+    assert rest[0] == {"iteration": 62, "accuracy": 62.0}
+    assert rest[-1].keys() == {"iteration", "loss", "lr"}
 
 
 def test_lines_that_are_torn_are_left_out_with_a_warning(

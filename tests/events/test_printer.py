@@ -33,11 +33,9 @@ def test_the_line_has_all_fields_over_their_windows(
             storage.put_scalar("[metric]val/loss", 1024.0)
             storage.put_scalar("rpn/num_anchors", 7)
         CommonMetricPrinter(max_iter=3605, window_size=3).write()
-        assert storage.latest()["eta_seconds"] == (1800.0, 4)
-        assert storage.smoothing_hints()["eta_seconds"] is False
     assert log.messages == [
-        "eta: 0:30:00  iter: 4  total_loss: 0  loss_cls: 30  [metric]val/loss: 1024"
-        "  grad_norm: 6  data_time: 0.3  time: 0.5  lr: 0.1235  generator.lr: 0.25"
+        "iter: 4  total_loss: 0  loss_cls: 30  [metric]val/loss: 1024  grad_norm: 6"
+        "  data_time: 0.3  time: 0.5  lr: 0.1235  generator.lr: 0.25"
     ]
 
 
@@ -91,8 +89,7 @@ def test_every_result_of_an_evaluation_is_shown_once(
         "iter: 5  box/AP: 5",
         "iter: 7  total_loss: 1",
         "iter: 8  box/AP: 8",
-        "iter: 11  total_loss: 1",
-        "iter: 11  box/AP: 11",
+        "iter: 11  total_loss: 1  box/AP: 11",
         "iter: 12  box/AP: 12",
     ]
     assert run(EventStorage(), 0) == expected
@@ -110,6 +107,7 @@ def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
             storage.iter, clock.now = iteration, now
             printer.write()
         assert storage.latest()["eta_seconds"] == (0.65 * 99_950, 49)
+        assert storage.smoothing_hints()["eta_seconds"] is False
         printer.rewind(50)
         storage.iter = 60
         printer.write()

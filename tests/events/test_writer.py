@@ -14,7 +14,7 @@ def test_a_writer_needs_nothing_but_write() -> None:
     writer = EventWriter()
     writer.rewind(0)
     writer.close()
-    with pytest.raises(NotImplementedError, match="EventWriter must define write"):
+    with pytest.raises(NotImplementedError):
         writer.write()
 
 
