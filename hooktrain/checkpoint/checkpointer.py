@@ -17,10 +17,8 @@ from hooktrain.checkpoint.loading import (
     read_on_all_ranks,
 )
 from hooktrain.checkpoint.resume import (
-    POINTER,
     checkpoint_names,
     names_to_resume,
-    read_pointer,
     write_pointer,
 )
 from hooktrain.checkpoint.sources import local_path
@@ -37,8 +35,6 @@ from hooktrain.utils.file_io import (
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 
-logger = logging.getLogger(__name__)
-
 # Ranks that have failed are ended by their launcher after 10 s.
 _GIVE_UP_SECONDS = 5.0
 
@@ -49,26 +45,24 @@ OnFull = Callable[[OSError], object] | None
 
 
 class Checkpointer:
-    """Saves and loads a model and what else has a state, such as a trainer or an optimizer.
+    """Saves and loads a model and what else has a state, such as a trainer.
 
     A checkpoint ``<save_dir>/<name>.pth`` holds ``{"model": ..., <name of checkpointable>: ...,
     "iteration": ...}``, as detectron2's do, which load too. ``<save_dir>/last_checkpoint`` names
-    the one to resume from.
-
-    All ranks or one may call :meth:`save`; all must, if the model is sharded.
+    the one to resume from. All ranks or one may call :meth:`save`; all must, if the model is
+    sharded.
 
     Args:
-        model: the model; a wrapper of DDP or DataParallel is taken off.
+        model: a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
-        save_to_disk: whether this process writes files; by default, whether it is the main process.
+        save_to_disk: whether this process writes files; by default the main process does.
         background: :meth:`save` copies the state, and a thread writes it while training goes on.
             The next save, and :meth:`wait` at the end, wait for it and raise what failed.
-        sharded: a checkpoint is a folder ``<save_dir>/<name>``, on a disk that all ranks see.
-            :meth:`save` is collective: each rank writes its shards. Any number of ranks loads
-            files and folders, whatever this is.
-        checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
-            ``check_state_dict`` with the arguments of ``load_state_dict``, if there is one, is
-            called before anything is loaded, and raises what is wrong with a state.
+        sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
+            ranks see. Files and folders are loaded by any number of ranks, whatever this is.
+        checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. Their
+            ``check_state_dict``, if they have one, is called before anything is loaded, with the
+            arguments of ``load_state_dict``, and raises what is wrong with a state.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
@@ -116,7 +110,7 @@ class Checkpointer:
         self._group: ProcessGroup | None = None
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
-        """Save and load one more object, under the name ``key``.
+        """Save and load one more object, by the name ``key``.
 
         Raises:
             KeyError: if the name is taken.
@@ -124,21 +118,20 @@ class Checkpointer:
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
-        for method in ("state_dict", "load_state_dict"):
-            if not hasattr(checkpointable, method):
-                raise TypeError(f"{key!r} has no {method}: {checkpointable!r}")
+        if not hasattr(checkpointable, "load_state_dict"):
+            raise TypeError(f"{key!r} has no load_state_dict: {checkpointable!r}")
         self.checkpointables[key] = checkpointable
 
     @staticmethod
     def check_name(name: str) -> None:
-        """Raise a ValueError for what cannot be the name of a checkpoint, or its beginning."""
+        """Raise a ValueError for what cannot begin the name of a checkpoint."""
         if name[:1] in ("", ".") or name != os.path.basename(name):
             raise ValueError(
                 f"name must be a visible file name without a folder, got {name!r}"
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Lock the folder. For a run to call before its first step, on all ranks as :meth:`save`.
+        """Lock the folder. A run calls it before its first step, on the ranks that save.
 
         Args:
             is_new: warn of the checkpoints that the run may overwrite.
@@ -149,7 +142,7 @@ class Checkpointer:
             OSError: if the folder cannot be made.
         """
         self._has_begun = True
-        storable(self._states(), shards=True)
+        storable(self._states())
         if not self.save_to_disk or not self.save_dir:
             return
         os.makedirs(self.save_dir, exist_ok=True)
@@ -164,7 +157,8 @@ class Checkpointer:
 
     def content(self, extra: State) -> State:
         """What is saved. A subclass may change it."""
-        return {"model": self.model.state_dict(), **self._states(), **extra}
+        # Unlike braces, dict() refuses two entries of one name.
+        return dict(model=self.model.state_dict(), **self._states(), **extra)
 
     def save(
         self,
@@ -180,33 +174,30 @@ class Checkpointer:
         One of that name is replaced in one go.
 
         Args:
-            name: of the checkpoint, without folder and ``.pth``.
+            name: without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
             on_saved: called with the path when it is complete, in one process, perhaps in a thread.
                 It must not call this object.
-            on_full: called with the error of a full disk or a folder that went away; it is not
-                raised then.
+            on_full: called with the error of a full disk or of a folder that went away, which is
+                not raised then.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
-            ValueError: if ``name`` has a folder, or an extra entry has the name of a state.
-            TypeError: if a state holds what could not be loaded back; it names the key.
+            ValueError: if ``name`` has a folder.
+            TypeError: if a state holds what could not be loaded back (it names the key), or an
+                extra entry has the name of a state.
             OSError: if the disk is full or fails; the files are as they were.
             Exception: what failed in the background before. Nothing is saved then.
         """
         self.check_name(name)
-        taken = extra.keys() & {"model", *self.checkpointables}
-        if taken:
-            raise ValueError(f"extra entries have the names of states: {sorted(taken)}")
         if not self.save_dir:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
         self._worker.wait()  # first, since what failed may change a state
-        state = storable(self.content(extra), shards=True)
+        state = storable(self.content(extra))
         if not self.sharded:
             name += ".pth"
-            if dist.is_initialized():  # without a process group nothing is sharded
-                state = full_tensors(state)
+            state = full_tensors(state)
             if not self.save_to_disk:
                 return
         path = os.path.abspath(os.path.join(self.save_dir, name))
@@ -281,28 +272,25 @@ class Checkpointer:
             path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""
                 and None load nothing.
             checkpointables: names of those to load beside the model; by default all.
-                ``"trainer.optimizer"`` is a component of one whose ``load_state_dict`` takes
+                ``"trainer.optimizer"`` is a part of one whose ``load_state_dict`` takes
                 ``only={"optimizer"}``.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
 
         Raises:
-            OSError: if a rank cannot read it; all raise.
+            OSError: on all ranks, if one cannot read it.
             CorruptCheckpointError: if it is broken or unsafe.
             ValueError: if one of ``checkpointables`` is unknown, or not in the file.
         """
-        path = local_path(path or "")
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
+        path = local_path(path)
         return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:
-        """The verified content of what :meth:`load` would load. Collective.
-
-        The state of the model is under ``"model"``; of a folder, each rank has its shards.
-        """
+        """The verified content of what :meth:`load` would load, with its shards. Collective."""
         on_all_ranks(self.wait)
         return read_on_all_ranks(local_path(path), self.model)
 
@@ -315,27 +303,21 @@ class Checkpointer:
             CorruptCheckpointError: if there are checkpoints and none is intact.
         """
         on_all_ranks(self.wait)
-        pointed = on_main_process(lambda: read_pointer(self.save_dir))
-        in_turn = names_to_resume(self.save_dir, pointed)
+        in_turn = names_to_resume(self.save_dir)
         problems = []
         while name := on_main_process(lambda: next(in_turn, None)):
             path = os.path.join(self.save_dir, name)
             try:
-                state = read_on_all_ranks(path, self.model)
+                return path, read_on_all_ranks(path, self.model)
             except (OSError, CorruptCheckpointError) as error:  # alike on every rank
                 self.logger.warning("Passing over the checkpoint %s: %s", path, error)
                 problems.append(f"  {name}: {error}")
-                continue
-            if name != pointed:
-                message = "Resuming from %s, which %s does not name"
-                self.logger.warning(message, path, POINTER)
-            return path, state
         if problems:
             raise CorruptCheckpointError(
                 f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, "
                 "or resume elsewhere, to start from scratch:\n" + "\n".join(problems)
             )
-        ignored = on_main_process(lambda: checkpoint_names(self.save_dir))
+        ignored = checkpoint_names(self.save_dir)
         if ignored:
             message = "Not resuming from %s in %r: not this run's, or no last iteration"
             self.logger.warning(message, ignored, self.save_dir)
@@ -353,8 +335,8 @@ class Checkpointer:
         Args:
             path: the model to start from, if there is no checkpoint; "" for none.
             resume: whether to look into ``save_dir``.
-            checkpointables: what to resume beside the model, as in :meth:`load`; by default all,
-                and all must be in the checkpoint.
+            checkpointables: what to resume beside the model, as in :meth:`load`. By default all,
+                and all must be there.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
@@ -401,8 +383,7 @@ class Checkpointer:
         self.wait()
         if not self.save_dir:
             return ""
-        pointed = read_pointer(self.save_dir)
-        for name in names_to_resume(self.save_dir, pointed):
+        for name in names_to_resume(self.save_dir):
             return os.path.join(self.save_dir, name)
         return ""
 

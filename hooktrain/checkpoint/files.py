@@ -52,9 +52,7 @@ def is_folder(path: AnyPath) -> bool:
     path = Path(path)
     if path.name.startswith("."):
         return False
-    state = path / STATE
-    manifest = path / MANIFEST
-    return state.is_file() or manifest.is_file()
+    return any((path / name).is_file() for name in (STATE, MANIFEST))
 
 
 def save_file(state: dict[str, Any], path: AnyPath) -> None:
@@ -62,7 +60,7 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets.
-        path: the final name.
+        path: its final name.
 
     Raises:
         TypeError: if something in the state could not be loaded back.
@@ -117,6 +115,11 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         OSError: if it cannot be opened.
     """
     verify_file(path)
+    return load_verified(path, map_location)
+
+
+def load_verified(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
+    """Load a file that was verified; see :func:`load_file`."""
     try:
         return torch.load(
             path,
@@ -133,13 +136,12 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         raise CorruptCheckpointError(f"cannot load {name}: {reason}") from error
 
 
-def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
+def storable(value: Any, name: str = "") -> Any:
     """Copy a state; refuse what ``torch.load(weights_only=True)`` would refuse.
 
     Args:
         value: the state, or a part of it.
         name: the dotted key of the part, for the message.
-        shards: whether sharded tensors may be among the values.
 
     Returns:
         The copy, with the same tensors, and with numbers of numpy as Python's.
@@ -147,45 +149,32 @@ def storable(value: Any, name: str = "", *, shards: bool = False) -> Any:
     Raises:
         TypeError: with the dotted key and the type of what is refused.
     """
-    if shards and is_sharded(value):
+    if is_sharded(value):
         return value
+
+    def inside(key: object, item: Any) -> Any:
+        return storable(item, f"{name}.{key}".removeprefix("."))
+
     # torch saves attributes too (a state dict has ``_metadata``).
-    attributes = getattr(value, "__dict__", {})
-    for attribute, item in attributes.items():
-        path = _join(name, attribute)
-        storable(item, path)
+    for attribute, item in getattr(value, "__dict__", {}).items():
+        inside(attribute, item)
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         copied = copy.copy(value)  # with its attributes
         copied.clear()
         for key, item in value.items():
-            path = _join(name, key)
-            key = storable(key, f"{path} (the key itself)")
-            copied[key] = storable(item, path, shards=shards)
+            copied[inside(key, key)] = inside(key, item)
         return copied
     if kind in (list, tuple, set):
-        items = []
-        for index, item in enumerate(value):
-            path = _join(name, index)
-            item = storable(item, path, shards=shards)
-            items.append(item)
-        return kind(items)
+        return kind(inside(index, item) for index, item in enumerate(value))
     if isinstance(value, np.number | np.bool_):
         return value.item()
     if not _is_storable_leaf(value):
-        what = name or "the state"
-        of_type = f"{kind.__module__}.{kind.__qualname__}"
         raise TypeError(
-            f"cannot save {what} of type {of_type}: "
+            f"cannot save {name} of type {kind.__module__}.{kind.__qualname__}: "
             "give tensors with data or plain Python types only"
         )
     return value
-
-
-def _join(name: str, key: object) -> str:
-    if name:
-        return f"{name}.{key}"
-    return str(key)
 
 
 def _is_storable_leaf(value: Any) -> bool:
@@ -201,43 +190,32 @@ def _is_storable_leaf(value: Any) -> bool:
 def _find_problem(file: IO[bytes]) -> str:
     """What is wrong with an open file, or ""."""
     start = file.read(len(_LEGACY_MAGIC))
-    if not start:
-        return "the file is empty"
     if start == _LEGACY_MAGIC:
         return ""
     if not start.startswith(b"PK"):
         return f"it begins with {start[:8]!r}, not as a file of torch.save"
     with zipfile.ZipFile(file) as container:
-        names = container.namelist()
-        has_checksums = False
-        for part in container.infolist():
-            if part.CRC:
-                has_checksums = True
+        parts = container.infolist()
+        for part in parts:
             if part.compress_type != zipfile.ZIP_STORED:
                 return f"{part.filename} is compressed, and might fill the memory"
             # torch would leave its tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
-        altered = None
-        if has_checksums:
+        if any(part.CRC for part in parts):
             altered = container.testzip()
-    if altered:
-        return f"the checksum of its part {altered!r} does not match"
-    for name in names:
-        if name.endswith("/data.pkl"):
-            return ""
+            if altered:
+                return f"the checksum of its part {altered!r} does not match"
+    if any(part.filename.endswith("/data.pkl") for part in parts):
+        return ""
     return "a zip file, but not of torch.save"
 
 
 def _reason(error: Exception) -> str:
     """The line of torch's long messages that says what happened."""
-    text = str(error)
-    _, _, message = text.rpartition("WeightsUnpickler error:")
-    wanted = re.search(r"GLOBAL (\S+)", message)
-    if wanted:
-        asked = f"it asks for {wanted[1]!r}, which could run code"
-        return f"refused, since {asked}. Nothing was run"
-    message = message.strip()
-    first_line, _, _ = message.partition("\n")
-    kind = type(error).__name__
-    return f"{kind}: {first_line}"
+    _, _, message = str(error).rpartition("WeightsUnpickler error:")
+    asked = re.search(r"GLOBAL (\S+)", message)
+    if asked:
+        return f"it asks for {asked[1]!r}, which could run code. Nothing was run"
+    first_line, _, _ = message.strip().partition("\n")
+    return f"{type(error).__name__}: {first_line}"

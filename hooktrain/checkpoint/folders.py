@@ -150,18 +150,15 @@ def read_folder(
     Raises:
         CorruptCheckpointError: if ``state.pth`` asks to run code.
     """
-    ours: dict[str, Tensor] = {}
-    if model is not None:
-        for name, value in model.state_dict().items():
-            if is_sharded(value):
-                ours[name] = value
+    own = {} if model is None else model.state_dict()
+    shards = {name: value for name, value in own.items() if is_sharded(value)}
     tensors: dict[str, Tensor] = {}
 
     def make_room(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
         name = _dotted(keys)
-        like = _namesake(name, leaf.shape, ours)
+        like = _namesake(name, leaf.shape, shards)
         if like is None:
             room = torch.empty_like(leaf, device=map_location)
         else:
@@ -219,14 +216,10 @@ def _dotted(keys: Keys) -> str:
 
 
 def _namesake(path: str, shape: torch.Size, tensors: Mapping[str, Tensor]) -> Any:
-    """The tensor whose name is in the dotted path, if it has the shape; the longest counts."""
-    names = [name for name in tensors if f".{name}." in f".{path}."]
-    if not names:
-        return None
-    longest = max(names, key=len)
-    found = tensors[longest]
-    if found.shape == shape:
-        return found
+    """The tensor of this shape whose name is in the dotted path, or None."""
+    for name, tensor in tensors.items():
+        if tensor.shape == shape and f".{name}." in f".{path}.":
+            return tensor
     return None
 
 
@@ -252,11 +245,7 @@ def _save_tensors(
     # Copying ahead would use the accelerator, from another thread.
     writer = _Writer(folder, per_thread_copy_ahead=0)
     # Plans are kept: to agree on them takes the main process long, for each tensor of each rank.
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-        enable_plan_caching=True,
-    )
+    planner = DefaultSavePlanner(enable_plan_caching=True)
     try:
         saved: Any = save(
             own,
@@ -268,23 +257,15 @@ def _save_tensors(
         # torch would mix plans that failed with later ones. They fail on all ranks alike.
         SavePlanner._cached_all_plans.clear()
         SavePlanner._cached_save_plan.clear()
-        failures = [*error.failures.values()]
-        first, _ = failures[0]
+        first, _ = next(iter(error.failures.values()))
         raise first from error
     parts: Parts = {}
     for name, tensor in saved.state_dict_metadata.items():
         parts[name] = []
         for chunk in tensor.chunks:
-            index = MetadataIndex(name, chunk.offsets)
-            info = saved.storage_data[index]
-            part = (
-                tuple(chunk.offsets),
-                tuple(chunk.sizes),
-                info.relative_path,
-                info.offset,
-                info.length,
-            )
-            parts[name].append(part)
+            info = saved.storage_data[MetadataIndex(name, chunk.offsets)]
+            place = (info.relative_path, info.offset, info.length)
+            parts[name].append((tuple(chunk.offsets), tuple(chunk.sizes), *place))
     return parts
 
 
@@ -294,29 +275,19 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: AnyPath) -> 
     for name, tensor in tensors.items():
         chunks = []
         for offsets, sizes, *place in parts[name]:
-            chunk = ChunkStorageMetadata(
-                torch.Size(offsets),
-                torch.Size(sizes),
-            )
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             chunks.append(chunk)
             index = MetadataIndex(name, offsets)
             saved.storage_data[index] = filesystem._StorageInfo(*place)
-        saved.state_dict_metadata[name] = TensorStorageMetadata(
-            TensorProperties(tensor.dtype),
-            tensor.shape,
-            chunks,
-        )
+        properties = TensorProperties(tensor.dtype)
+        metadata = TensorStorageMetadata(properties, tensor.shape, chunks)
+        saved.state_dict_metadata[name] = metadata
     reader = filesystem.FileSystemReader(folder)
-    planner = DefaultLoadPlanner(
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-    )
+    planner = DefaultLoadPlanner()
     planner.set_up_planner(tensors, saved, is_coordinator=True)
     reader.set_up_storage_reader(saved, is_coordinator=True)
-    local_plan = planner.create_local_plan()
-    plan = planner.finish_plan(local_plan)
-    reading = reader.read_data(plan, planner)
-    reading.wait()
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
 
 
 def _digests(folder: Path, pattern: str) -> dict[str, tuple[int, str]]:

@@ -2,9 +2,9 @@
 
 import logging
 import re
+import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from inspect import signature
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     is_folder,
-    load_file,
+    load_verified,
     verify_file,
 )
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
-from hooktrain.utils.comm import on_all_ranks, on_main_process
+from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.tensors import shard_like
@@ -31,8 +31,12 @@ State = dict[str, Any]
 Shape = tuple[int, ...]
 
 
-def verify_checkpoint(path: str) -> None:
+def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
     """Read all of a file or a folder, and compare it with its checksums.
+
+    Args:
+        path: of the file or folder.
+        part: of a folder's files, sorted by name.
 
     Raises:
         CorruptCheckpointError: if it is broken.
@@ -43,7 +47,7 @@ def verify_checkpoint(path: str) -> None:
         return
     from hooktrain.checkpoint.folders import verify_folder
 
-    verify_folder(path)
+    verify_folder(path, part)
 
 
 def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
@@ -60,20 +64,15 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
         CorruptCheckpointError: if it is broken, or holds no model's state.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
-    if not is_folder(path):
-        return with_model(load_file(path, map_location), path)
-    from hooktrain.checkpoint.folders import read_folder, verify_folder
-
-    verify_folder(path)
-    state = read_folder(path, map_location=map_location)
-    return with_model(state, path)
+    verify_checkpoint(path)
+    return _read(path, map_location=map_location)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
     """Verify and load a file or a folder on every rank; see :func:`read_checkpoint`. Collective.
 
     Args:
-        path: every rank must be able to read it. The main process decides what it is.
+        path: every rank must be able to read it.
         model: of a folder, each rank verifies a part of the files, and reads no more than its
             shards of what this model has sharded.
 
@@ -81,36 +80,36 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
         OSError: on every rank, if one cannot open it.
     """
+    part = slice(comm.get_rank(), None, comm.get_world_size())
+    on_all_ranks(lambda: verify_checkpoint(path, part))
     states: list[State] = []
-    if not on_main_process(lambda: is_folder(path)):
-        on_all_ranks(lambda: states.append(read_checkpoint(path)))
-        return states[0]
-    from hooktrain.checkpoint.folders import read_folder, verify_folder
+    on_all_ranks(lambda: states.append(_read(path, model)))
+    return states[0]
 
-    rank = comm.get_rank()
-    ranks = comm.get_world_size()
-    part = slice(rank, None, ranks)
-    on_all_ranks(lambda: verify_folder(path, part))
-    on_all_ranks(lambda: states.append(read_folder(path, model)))
-    return with_model(states[0], path)
+
+def _read(
+    path: str, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
+) -> State:
+    """Load what was verified."""
+    if not is_folder(path):
+        return with_model(load_verified(path, map_location), path)
+    from hooktrain.checkpoint.folders import read_folder
+
+    return with_model(read_folder(path, model, map_location), path)
 
 
 def with_model(state: Any, path: str) -> State:
     """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
-    found: Any = type(state).__name__
     if isinstance(state, dict):
-        names = list(state)
-        found = names[:10]
         for key in ("model", "state_dict"):
-            model = state.get(key)
-            if isinstance(model, dict):
+            if isinstance(state.get(key), dict):
                 rest = dict(state)
-                del rest[key]
-                return {"model": model, **rest}
+                return {"model": rest.pop(key), **rest}
         if _is_of_a_model(state):
             return {"model": state}
     raise CorruptCheckpointError(
-        f"{path} is no checkpoint: no 'model', 'state_dict', or tensors only, but {found}"
+        f"{path} is no checkpoint: it has no 'model', no 'state_dict', and not only "
+        f"tensors, but {reprlib.repr(state)}"
     )
 
 
@@ -202,7 +201,7 @@ def load_model_state(
         RuntimeError: with ``strict``, if there is a difference; if a value is no tensor.
         ValueError: without ``strict``, if nothing fits; the model is as it was.
     """
-    in_model = model.state_dict()
+    in_model = model.state_dict(keep_vars=True)
     loadable = revise_names(state, ())  # a copy
     if _is_wrapped(loadable) and not _is_wrapped(in_model):
         loadable = take_prefix(loadable, "module")
@@ -221,19 +220,18 @@ def load_model_state(
     result = model.load_state_dict(loadable, strict=False)
     loaded = in_model.keys() - result.missing_keys
     if in_model and not loaded and not strict:
-        given = list(state)[:3]
-        own = list(in_model)[:3]
+        given = reprlib.repr(list(state))
+        own = reprlib.repr(list(in_model))
         raise ValueError(
-            f"nothing in the state fits the model: it has {given}, ..., and the "
-            f"model {own}, .... If a prefix differs, load by "
-            "load_checkpoint() with prefix= or revise_keys="
+            f"nothing in the state fits the model: it has {given}, and the model {own}. "
+            "If a prefix differs, load by load_checkpoint() with prefix= or revise_keys="
         )
-    known = _names_of_same_tensors(model, loaded)
-    for name, _, _ in incorrect:
-        known.add(name)
+    # The model may have a tensor under several names.
+    named = loaded.union(name for name, _, _ in incorrect)
+    known = {id(in_model[name]) for name in named}
     found = IncompatibleKeys(
-        [name for name in result.missing_keys if name not in known],
-        list(result.unexpected_keys),
+        [key for key in result.missing_keys if id(in_model.get(key)) not in known],
+        result.unexpected_keys,
         incorrect,
     )
     if any(found):
@@ -258,36 +256,16 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape)
 
 
-def _names_of_same_tensors(model: nn.Module, names: Collection[str]) -> set[str]:
-    """All names of the tensors that have one of these: buffers may have some that no file has."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    tensors: dict[str, torch.Tensor] = {**dict(parameters), **dict(buffers)}
-    ids = {name: id(tensor) for name, tensor in tensors.items()}
-    found = {ids.get(name) for name in names}
-    return {name for name in ids if ids[name] in found}
-
-
 def _table_of(
     found: IncompatibleKeys, loaded: Mapping[str, Any], in_model: Mapping[str, Any]
 ) -> str:
-    """The differences with the shapes in the file and in the model."""
-    rows: list[Any] = []
-    for name, theirs, ours in found.incorrect_shapes:
-        rows.append((name, "reshaped", theirs, ours))
-    for name in found.missing_keys:
-        shape = _shape(in_model.get(name))
-        rows.append((name, "missing", _NO_SHAPE, shape))
-    for name in found.unexpected_keys:
-        shape = _shape(loaded.get(name))
-        rows.append((name, "unexpected", shape, _NO_SHAPE))
-    headers = [
-        "name",
-        "difference",
-        "shape in file",
-        "shape in model",
-    ]
-    return tabulate(rows, headers, disable_numparse=True)
+    """The differences by their shapes; what is missing or unexpected has one only."""
+    rows: list[Any] = [*found.incorrect_shapes]
+    for name in [*found.missing_keys, *found.unexpected_keys]:
+        theirs = _shape(loaded.get(name))
+        own = _shape(in_model.get(name))
+        rows.append((name, theirs, own))
+    return tabulate(rows, ["name", "shape in file", "shape in model"])
 
 
 def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
@@ -312,8 +290,7 @@ def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]
 
     part = _renamed(state, rename)
     if not part:
-        modules = [name.rpartition(".")[0] for name in state]
-        hint = did_you_mean(start[:-1], modules)
+        hint = did_you_mean(start, state)
         raise ValueError(f"no name of the state begins with {start!r}{hint}")
     return part
 
@@ -359,10 +336,7 @@ def _renamed(
     # That of the model itself is "", and the others lack the dot before names of tensors.
     versions = {}
     for module, version in getattr(state, "_metadata", {}).items():
-        start = ""
-        if module:
-            start = f"{module}."
-        new = rename(start)
+        new = rename(f"{module}.".removeprefix("."))
         if new is not None:
             versions[new.removesuffix(".")] = version
     renamed._metadata = versions  # type: ignore[attr-defined]
@@ -388,42 +362,30 @@ def choose_parts(
         The arguments of ``load_state_dict`` beside the state, for each that is to be loaded.
 
     Raises:
-        ValueError: if a name is unknown, or not in the state; if it is of a component, and the
-            checkpointable can be loaded as a whole only.
+        ValueError: if one of the names is not among the checkpointables, or not in the state.
     """
-    chosen: dict[str, dict[str, Any]] = {}
+    there = [key for key in checkpointables if key in state]
     if names is None:
-        lacking = []
-        for key in checkpointables:
-            if key in state:
-                chosen[key] = {}
-            else:
-                lacking.append(key)
+        names = there
+        lacking = sorted(checkpointables.keys() - there)
         if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
-        return chosen
+    chosen: dict[str, set[str]] = {}
     for name in names:
         key, _, component = name.partition(".")
-        if name == "model":  # always loaded
+        if key == "model":  # always loaded
             continue
-        _check_known(name, key, checkpointables, "is not among what can be loaded")
-        _check_known(name, key, state, f"is not in {path}")
-        if not component:
-            chosen[key] = {}
-            continue
-        _check_known(name, component, state[key], f"is not in {path}")
-        load = checkpointables[key].load_state_dict
-        if "only" not in signature(load).parameters:
-            raise ValueError(
-                f"checkpointables: {name!r} is a part, but {key!r} loads as a whole only"
-            )
-        options = chosen.setdefault(key, {"only": set()})
-        if options:  # else it was chosen as a whole before
-            options["only"].add(component)
-    return chosen
+        _refuse_unknown(key, there, path)
+        if component:
+            _refuse_unknown(component, state[key], path)
+        chosen.setdefault(key, set()).add(component)
+    arguments: dict[str, dict[str, Any]] = {}
+    for key, components in chosen.items():
+        arguments[key] = {} if "" in components else {"only": components}
+    return arguments
 
 
-def _check_known(name: str, part: str, known: Iterable[str], problem: str) -> None:
-    if part not in known:
-        hint = did_you_mean(part, sorted(known))
-        raise ValueError(f"checkpointables: {name!r} {problem}{hint}")
+def _refuse_unknown(name: str, known: Iterable[str], path: str) -> None:
+    if name not in known:
+        hint = did_you_mean(name, sorted(known))
+        raise ValueError(f"checkpointables: cannot load {name!r} from {path}{hint}")

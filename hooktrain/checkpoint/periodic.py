@@ -9,8 +9,7 @@ from typing import Any
 from hooktrain.checkpoint.checkpointer import Checkpointer
 from hooktrain.checkpoint.files import CorruptCheckpointError
 from hooktrain.checkpoint.loading import verify_checkpoint
-from hooktrain.checkpoint.resume import checkpoint_names, files_to_delete, read_pointer
-from hooktrain.utils.epochs import in_iterations
+from hooktrain.checkpoint.resume import files_to_delete
 from hooktrain.utils.file_io import delete
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class PeriodicCheckpointer:
         """
         if not self.checkpointer._has_begun:
             self.checkpointer.begin_run(is_new=iteration == 0)
-        is_due = (iteration + 1) % in_iterations(self.period, None) == 0
+        is_due = (iteration + 1) % int(self.period) == 0
         if is_due or self._is_last(iteration):
             self.save_at(iteration, **extra)
 
@@ -89,10 +88,13 @@ class PeriodicCheckpointer:
             self.checkpointer.save(final, iteration=iteration, **extra)
             self.checkpointer.wait()
             return
-        name = f"{self.file_prefix}_{iteration:07d}"
-        if self.max_to_keep is not None:
-            extra["on_saved"] = partial(self._delete_old, iteration)
-        self.checkpointer.save(name, iteration=iteration, on_full=self._go_on, **extra)
+        self.checkpointer.save(
+            f"{self.file_prefix}_{iteration:07d}",
+            on_saved=partial(self._delete_old, iteration),
+            on_full=self._go_on,
+            iteration=iteration,
+            **extra,
+        )
 
     def save(self, name: str, **extra: Any) -> None:
         """The same as ``checkpointer.save``: at any time, under any name."""
@@ -105,15 +107,11 @@ class PeriodicCheckpointer:
 
     def _delete_old(self, iteration: int, newest: str) -> None:
         """Delete what is too old, if the newest checkpoint is good. In any thread."""
+        if self.max_to_keep is None:
+            return
         folder = os.path.dirname(newest)
-        assert self.max_to_keep is not None
-        old = files_to_delete(
-            checkpoint_names(folder),
-            self.file_prefix,
-            int(self.max_to_keep),
-            iteration,
-            read_pointer(folder),
-        )
+        count = int(self.max_to_keep)
+        old = files_to_delete(folder, self.file_prefix, count, iteration)
         if not old:
             return
         try:

@@ -8,7 +8,7 @@ searched.
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
@@ -35,16 +35,12 @@ def write_pointer(save_dir: str, name: str) -> None:
         file.write(name.encode())
 
 
-def read_pointer(save_dir: str) -> str:
+def read_pointer(save_dir: AnyPath) -> str:
     """The name in ``last_checkpoint``; "" if it names none there."""
     path = Path(save_dir, POINTER)
-    try:
-        name = path.read_text("utf-8", "replace").strip()
-    except FileNotFoundError:
+    if not path.exists():
         return ""
-    except OSError as error:
-        logger.warning("Cannot read %s: %s", path, error)
-        return ""
+    name = path.read_text("utf-8", "replace").strip()
     if name in checkpoint_names(save_dir):
         return name
     logger.warning("%s names %r, which is no checkpoint there", path, name)
@@ -63,33 +59,29 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
     return sorted(names)
 
 
-def names_to_resume(save_dir: str, pointed: str) -> Iterator[str]:
+def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
     """The names of the checkpoints to try, best first.
 
-    First comes ``pointed``, which :func:`read_pointer` gave, then the others, newest first. Those
-    with a higher iteration come last, since they are of another run. Names without a number or
-    ``_final`` are left out, and so are weights without an iteration.
+    First comes the one that ``last_checkpoint`` names, then the others, newest first. Those with a
+    higher iteration than the first come last, since they are of another run. Names without a number
+    or ``_final`` are left out, and so are weights without an iteration.
     """
+    pointed = read_pointer(save_dir)
     if pointed:
         yield pointed
     limit = iteration_in_name(pointed)
-    older: list[tuple[int, str]] = []
-    newer: list[tuple[int, str]] = []
+    others = []
     for name in checkpoint_names(save_dir):
         if name == pointed or not _OF_A_RUN.fullmatch(name):
             continue
         iteration = iteration_in_name(name)
         if iteration is None:
             iteration = _stored_iteration(os.path.join(save_dir, name))
-        if iteration is None:
-            continue
-        if limit is not None and iteration > limit:
-            newer.append((iteration, name))
-        else:
-            older.append((iteration, name))
-    for found in (older, newer):
-        for _, name in sorted(found, reverse=True):
-            yield name
+        if iteration is not None:
+            is_of_this_run = limit is None or iteration <= limit
+            others.append((is_of_this_run, iteration, name))
+    for _, _, name in sorted(others, reverse=True):
+        yield name
 
 
 def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
@@ -116,37 +108,30 @@ def _stored_iteration(path: str) -> int | None:
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
         return -1
-    iteration = state.get("iteration")
-    trainer = state.get("trainer")
-    if iteration is None and isinstance(trainer, dict):
-        iteration = trainer.get("iteration")
-    if isinstance(iteration, int):
-        return iteration
-    return None
+    iteration: int | None = state.get("iteration")
+    return iteration
 
 
 def files_to_delete(
-    names: Iterable[str],
-    prefix: str,
-    max_to_keep: int,
-    newest: int,
-    pointed: str = "",
+    save_dir: AnyPath, prefix: str, max_to_keep: int, newest: int
 ) -> list[str]:
     """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
 
+    The one that ``last_checkpoint`` names is not among them.
+
     Args:
-        names: of all checkpoints; only those of :func:`iteration_in_name` count.
+        save_dir: the folder; only names of :func:`iteration_in_name` count.
         prefix: of these.
         max_to_keep: how many to keep, at least 1.
         newest: the iteration just saved. Higher ones are of another run, and stay uncounted.
-        pointed: the one to resume from, which stays.
     """
     ours = []
-    for name in names:
+    for name in checkpoint_names(save_dir):
         iteration = iteration_in_name(name, prefix)
         if iteration is not None and iteration <= newest:
             ours.append((iteration, name))
     ours.sort()
+    pointed = read_pointer(save_dir)
     old = ours[:-max_to_keep]
     return [name for _, name in old if name != pointed]
 
@@ -165,8 +150,7 @@ def set_folder_aside(folder: AnyPath) -> Path | None:
         OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
-    names = names_to_resume(str(path), read_pointer(str(path)))
-    if next(names, None) is None:
+    if next(names_to_resume(path), None) is None:
         return None
     if Path.cwd().is_relative_to(path):
         raise ValueError(

@@ -63,50 +63,31 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
         RuntimeError: on every rank, if it does not have the digest that its name tells.
     """
     address = os.fspath(address)
-    loader: Loader = _by_fsspec
-    known = [prefix for prefix in _loaders if address.startswith(prefix)]
-    if known:
-        longest = max(known, key=len)
-        loader = _loaders[longest]
-    elif not is_address(address):
+    if not is_address(address):
         return os.path.expanduser(address)
+    known = [prefix for prefix in _loaders if address.startswith(prefix)]
+    longest = max(known, key=len, default="")
+    loader = _loaders.get(longest, _by_fsspec)
     if alone or comm.get_world_size() == 1:
         return os.fspath(loader(address))
     local_rank = comm.get_local_rank()
-
-    def fetch() -> str:
-        if local_rank > 0:
-            return ""
-        return os.fspath(loader(address))
-
-    paths = on_all_ranks(fetch)
+    paths = on_all_ranks(lambda: "" if local_rank else os.fspath(loader(address)))
     # The ranks of a machine follow one another.
-    first = comm.get_rank() - local_rank
-    return paths[first]
+    return paths[comm.get_rank() - local_rank]
 
 
 def _by_torch(url: str) -> str:
     """Download by HTTP, or find what was downloaded before."""
-    parts = urlsplit(url)
-    name = Path(parts.path).name
-    folder = Path(torch.hub.get_dir(), "checkpoints")
-    digest = _DIGEST.search(name)
-    prefix = None
-    if digest:
-        prefix = digest[1]
-    else:
+    path = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
+    digest = _DIGEST.search(path.name)
+    if digest is None:
         # The files of two addresses may have one name, which torch.hub takes for the same.
-        of_url = hashlib.sha256(url.encode())
-        folder /= of_url.hexdigest()[:16]
-    path = folder / name
+        of_url = hashlib.sha256(url.encode()).hexdigest()
+        path = path.parent / of_url[:16] / path.name
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(
-            url,
-            str(path),
-            prefix,
-            progress=False,
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        expected = digest[1] if digest else None
+        torch.hub.download_url_to_file(url, str(path), expected, progress=False)
     return str(path)
 
 
@@ -114,10 +95,7 @@ def _by_fsspec(address: str) -> str:
     import fsspec
 
     folder = os.path.join(torch.hub.get_dir(), "fsspec")
-    options = {
-        "cache_storage": folder,
-        "check_files": True,
-    }
+    options = {"cache_storage": folder, "check_files": True}
     path: str = fsspec.open_local(f"filecache::{address}", filecache=options)
     return path
 

@@ -182,8 +182,9 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
 
 def test_extra_entries_do_not_replace_states(tmp_path: Path) -> None:
     checkpointer = Checkpointer(model_of(3), tmp_path, trainer=Counter())
-    with pytest.raises(ValueError, match=r"\['model', 'trainer'\]"):
-        checkpointer.save("a", trainer=1, model=2, iteration=3)
+    for taken in ("model", "trainer"):
+        with pytest.raises(TypeError, match=f"'{taken}'"):
+            checkpointer.save("a", **{taken: 1}, iteration=3)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -258,7 +259,7 @@ def test_a_resume_refuses_a_file_that_lacks_a_state(tmp_path: Path) -> None:
     Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9)
     model, trainer = model_of(0), Counter()
     checkpointer = Checkpointer(model, tmp_path, trainer=trainer, ema=Counter())
-    with pytest.raises(ValueError, match=r"checkpointables: 'ema' is not in .*a\.pth"):
+    with pytest.raises(ValueError, match=r"cannot load 'ema' from .*a\.pth"):
         checkpointer.resume_or_load("")
     assert (trainer.value, model.weight.tolist()) == (0, [[0.0, 0.0]])
     rest = checkpointer.resume_or_load("", checkpointables=["trainer"])
@@ -288,19 +289,17 @@ def test_parts_are_chosen_by_name(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("trainr", "'trainr' is not among .*did you mean 'trainer'"),
-        ("trainer.optimiser", "is not in .*did you mean 'optimizer'"),
-        ("ema", r"'ema' is not in .*a\.pth; there is"),
-        ("whole.weight", "'whole' loads as a whole only"),
+        ("trainr", "'trainr' from .*did you mean 'trainer'"),
+        ("trainer.optimiser", "'optimiser' from .*did you mean 'optimizer'"),
+        ("ema", r"'ema' from .*a\.pth; there is 'trainer'"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_refused_beforehand(
     name: str, message: str, tmp_path: Path
 ) -> None:
-    whole = torch.nn.Linear(1, 1)
-    Checkpointer(model_of(3), tmp_path, trainer=Counter(5), whole=whole).save("a")
+    Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a")
     model = model_of(0)
-    checkpointer = Checkpointer(model, trainer=Counter(), ema=Counter(), whole=whole)
+    checkpointer = Checkpointer(model, trainer=Counter(), ema=Counter())
     with pytest.raises(ValueError, match=message):
         checkpointer.load(tmp_path / "a.pth", checkpointables=[name])
     assert torch.equal(model.weight, torch.zeros(1, 2))

@@ -41,12 +41,12 @@ def test_what_differs_is_told_in_a_table(caplog: pytest.LogCaptureFixture) -> No
     assert result.unexpected_keys == ["head.weight", "head.bias"]
     (record,) = caplog.records
     assert [line.split() for line in record.getMessage().splitlines()[3:]] == [
-        ["b.weight", "reshaped", "(7,", "2)", "(5,", "2)"],
-        ["b.bias", "reshaped", "(7,)", "(5,)"],
-        ["c.weight", "missing", "-", "(1,", "5)"],
-        ["c.bias", "missing", "-", "(1,)"],
-        ["head.weight", "unexpected", "(4,", "4)", "-"],
-        ["head.bias", "unexpected", "(4,)", "-"],
+        ["b.weight", "(7,", "2)", "(5,", "2)"],
+        ["b.bias", "(7,)", "(5,)"],
+        ["c.weight", "-", "(1,", "5)"],
+        ["c.bias", "-", "(1,)"],
+        ["head.weight", "(4,", "4)", "-"],
+        ["head.bias", "(4,)", "-"],
     ]
     after = model.state_dict()
     assert torch.equal(after["a.weight"], torch.ones(2, 3))
@@ -100,8 +100,8 @@ def test_a_model_whose_own_names_look_like_those_of_a_wrapped_one_is_loaded(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.ones(1, 3)}, r"weight *reshaped"),
-        ({"extra": torch.ones(1)}, r"extra *unexpected"),
+        ({"weight": torch.ones(1, 3)}, r"weight +\(1, 3\) +\(1, 2\)"),
+        ({"extra": torch.ones(1)}, r"extra +\(1,\) +-"),
     ],
 )
 def test_a_strict_load_raises_what_differs(
@@ -165,7 +165,7 @@ def test_the_part_of_a_module_has_the_names_of_the_module_itself(prefix: str) ->
 
 def test_a_prefix_that_no_name_has_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"begins with 'backbon\.'; did you mean 'backbone'\?"
+        ValueError, match=r"begins with 'backbon\.'; did you mean 'backbone\.weight'"
     ):
         take_prefix({"backbone.weight": 1, "head.weight": 2}, "backbon")
     with pytest.raises(ValueError, match=r"begins with 'x\.'"):

@@ -287,7 +287,7 @@ def test_a_checkpoint_has_the_parts_beside_what_is_added(tmp_path: Path) -> None
     assert list(saved["model"]) == list(Regression().state_dict())
     assert saved["param_schedulers"] == [strategy.param_schedulers[0].state_dict()]
     assert saved["meta"] == {"epoch": 2, "seed": 3}
-    with pytest.raises(ValueError, match="'optimizer'"):
+    with pytest.raises(TypeError, match="'optimizer'"):
         strategy.save_checkpoint(tmp_path / "c.pth", extra_ckpt={"optimizer": 1})
 
 
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_lacks_a_part_changes_nothing(tmp_path: Path) -> None:
     strategy = prepared(tmp_path)
     strategy.save_checkpoint(tmp_path / "a.pth", save_optimizer=False)
     nn.init.zeros_(strategy.model.last.weight)
-    with pytest.raises(ValueError, match="'optimizer' is not in"):
+    with pytest.raises(ValueError, match="cannot load 'optimizer'"):
         strategy.resume(tmp_path / "a.pth")
     assert not strategy.model.last.weight.any()
     strategy.resume(tmp_path / "a.pth", resume_optimizer=False)
