@@ -15,6 +15,7 @@ from torch import nn
 from hooktrain import solver
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.param_groups import (
     NORMS,
     ParamGroup,
@@ -155,10 +156,10 @@ def paramwise_param_groups(
         return first
 
     groups = group_trainable(model, settings)
+    name_of = parameter_names(model)
     for group in groups:
-        logger.info(
-            "%s: parameters %s", settings_of(group), reprlib.repr(group["param_names"])
-        )
+        members = [name_of[parameter] for parameter in group["params"]]
+        logger.info("%s: parameters %s", settings_of(group), reprlib.repr(members))
     return groups
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hooktrain.solver.optim_state import State
-from hooktrain.solver.optim_wrapper import NOTHING, Context, OptimWrapper, Options
+from hooktrain.solver.optim_wrapper import OptimWrapper, Options
 
 
 class AmpOptimWrapper(OptimWrapper):
@@ -66,14 +66,12 @@ class AmpOptimWrapper(OptimWrapper):
             self._fixed_scale = float(loss_scale)
         self._unscaled = False
 
-    def optim_context(self, model: nn.Module) -> Context:
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
         """That of :class:`OptimWrapper`, and autocast to the lower precision."""
-        exchange = super().optim_context(model)
         precision = torch.autocast(self.device_type, self.dtype)
-        # Nearly all steps need autocast alone, which costs less without a generator.
-        if exchange is NOTHING:
-            return precision
-        return _both(exchange, precision)
+        with super().optim_context(model), precision:
+            yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of the scaled loss."""
@@ -82,7 +80,7 @@ class AmpOptimWrapper(OptimWrapper):
     def start_accumulation(self) -> None:
         """Also make a scaler ready again that an error left after unscaling."""
         super().start_accumulation()
-        if self._unscaled and self.grad_scaler.is_enabled():
+        if self._unscaled:
             # Host-device synchronisation, after a step that failed only. Given a scale,
             # update() forgets what it knew of the gradients, and changes nothing else.
             scale = self.grad_scaler.get_scale()
@@ -124,12 +122,6 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")
         if scaler:
             self.grad_scaler.load_state_dict(scaler)
-
-
-@contextmanager
-def _both(outer: Context, inner: Context) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _device_type(optimizer: Optimizer) -> str:

@@ -1,6 +1,5 @@
 """Optimizers, wrappers and schedulers from configurations."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from hooktrain.solver.param_groups import (
 )
 from hooktrain.solver.param_scheduler import INF, GroupParamScheduler, Schedulable
 from hooktrain.solver.schedule import ParamScheduler
+from hooktrain.utils.names import call
 from hooktrain.utils.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
@@ -47,8 +47,8 @@ for _wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
 class DefaultOptimWrapperConstructor:
     """Called with a model, it gives a wrapper around a new optimizer of its parameters.
 
-    The optimizer has one group of all parameters, with ``param_names``. A subclass may
-    override :meth:`param_groups`.
+    The optimizer has one group of all parameters. A subclass may override
+    :meth:`param_groups`.
 
     Args:
         optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
@@ -88,12 +88,10 @@ class DefaultOptimWrapperConstructor:
             KeyError: if there is no optimizer or wrapper of the ``type``.
             TypeError: if the optimizer or the wrapper does not take its arguments.
         """
-        kind = OPTIMIZERS.find(self.optimizer_cfg["type"])
-        # Not all call it "params".
-        arguments = inspect.signature(kind).parameters
-        first_argument = next(iter(arguments))
-        groups = {first_argument: self.param_groups(model)}
-        optimizer = OPTIMIZERS.build(self.optimizer_cfg, **groups)
+        options = dict(self.optimizer_cfg)
+        kind = OPTIMIZERS.find(options.pop("type"))
+        # By position: not all call it "params".
+        optimizer = call(kind, [self.param_groups(model)], options, "as 'optimizer'")
         wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
             self.optim_wrapper_cfg,
             type=OptimWrapper,
@@ -103,12 +101,7 @@ class DefaultOptimWrapperConstructor:
 
     def param_groups(self, model: nn.Module) -> list[ParamGroup]:
         """The parameter groups of a model, which may be wrapped."""
-        names = parameter_names(model)
-        group = {
-            "params": [*names],
-            "param_names": [*names.values()],
-        }
-        return [group]
+        return [{"params": [*parameter_names(model)]}]
 
 
 def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
@@ -168,13 +161,11 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
         raise ValueError(f"a model is needed to build an optimizer for, from {cfg!r}")
     rest = dict(cfg)
     # By its name, since hooktrain.compat.mmengine registers another one.
-    kind = rest.pop("constructor", None) or "DefaultOptimWrapperConstructor"
+    kind = rest.pop("constructor", "DefaultOptimWrapperConstructor")
     rules = rest.pop("paramwise_cfg", None)
     target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
     constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
-    if part:
-        model = unwrap_model(model).get_submodule(part)
-    built = constructor(model)
+    built = constructor(unwrap_model(model).get_submodule(part))
     return built
 
 
@@ -218,11 +209,10 @@ def build_param_scheduler(
         by_name = scheduler
     if set(by_name) != set(names):
         raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
-    built = {}
+    built: Any = {}
     for name, wrapper in optim_wrapper.items():
-        own = build_param_scheduler(by_name[name], wrapper, default_args)
-        built[name] = list(own)
-    return built
+        built[name] = build_param_scheduler(by_name[name], wrapper, default_args)
+    return built  # type: ignore[no-any-return]
 
 
 def scheduler_states(schedulers: Schedulers) -> Any:
@@ -232,23 +222,23 @@ def scheduler_states(schedulers: Schedulers) -> Any:
     """
     if isinstance(schedulers, dict):
         return {name: scheduler_states(each) for name, each in schedulers.items()}
-    states: list[Any] = []
-    for scheduler in schedulers:
-        state_dict = getattr(scheduler, "state_dict", dict)
-        states.append(state_dict())
-    return states
+    return [getattr(each, "state_dict", dict)() for each in schedulers]
 
 
 def check_scheduler_states(schedulers: Schedulers, states: Any) -> None:
     """Raise a ValueError for states of more or fewer schedulers, or of others by name."""
-    ours = _by_name(schedulers)
-    saved = _by_name(states)
-    counts = {name: len(each) for name, each in ours.items()}
-    saved_counts = {name: len(each) for name, each in saved.items()}
-    if counts != saved_counts:
+    here = _counts(schedulers)
+    saved = _counts(states)
+    if here != saved:
         raise ValueError(
-            f"the state has so many schedulers: {saved_counts}, and this run: {counts}"
+            f"the state has so many schedulers: {saved}, and this run: {here}"
         )
+
+
+def _counts(given: Any) -> Any:
+    if isinstance(given, dict):
+        return {name: len(each) for name, each in given.items()}
+    return len(given)
 
 
 def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
@@ -258,17 +248,13 @@ def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
         ValueError: as :func:`check_scheduler_states`.
     """
     check_scheduler_states(schedulers, states)
-    saved = _by_name(states)
-    for name, each in _by_name(schedulers).items():
-        for scheduler, state in zip(each, saved[name], strict=True):
-            if state:
-                scheduler.load_state_dict(state)
-
-
-def _by_name(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return given
-    return {"": given}
+    if isinstance(schedulers, dict):
+        for name, each in schedulers.items():
+            load_scheduler_states(each, states[name])
+        return
+    for scheduler, state in zip(schedulers, states, strict=True):
+        if state:
+            scheduler.load_state_dict(state)
 
 
 def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> Any:
@@ -295,9 +281,8 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     # Those of MMEngine's family have a range, which ends with the run.
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:
-        length = max_epochs
-        if not arguments.get("by_epoch", True):
-            length = max_iters
+        by_epoch = arguments.get("by_epoch", True)
+        length = max_epochs if by_epoch else max_iters
         given = any(arguments.get(name) for name in needs)
         if needs and not given and length is None:
             raise ValueError(

@@ -5,7 +5,7 @@ another group, positions mean other parameters; names do not.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mode
 from typing import Any
 
@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
 Names = Mapping[Tensor, str]
-# By name: the number of a parameter's group, and the parameter itself, or the key of its
-# state in a saved optimizer.
-Entries = dict[str, tuple[int, Any]]
+# The number of a parameter's group, and the parameter itself, or the key of its state in
+# a saved optimizer.
+Entry = tuple[int, Any]
+Entries = dict[str, Entry]  # by name
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay.
 KERNEL_SETTINGS = ("foreach", "fused", "capturable")
@@ -36,7 +37,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 def optimizer_state_dict(
     optimizer: Optimizer,
-    names: Names | None = None,
+    names: Names,
 ) -> dict[str, Any]:
     """The state that torch gives, with names where torch has positions of parameters.
 
@@ -45,40 +46,67 @@ def optimizer_state_dict(
 
     Args:
         optimizer: its tensors are not copied.
-        names: of :func:`parameter_names`. A parameter that is not in it has its name in
-            ``param_names`` of its group. Where some have no name, or two have the same,
-            the state has positions.
+        names: of :func:`parameter_names`. Where a parameter is not in it, the state has
+            positions.
     """
     state = {"kind": _kind(optimizer), **optimizer.state_dict()}
-    name_at = _names_in(optimizer.param_groups, names or {})
+    name_at = _names_of(_entries(optimizer.param_groups), names)
     if name_at is None:
         return state
     by_name = {}
     for key, item in state["state"].items():
         name = name_at[key] if isinstance(key, int) else key
         by_name[name] = item
-    groups = []
-    for group in state["param_groups"]:
-        members = [name_at[position] for position in group["params"]]
-        groups.append({**settings_of(group), "params": members})
     state["state"] = by_name
-    state["param_groups"] = groups
+    for group in state["param_groups"]:
+        group["params"] = [name_at[position] for position in group["params"]]
     return state
 
 
-def check_optimizer_state(
+def match_parameters(
     optimizer: Optimizer,
     state_dict: State,
-    names: Names | None = None,
-) -> None:
-    """Refuse what :func:`load_optimizer_state` would refuse, and change nothing."""
-    _matched(optimizer, state_dict, names or {})
+    known: Names,
+) -> tuple[Entries, Entries]:
+    """The parameters here and the saved ones, by names that both sides share.
+
+    Args:
+        optimizer: it is not changed.
+        state_dict: what :func:`load_optimizer_state` is to load.
+        known: the names of :func:`parameter_names`.
+
+    Raises:
+        ValueError: if that would refuse it.
+    """
+    kind = _kind(optimizer)
+    saved_kind = state_dict.get("kind", kind)
+    if saved_kind != kind:
+        raise ValueError(
+            f"the state is that of {saved_kind}, and this is {kind}: {WAY_OUT}"
+        )
+    groups = optimizer.param_groups
+    saved_groups = state_dict["param_groups"]
+    entries = _entries(groups)
+    saved_entries = _entries(saved_groups)
+    names = _names_of(entries, known)
+    saved_names = _names_of(saved_entries, {})
+    if names is None or saved_names is None:
+        if names is None:
+            names = [f"#{position}" for position in range(len(entries))]
+        saved_names = _names_of_positions(names, groups, saved_groups, known)
+    here = dict(zip(names, entries, strict=True))
+    saved = dict(zip(saved_names, saved_entries, strict=True))
+    if here and here.keys().isdisjoint(saved):
+        ours = [*here][:3]
+        theirs = [*saved][:3]
+        raise ValueError(f"the state of {theirs}, ... has none of {ours}: {WAY_OUT}")
+    return here, saved
 
 
 def load_optimizer_state(
     optimizer: Optimizer,
     state_dict: State,
-    names: Names | None = None,
+    names: Names,
 ) -> None:
     """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
 
@@ -100,22 +128,15 @@ def load_optimizer_state(
         ValueError: if the state is that of another kind of optimizer, groups of other
             sizes have no names, or no name is on both sides.
     """
-    here, saved = _matched(optimizer, state_dict, names or {})
+    here, saved = match_parameters(optimizer, state_dict, names)
     state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        members = []
-        origins = []
-        for name, (own_number, _) in here.items():
-            if own_number != number:
-                continue
-            members.append(name)
-            if name in saved:
-                origins.append(saved[name][0])
+        members = [name for name, (own, _) in here.items() if own == number]
+        origins = [saved[name][0] for name in members if name in saved]
         settings = settings_of(group)
         if origins:
-            most = mode(sorted(origins))
-            origin = state_dict["param_groups"][most]
+            origin = state_dict["param_groups"][mode(origins)]
             settings = _settings(number, settings, settings_of(origin))
         groups.append({**settings, "params": members})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -130,12 +151,13 @@ def without_schedules(state: State) -> dict[str, Any]:
         return {name: without_schedules(one) for name, one in state.items()}
     groups = []
     for group in state["param_groups"]:
-        kept = {}
-        for key, value in group.items():
-            # The momentum of Adam is the first of its betas.
-            initial = "initial_momentum" if key == "betas" else f"initial_{key}"
-            if initial not in group and not key.startswith("initial_"):
-                kept[key] = value
+        kept = dict(group)
+        for key in group:
+            if key.startswith("initial_"):
+                del kept[key]
+                kept.pop(key.removeprefix("initial_"), None)
+        if "initial_momentum" in group:  # Adam's is the first of its betas
+            kept.pop("betas", None)
         groups.append(kept)
     return {**state, "param_groups": groups}
 
@@ -148,57 +170,23 @@ def _kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _names_in(groups: Sequence[ParamGroup], known: Names) -> list[str] | None:
-    """The names of all parameters in order; None unless each has one for itself."""
-    names: list[Any] = []
-    for group in groups:
-        own_names: Any = group.get("param_names", group["params"])
-        for item, name in zip(group["params"], own_names, strict=True):
-            names.append(known.get(item, name))
-    if len(set(names)) < len(names):
-        return None
-    for name in names:
-        if not isinstance(name, str):
-            return None
-    return names
-
-
-def _entries(names: Iterable[str], groups: Sequence[ParamGroup]) -> Entries:
-    items = []
+def _entries(groups: Sequence[ParamGroup]) -> list[Entry]:
+    """All parameters in order."""
+    entries = []
     for number, group in enumerate(groups):
         for item in group["params"]:
-            items.append((number, item))
-    return dict(zip(names, items, strict=True))
+            entries.append((number, item))
+    return entries
 
 
-def _matched(
-    optimizer: Optimizer,
-    state_dict: State,
+def _names_of(
+    entries: Sequence[Entry],
     known: Names,
-) -> tuple[Entries, Entries]:
-    """The parameters here and the saved ones, by names that both sides share."""
-    kind = _kind(optimizer)
-    saved_kind = state_dict.get("kind", kind)
-    if saved_kind != kind:
-        raise ValueError(
-            f"the state is that of {saved_kind}, and this is {kind}: {WAY_OUT}"
-        )
-    groups = optimizer.param_groups
-    saved_groups = state_dict["param_groups"]
-    names = _names_in(groups, known)
-    saved_names = _names_in(saved_groups, {})
-    if names is None or saved_names is None:
-        if names is None:
-            count = sum(len(group["params"]) for group in groups)
-            names = [f"#{position}" for position in range(count)]
-        saved_names = _names_of_positions(names, groups, saved_groups, known)
-    here = _entries(names, groups)
-    saved = _entries(saved_names, saved_groups)
-    if here and here.keys().isdisjoint(saved):
-        ours = [*here][:3]
-        theirs = [*saved][:3]
-        raise ValueError(f"the state of {theirs}, ... has none of {ours}: {WAY_OUT}")
-    return here, saved
+) -> list[str] | None:
+    """Their names; None if one has none."""
+    names: list[Any] = [known.get(item, item) for _, item in entries]
+    have_names = all(isinstance(name, str) for name in names)
+    return names if have_names else None
 
 
 def _names_of_positions(
@@ -229,12 +217,9 @@ def _fitting_states(
     saved: Entries,
 ) -> dict[Any, Any]:
     """The saved states by the names here, without those that do not fit."""
-    fitting = dict(states)
-    left_over = []
-    for name, (_, key) in saved.items():
+    fitting = dict(states)  # some optimizers keep more than states of parameters
+    for _, key in saved.values():
         fitting.pop(key, None)
-        if name not in here:
-            left_over.append(name)
     missing = []
     reshaped = []
     for name, (_, parameter) in here.items():
@@ -247,9 +232,10 @@ def _fitting_states(
         if shape not in (None, tuple(parameter.shape)):
             reshaped.append(f"{name} {shape}")
         elif state:
-            fitting[name] = {}
-            for entry, value in state.items():
-                fitting[name][entry] = _like(parameter, value)
+            fitting[name] = {
+                entry: _like(parameter, value) for entry, value in state.items()
+            }
+    left_over = [name for name in saved if name not in here]
     _warn("has state of parameters that are not here", left_over)
     _warn("has no state of", missing)
     _warn("has state of other shapes, which is not loaded", reshaped)
@@ -266,7 +252,10 @@ def _warn(text: str, names: Sequence[str]) -> None:
         )
 
 
-def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
+def _shape_of(
+    optimizer: Optimizer,
+    state: State,
+) -> tuple[int, ...] | None:
     """The shape of the parameter that a state is of, if torch's optimizers know it."""
     if not hasattr(torch.optim, _kind(optimizer)):
         return None  # other optimizers may keep what they like
@@ -282,11 +271,9 @@ def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
 
 def _like(parameter: Tensor, value: Any) -> Any:
     """Sharded, and in memory as its parameter, which fused kernels take for granted."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     value = shard_like(value, parameter)
-    if value.shape != parameter.shape:
-        return value
     if value.stride() == parameter.stride():
         return value
     turned = torch.empty_like(
@@ -299,10 +286,8 @@ def _like(parameter: Tensor, value: Any) -> Any:
 
 def _settings(number: int, ours: ParamGroup, saved: ParamGroup) -> ParamGroup:
     """The settings of a group: the saved ones, then ours."""
-    used = {**ours, **saved}
-    for key in KERNEL_SETTINGS:
-        if key in ours:
-            used[key] = ours[key]
+    kernel = {key: ours[key] for key in KERNEL_SETTINGS if key in ours}
+    used = {**ours, **saved, **kernel}
     configured = dict(ours)
     if "initial_lr" in saved and "lr" in ours:
         # A schedule moves lr all the time; initial_lr is what the configuration said.

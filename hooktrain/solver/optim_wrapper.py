@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.solver.optim_state import (
     State,
-    check_optimizer_state,
     load_optimizer_state,
+    match_parameters,
     optimizer_state_dict,
     parameter_names,
 )
@@ -23,7 +23,6 @@ from hooktrain.utils.tensors import full_tensor
 logger = logging.getLogger(__name__)
 
 Options = Mapping[str, Any]
-Context = AbstractContextManager[Any]
 
 # One object serves everywhere: nullcontext holds no state.
 NOTHING = nullcontext()
@@ -35,22 +34,22 @@ class OptimWrapper:
     The order in a step is fixed: unscale, ``after_backward``, clip, update.
 
     Args:
-        optimizer: the optimizer. LBFGS, with its closure, needs a ``run_step`` of yours.
+        optimizer: the optimizer. LBFGS needs a ``run_step`` of yours, with its closure.
         accumulative_counts: how many backward passes make one update, at least 1.
         clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm
             of all gradients together, after logging it as ``grad_norm``;
             ``{"type": "value", "clip_value": 0.5}`` clips each element.
 
     Attributes:
-        after_backward: called in each step, with the true gradients, before they are
-            clipped; or None. A trainer whose model owns its step sets it.
-        inner_count: how many backward passes were made.
-        name: put before the names of metrics.
-        skipped_updates: how many updates were skipped, since gradients were not finite.
+        after_backward: called in each step, before clipping; or None. A trainer whose
+            model owns its step sets it.
+        inner_count: the number of backward passes so far.
+        prefix: of the names of metrics, such as ``"generator."``.
+        skipped_updates: how many updates were skipped, as gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is no optimizer; for an unknown key of ``clip_grad``;
-            for a subclass that overrides what only MMEngine calls.
+        TypeError: for something else than an optimizer; an unknown key of ``clip_grad``;
+            a subclass that overrides what only MMEngine calls.
         ValueError: for a count below 1 or impossible clipping.
     """
 
@@ -73,41 +72,25 @@ class OptimWrapper:
         self.accumulative_counts = accumulative_counts
         self.after_backward: Callable[[], None] | None = None
         self.inner_count = 0
-        self.name = ""
+        self.prefix = ""
         self.skipped_updates = 0
         self._clipping = None if clip_grad is None else _clipping(**clip_grad)
         self._first_count = 0  # inner_count where accumulations began to be counted
         self._max_counts = -1  # inner_count at the end of the run, if it is known
-        self._model: nn.Module | None = None
+        self._model = nn.Module()  # has no names of parameters yet
 
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's settings for groups without their own."""
-        return self.optimizer.defaults
-
     def get_lr(self) -> dict[str, list[float]]:
         """``{"lr": [one rate a group]}``."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
-    def get_momentum(self) -> dict[str, list[float]]:
-        """``{"momentum": [one a group]}``: of Adam the first beta; else 0."""
-        momentums = []
-        for group in self.param_groups:
-            betas = group.get("betas", [0.0])
-            momentums.append(float(group.get("momentum", betas[0])))
-        return {"momentum": momentums}
-
     def name_parameters(self, model: nn.Module) -> None:
-        """Save states by the parameters' names in this model; trainers call it."""
+        """From now on save states by the parameters' names in this model."""
         self._model = model
-
-    def _parameter_names(self) -> dict[Tensor, str]:
-        return {} if self._model is None else parameter_names(self._model)
 
     # Accumulation
 
@@ -121,8 +104,8 @@ class OptimWrapper:
 
         Args:
             model: not used; MMEngine has it.
-            init_counts: the backward passes made so far.
-            max_counts: those made when the run ends.
+            init_counts: the backward passes so far.
+            max_counts: those at the end of the run.
         """
         self.inner_count = init_counts
         self.start_accumulation()
@@ -149,20 +132,19 @@ class OptimWrapper:
         """Divide the loss, for gradients of the mean."""
         if self.accumulative_counts == 1:
             return loss
-        passes = self.inner_count - self._first_count
-        done = passes % self.accumulative_counts
+        size = self.accumulative_counts
         left = self._max_counts - self.inner_count
         if left > 0:
-            return loss / min(self.accumulative_counts, done + left)
-        return loss / self.accumulative_counts
+            done = (self.inner_count - self._first_count) % size
+            size = min(size, done + left)
+        return loss / size
 
     # A step
 
-    def optim_context(self, model: nn.Module) -> Context:
-        """For the forward pass: its precision, and whether ranks exchange gradients.
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """For a forward pass: its precision, and whether ranks exchange gradients.
 
-        Call :meth:`backward` or :meth:`update_params` after it, before the next forward
-        pass.
+        Each one is followed by :meth:`backward` or :meth:`update_params`.
         """
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
@@ -171,8 +153,7 @@ class OptimWrapper:
         if hasattr(model, "set_requires_gradient_sync"):  # of fully_shard
             parallel.set_requires_gradient_sync(is_last)
         elif not is_last and hasattr(model, "no_sync"):  # of DistributedDataParallel
-            context: Context = parallel.no_sync()
-            return context
+            return parallel.no_sync()  # type: ignore[no-any-return]
         return NOTHING
 
     def update_params(
@@ -185,11 +166,11 @@ class OptimWrapper:
 
         Args:
             loss: one tensor; of several losses, their sum.
-            step_kwargs: a dict of keywords for :meth:`step`.
-            zero_kwargs: a dict of keywords for :meth:`zero_grad`.
+            step_kwargs: keywords for :meth:`step`, in a dict.
+            zero_kwargs: keywords for :meth:`zero_grad`.
 
         Returns:
-            Whether the parameters were updated.
+            Whether there was an update.
         """
         self.backward(self.scale_loss(loss))
         if not self.should_update():
@@ -204,10 +185,10 @@ class OptimWrapper:
         self.inner_count += 1
 
     def step(self, **kwargs: Any) -> bool:
-        """Clip the gradients and update the parameters, by the optimizer's ``step``.
+        """Clip the gradients and update the parameters.
 
         Returns:
-            Whether they were updated; a scaler skips gradients that overflowed.
+            False where a scaler has skipped gradients that overflowed.
         """
         self.unscale_gradients()
         if self.after_backward is not None:
@@ -227,25 +208,20 @@ class OptimWrapper:
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
-        parameters: list[Tensor] = []
-        for group in self.param_groups:
-            parameters += group["params"]
-        gradients = []
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return
         if kind == "value":
             nn.utils.clip_grad_value_(parameters, limit)
             return
-        # As clip_grad_norm_, but ranks that hold shards exchange one number.
+        # As clip_grad_norm_, but ranks with shards exchange one number.
         norm = full_tensor(nn.utils.get_total_norm(gradients, norm_type))
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self._put_scalar("grad_norm", norm)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Forget the gradients, as the optimizer's ``zero_grad``."""
+        """Forget the gradients."""
         if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
@@ -260,12 +236,9 @@ class OptimWrapper:
         self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
 
     def _put_scalar(self, name: str, value: Any, smooth: bool = True) -> None:
-        if not has_event_storage():
-            return
-        if self.name:
-            name = f"{self.name}.{name}"
-        storage = get_event_storage()
-        storage.put_scalar(name, value, smooth)
+        if has_event_storage():
+            storage = get_event_storage()
+            storage.put_scalar(self.prefix + name, value, smooth)
 
     # State
 
@@ -273,25 +246,25 @@ class OptimWrapper:
         """The optimizer's state by parameter names, and counters; no gradients."""
         if not self.should_update():
             logger.warning("Saved without the gradients that are being accumulated")
-        state = optimizer_state_dict(self.optimizer, self._parameter_names())
+        state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
         state["inner_count"] = self.inner_count
         state["skipped_updates"] = self.skipped_updates
         return state
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse what :meth:`load_state_dict` could not load; change nothing.
+        """Refuse the state of another kind of optimizer or of other parameters.
 
         Raises:
-            ValueError: if it is of another kind of optimizer, or of other parameters.
+            ValueError: as :meth:`load_state_dict`, which would change something.
         """
-        check_optimizer_state(self.optimizer, state_dict, self._parameter_names())
+        match_parameters(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, or a torch optimizer's state.
 
-        :func:`~hooktrain.solver.optim_state.load_optimizer_state` matches the names.
+        See :func:`~hooktrain.solver.optim_state.load_optimizer_state`.
         """
-        load_optimizer_state(self.optimizer, state_dict, self._parameter_names())
+        load_optimizer_state(self.optimizer, state_dict, parameter_names(self._model))
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)
         self.start_accumulation()
@@ -304,10 +277,10 @@ def _clipping(
     clip_value: float = 0.0,
 ) -> tuple[str, float, float]:
     """The kind of clipping, its limit, and the type of the norm."""
-    limits = {"norm": max_norm, "value": clip_value}
-    if type not in limits or limits[type] <= 0:
+    limit = {"norm": max_norm, "value": clip_value}.get(type, 0.0)
+    if limit <= 0:
         raise ValueError(
             "clip_grad needs max_norm > 0, or type='value' and clip_value > 0, but got "
             f"{type=}, {max_norm=}, {clip_value=}"
         )
-    return type, limits[type], float(norm_type)
+    return type, limit, float(norm_type)

@@ -30,7 +30,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for name, wrapper in wrappers.items():
             if not isinstance(wrapper, OptimWrapper):
                 raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
-            wrapper.name = name
+            wrapper.prefix = f"{name}."
         super().__init__(wrappers)
 
     @property
@@ -44,13 +44,6 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for name, wrapper in self.items():
             rates[f"{name}.lr"] = wrapper.get_lr()["lr"]
         return rates
-
-    def get_momentum(self) -> dict[str, list[float]]:
-        """``{"<name>.momentum": [one a group]}``."""
-        momentums = {}
-        for name, wrapper in self.items():
-            momentums[f"{name}.momentum"] = wrapper.get_momentum()["momentum"]
-        return momentums
 
     def name_parameters(self, model: nn.Module) -> None:
         """See :meth:`OptimWrapper.name_parameters`."""

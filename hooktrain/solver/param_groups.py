@@ -1,8 +1,7 @@
 """Parameter groups: which parameters an optimizer gets, with which settings.
 
 A group is a dictionary as torch optimizers take it: ``params``, a list of parameters,
-and settings such as ``lr`` and ``weight_decay``. Groups made here also have
-``param_names``, the full names of ``params``, which torch keeps.
+and settings such as ``lr`` and ``weight_decay``.
 """
 
 import logging
@@ -74,12 +73,10 @@ def group_trainable(
     """
     groups = []
     for names, module, parameter in walk_parameters(model):
-        if not parameter.requires_grad:
-            continue
-        group = settings(names, module, parameter)
-        group["params"] = [parameter]
-        group["param_names"] = names[:1]
-        groups.append(group)
+        if parameter.requires_grad:
+            group = settings(names, module, parameter)
+            group["params"] = [parameter]
+            groups.append(group)
     return reduce_param_groups(groups)
 
 
@@ -95,28 +92,27 @@ def get_default_optimizer_params(
 ) -> list[ParamGroup]:
     """Parameter groups of the trainable parameters of a model, each parameter once.
 
-    Without options this is one group of all of them. As in detectron2, except that an
-    override may also be for one parameter, that one for nothing is a warning, and that
-    ``lr_factor_func`` and ``bias_lr_factor`` multiply where both apply.
+    Without options this is one group of all of them. As in detectron2, but an override
+    may also be for one parameter, and one for nothing is a warning.
 
     Names are full dotted names in the model, ``"backbone.stem.weight"``, without the
-    parts that wrappers add (DDP, ``torch.compile``). A shared parameter has its first
-    name in ``param_names``; overrides match any of its names.
+    parts that wrappers add (DDP, ``torch.compile``). Overrides match any of the names of
+    a shared parameter.
 
     Settings come from, later ones winning: ``base_lr`` and ``weight_decay``;
-    ``weight_decay_norm``; ``lr_factor_func``; the two arguments on biases; ``overrides``
-    by the last part of a name, ``"bias"``; ``overrides`` by a full name,
-    ``"head.weight"``.
+    ``weight_decay_norm``; ``lr_factor_func``; ``bias_lr_factor`` and
+    ``weight_decay_bias``, or ``overrides`` by the last part of a name, ``"bias"``;
+    ``overrides`` by a full name, ``"head.weight"``.
 
     Args:
         model: may be wrapped.
         base_lr: learning rate. By default that of the optimizer.
         weight_decay: by default that of the optimizer.
         weight_decay_norm: for the parameters of normalisation layers.
-        bias_lr_factor: multiplies the learning rate of parameters called ``bias``.
+        bias_lr_factor: parameters called ``bias`` have so many times ``base_lr``.
         weight_decay_bias: for parameters called ``bias``, also those of normalisation
             layers.
-        lr_factor_func: maps a parameter's full name to the factor of its learning rate.
+        lr_factor_func: maps a parameter's full name to the factor of ``base_lr``.
         overrides: maps a name, as above, to settings such as
             ``{"lr": 0.01, "weight_decay": 0.0}``.
 
@@ -129,51 +125,51 @@ def get_default_optimizer_params(
         params = get_default_optimizer_params(model, weight_decay_norm=0.0)
         optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=1e-4)
     """
-    if bias_lr_factor is None:
-        bias_lr_factor = 1.0
-    overrides = overrides or {}
-    has_bias_factor = bias_lr_factor != 1.0
-    has_factor = has_bias_factor or lr_factor_func is not None
-    if base_lr is None and has_factor:
+    own_bias_lr = bias_lr_factor not in (None, 1.0)
+    if base_lr is None and (own_bias_lr or lr_factor_func is not None):
         raise ValueError(
             "lr_factor_func and bias_lr_factor need base_lr, the rate to multiply"
         )
-    sets_biases = has_bias_factor or weight_decay_bias is not None
-    if "bias" in overrides and sets_biases:
-        raise ValueError(
-            "biases are set twice: by overrides['bias'] and by another argument"
-        )
+    base = _given(lr=base_lr, weight_decay=weight_decay)
+    of_norms = _given(weight_decay=weight_decay_norm)
+    of_biases = _given(weight_decay=weight_decay_bias)
+    if own_bias_lr:
+        of_biases["lr"] = base["lr"] * bias_lr_factor
+    overrides = overrides or {}
     _warn_of_unused(overrides, model)
+    if of_biases:
+        if "bias" in overrides:
+            raise ValueError(
+                "biases are set twice: by overrides['bias'] and by another argument"
+            )
+        overrides = {**overrides, "bias": of_biases}
 
     def settings(
         names: list[str],
         module: nn.Module,
         _: nn.Parameter,
     ) -> ParamGroup:
-        is_bias = _last_part(names[0]) == "bias"
-        found: ParamGroup = {}
-        if base_lr is not None:
-            rate = base_lr
-            if lr_factor_func is not None:
-                rate = rate * lr_factor_func(names[0])
-            if is_bias:
-                rate = rate * bias_lr_factor
-            found["lr"] = rate
-        decay = weight_decay
-        if weight_decay_norm is not None and isinstance(module, NORMS):
-            decay = weight_decay_norm
-        if weight_decay_bias is not None and is_bias:
-            decay = weight_decay_bias
-        if decay is not None:
-            found["weight_decay"] = decay
+        found = dict(base)
+        if isinstance(module, NORMS):
+            found |= of_norms
+        if lr_factor_func is not None:
+            found["lr"] = base["lr"] * lr_factor_func(names[0])
         for name in names:
-            last = _last_part(name)
-            found.update(overrides.get(last, {}))
+            found |= overrides.get(_last_part(name), {})
         for name in names:
-            found.update(overrides.get(name, {}))
+            found |= overrides.get(name, {})
         return found
 
     return group_trainable(model, settings)
+
+
+def _given(**settings: float | None) -> ParamGroup:
+    """Those that are not None."""
+    given = {}
+    for name, value in settings.items():
+        if value is not None:
+            given[name] = value
+    return given
 
 
 def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
@@ -182,40 +178,36 @@ def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
         known += names
         known += map(_last_part, names)
     for name in overrides:
-        if name in known:
-            continue
-        hint = did_you_mean(name, known)
-        logger.warning("overrides: %r is no parameter of the model%s", name, hint)
+        if name not in known:
+            hint = did_you_mean(name, known)
+            logger.warning("overrides: %r is no parameter of the model%s", name, hint)
 
 
 def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
+def expand_param_groups(
+    groups: Iterable[Mapping[str, Any]],
+) -> list[ParamGroup]:
     """One group for each parameter, in order of first appearance.
 
     Where a parameter is in several groups, later settings replace earlier ones.
 
     Args:
-        groups: each has ``params``, and may have ``param_names`` of the same length.
+        groups: each has ``params``, an iterable.
     """
     expanded: dict[Tensor, ParamGroup] = {}
     for group in groups:
-        params = group["params"]
-        if isinstance(params, Tensor):
-            params = [params]
-        settings = settings_of(group)
-        for k, param in enumerate(params):
-            own = expanded.setdefault(param, {"params": [param]})
-            own.update(settings)
-            if "param_names" in group:
-                name = group["param_names"][k]
-                own["param_names"] = [name]
+        for parameter in group["params"]:
+            own = expanded.setdefault(parameter, {"params": [parameter]})
+            own |= settings_of(group)
     return list(expanded.values())
 
 
-def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
+def reduce_param_groups(
+    groups: Iterable[Mapping[str, Any]],
+) -> list[ParamGroup]:
     """The same parameters and settings in as few groups as possible.
 
     Groups and parameters are in order of first appearance. Optimizers update a group with
@@ -226,12 +218,8 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
     for single in expand_param_groups(groups):
         settings = settings_of(single)
         for group in reduced:
-            if group.keys() != single.keys():
-                continue
             if settings_of(group) == settings:
                 group["params"] += single["params"]
-                if "param_names" in single:
-                    group["param_names"] += single["param_names"]
                 break
         else:
             reduced.append(single)
@@ -239,7 +227,7 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
 
 
 def settings_of(group: Mapping[str, Any]) -> ParamGroup:
-    """A parameter group without its parameters and their names."""
+    """A parameter group without its parameters, and without torch's names of these."""
     return {
         key: value
         for key, value in group.items()

@@ -145,6 +145,7 @@ class GroupParamScheduler:
         optimizer: Schedulable,
         *,
         epoch_length: int | None = None,
+        by_epoch: bool = True,
         **kwargs: Any,
     ) -> S:
         """Make a scheduler that steps in iterations from arguments that count epochs.
@@ -152,12 +153,12 @@ class GroupParamScheduler:
         Args:
             optimizer: as for the constructor.
             epoch_length: the number of iterations of an epoch.
+            by_epoch: as the arguments count now.
             kwargs: the others of the constructor.
 
         Raises:
             ValueError: if ``by_epoch`` is False, or ``epoch_length`` is not at least 1.
         """
-        by_epoch = kwargs.pop("by_epoch", True)
         if not epoch_length or not by_epoch:
             raise ValueError(
                 f"epochs of {cls.__name__} become iterations with epoch_length of at least "
@@ -185,9 +186,7 @@ class GroupParamScheduler:
         self.written_values = []
         for group, value in zip(self._groups(), values, strict=True):
             self._write(group, value)
-            known = None
-            if not isinstance(value, Tensor):
-                known = value
+            known = None if isinstance(value, Tensor) else value
             self.written_values.append(known)
 
     def _get_value(self) -> list[Any]:
@@ -225,11 +224,9 @@ class GroupParamScheduler:
             # Synchronises with the device once, if it is a tensor there.
             return float(value)
         share = self._share(self.last_step - 1)
-        if share == 0:
-            return self.start_values[i]
         # A tensor counts as changed: comparing it would synchronise with the device.
         is_ours = not isinstance(value, Tensor) and value == self.written_values[i]
-        if is_ours:
+        if is_ours or share == 0:
             return self.start_values[i]
         floor = self._floor(i)
         return floor + (value - floor) / share
@@ -251,7 +248,7 @@ class GroupParamScheduler:
         return {
             "param_name": self.param_name,
             "by_epoch": self.by_epoch,
-            "base_values": [*self.base_values],
+            "base_values": self.base_values,
             "start_values": [*self.start_values],
             "written_values": self.written_values,
             "_global_step": self.global_step,
@@ -281,17 +278,15 @@ class GroupParamScheduler:
         groups = self._groups()
         self.written_values = [None] * len(groups)
         values = state_dict["_last_value"]
-        count = len(values)
-        if count != len(groups):
-            logger.warning("%r had %d parameter groups when saved", self, count)
+        if len(values) != len(groups):
+            logger.warning("%r had %d parameter groups when saved", self, len(values))
             return
         for group, value in zip(groups, values, strict=True):
             self._write(group, value)
         # MMEngine's states lack some of these: they follow from the values.
-        self.base_values = [*state_dict.get("base_values", self.base_values)]
+        self.base_values = state_dict.get("base_values", self.base_values)
         self.start_values = [*state_dict.get("start_values", self.base_values)]
-        if "written_values" in state_dict:
-            self.written_values = [*state_dict["written_values"]]
+        self.written_values = state_dict.get("written_values", self.written_values)
 
 
 _ParamScheduler = GroupParamScheduler  # MMEngine's name
@@ -304,10 +299,7 @@ class ConstantParamScheduler(GroupParamScheduler):
     factor: float = 1.0 / 3
 
     def _share(self, k: int) -> float:
-        last = self.end - self.begin - 1
-        if k == last > 0:
-            return 1.0
-        return self.factor
+        return 1.0 if self._where(k) == 1 else self.factor
 
 
 @dataclass(eq=False)

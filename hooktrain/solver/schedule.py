@@ -168,14 +168,18 @@ class MultiStepParamScheduler(ParamScheduler):
             )
         self.milestones = milestones
         self.num_updates = end
+        self._shares = [milestone / end for milestone in milestones]
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        assert self.num_updates is not None
-        assert self.milestones is not None
-        reached = (where + ROUNDING) * self.num_updates
-        k = bisect_right(self.milestones, reached)
+        k = bisect_right(self._shares, where + ROUNDING)
         return self.values[k]
+
+
+def _part(where: float, parts: int) -> int:
+    """In which of so many equal parts of a run the progress is, from 0."""
+    reached = int((where + ROUNDING) * parts)
+    return min(reached, parts - 1)
 
 
 @dataclass
@@ -196,9 +200,7 @@ class StepParamScheduler(ParamScheduler):
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        parts = len(self.values)
-        index = int((where + ROUNDING) * parts)
-        return self.values[min(index, parts - 1)]
+        return self.values[_part(where, len(self.values))]
 
 
 @dataclass
@@ -223,9 +225,7 @@ class StepWithFixedGammaParamScheduler(ParamScheduler):
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        parts = self.num_decays + 1
-        decays = int((where + ROUNDING) * parts)
-        decays = min(decays, self.num_decays)
+        decays = _part(where, self.num_decays + 1)
         return float(self.base_value * self.gamma**decays)
 
 
@@ -278,9 +278,7 @@ class CompositeParamScheduler(ParamScheduler):
         reached = min(where + ROUNDING, 1.0)
         k = bisect_left(ends, reached)
         if self.interval_scaling[k] == "rescaled":
-            start = 0.0
-            if k > 0:
-                start = ends[k - 1]
+            start = ends[k - 1] if k > 0 else 0.0
             length = ends[k] - start
             where = max(0.0, (where - start) / length)
         return self.schedulers[k](where)
@@ -344,8 +342,9 @@ class WarmupParamScheduler(ParamScheduler):
 class LRMultiplier(LRScheduler):
     """Sets the learning rate of each group to ``base_lr * multiplier(step / max_iter)``.
 
-    ``base_lr`` is the group's ``initial_lr``, or its ``lr`` where it has none. The rate of the
-    first step is set at once. Steps beyond ``max_iter`` keep the final value.
+    ``base_lr`` is the group's ``initial_lr``, or its ``lr`` where it has none; so a group may
+    be added to the optimizer at any time. The rate of the first step is set at once. Steps
+    beyond ``max_iter`` keep the final value.
 
     It is a torch ``LRScheduler`` that takes a fraction of the time of torch's own, since it leaves
     ``optimizer.step`` as it is and does not watch the order of steps.
@@ -356,9 +355,6 @@ class LRMultiplier(LRScheduler):
         multiplier: a function of the progress of the run, in [0, 1].
         max_iter: the number of steps of the run, at least 1.
         last_iter: the last finished step of a run to continue; -1 starts a new one.
-
-    Raises:
-        ValueError: ``max_iter`` is less than 1.
     """
 
     def __init__(
@@ -369,47 +365,37 @@ class LRMultiplier(LRScheduler):
         last_iter: int = -1,
     ) -> None:
         # The constructor of torch is not called: it would replace optimizer.step by a slower one.
-        if max_iter <= 0:
-            raise ValueError(f"max_iter must be at least 1: {max_iter!r}")
         self.optimizer = optimizer
         self.last_epoch = last_iter
         self._multiplier = multiplier
         self._max_iter = max_iter
-        self.base_lrs: list[float | Tensor] = self._initial_lrs()
         self.step()
 
-    def _initial_lrs(self) -> list[float | Tensor]:
-        rates: list[float | Tensor] = []
-        for group in self.optimizer.param_groups:
-            # Synchronises with the device once, if the rate is a tensor there.
-            current = float(group["lr"])
-            initial = group.setdefault("initial_lr", current)
-            rates.append(float(initial))
-        return rates
+    @property
+    def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
+        """The rates that are multiplied, one a group."""
+        return [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
         where = self.last_epoch / self._max_iter
-        where = min(where, 1.0)
-        factor = self._multiplier(where)
-        return [base * factor for base in self.base_lrs]
+        factor = self._multiplier(min(where, 1.0))
+        rates = []
+        for group in self.optimizer.param_groups:
+            if "initial_lr" not in group:
+                # Synchronises with the device, if the rate is a tensor there.
+                group["initial_lr"] = float(group["lr"])
+            rates.append(group["initial_lr"] * factor)
+        return rates
 
     get_last_lr = get_lr
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one step, or to step ``epoch``, and set the rates.
-
-        Raises:
-            ValueError: a group was added to the optimizer, for which there is no base rate.
-        """
+        """Go on by one step, or to step ``epoch``, and set the rates."""
         if epoch is None:
             epoch = self.last_epoch + 1
         self.last_epoch = epoch
         groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_lrs):
-            raise ValueError(
-                f"there are {len(groups)} parameter groups now: make a new scheduler"
-            )
         for group, rate in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 # In place, for captured graphs; no synchronisation.
@@ -420,7 +406,7 @@ class LRMultiplier(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""
         return {
-            "base_lrs": list(self.base_lrs),
+            "base_lrs": self.base_lrs,
             "last_epoch": self.last_epoch,
         }
 
@@ -432,13 +418,13 @@ class LRMultiplier(LRScheduler):
         Raises:
             KeyError: an entry is missing.
         """
-        base_lrs = list(state_dict["base_lrs"])
-        count = len(base_lrs)
-        if count != len(self.optimizer.param_groups):
+        groups = self.optimizer.param_groups
+        base_lrs = state_dict["base_lrs"]
+        if len(base_lrs) == len(groups):
+            for group, base_lr in zip(groups, base_lrs, strict=True):
+                group["initial_lr"] = base_lr
+        else:
             logger.warning(
-                "The state has %d groups: initial_lr is used instead",
-                count,
+                "The state has %d groups, not %d", len(base_lrs), len(groups)
             )
-            base_lrs = self._initial_lrs()
-        self.base_lrs = base_lrs
         self.step(state_dict["last_epoch"])

@@ -81,13 +81,12 @@ def test_a_schedule_of_the_tree_follows_its_warm_up(name: str, factor: Any) -> N
 
 
 def test_the_groups_of_the_tree_have_its_rates_and_decays() -> None:
-    optimizer = build_optimizer(
-        tree(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    )
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
     settings = {
-        name: (group["lr"], group["weight_decay"], group["momentum"])
-        for group in optimizer.param_groups
-        for name in group["param_names"]
+        name_of[parameter]: (group["lr"], group["weight_decay"], group["momentum"])
+        for group in build_optimizer(tree(), model).param_groups
+        for parameter in group["params"]
     }
     assert settings == {
         "0.weight": (0.1, 1e-4, 0.9),

@@ -151,18 +151,7 @@ def test_the_rates_are_those_of_the_groups() -> None:
     groups = [{"params": [fc.weight], "lr": 0.3}, {"params": [fc.bias]}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1))
     assert wrapper.get_lr() == {"lr": [0.3, 0.1]}
-    assert wrapper.defaults["lr"] == 0.1
     assert wrapper.param_groups is wrapper.optimizer.param_groups
-
-
-def test_a_momentum_may_be_the_first_beta() -> None:
-    parameters = [*LinearLoss().parameters()]
-    adam = OptimWrapper(torch.optim.Adam(parameters, betas=(0.8, 0.99)))
-    plain = OptimWrapper(torch.optim.Adagrad(parameters))
-    several = OptimWrapperDict(a=wrap(LinearLoss()), b=adam)
-    assert plain.get_momentum() == {"momentum": [0.0]}
-    momentums = {"a.momentum": several["a"].get_momentum()["momentum"]}
-    assert several.get_momentum() == {**momentums, "b.momentum": [0.8]}
 
 
 # Accumulation

@@ -304,11 +304,11 @@ def test_a_run_continues_from_its_last_iteration_without_any_saved_state() -> No
         )
 
 
-def test_a_group_added_later_is_an_error() -> None:
+def test_a_group_added_later_is_multiplied_too() -> None:
     optimizer = sgd(1.0)
     scheduler = LRMultiplier(optimizer, LINE, max_iter=4)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(
-        ValueError, match="are 2 parameter groups now: make a new scheduler"
-    ):
-        scheduler.step()
+    scheduler.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 8.0})
+    scheduler.step()
+    assert rates(optimizer) == [0.5, 4.0]
+    assert scheduler.base_lrs == [1.0, 8.0]

@@ -288,9 +288,7 @@ def make_of_groups(schedule: Make, split: bool) -> SimpleTrainer:
     model = LinearLoss()
     named = {"weight": model.fc.weight, "bias": model.fc.bias}
     names = [["weight"], ["bias"]] if split else [["weight", "bias"]]
-    groups = [
-        {"params": [named[n] for n in group], "param_names": group} for group in names
-    ]
+    groups = [{"params": [named[n] for n in group]} for group in names]
     optimizer = torch.optim.SGD(groups, lr=8.0)
     trainer = SimpleTrainer(model, [torch.zeros(1, 4)], optimizer)
     trainer.register_hooks([LRScheduler(scheduler=schedule(optimizer))])
