@@ -4,7 +4,6 @@ from hooktrain.evaluation.evaluator import (
     DatasetEvaluator as DatasetEvaluator,
     DatasetEvaluators as DatasetEvaluators,
     MetricEvaluator as MetricEvaluator,
-    first_batches as first_batches,
     inference_context as inference_context,
     inference_on_dataset as inference_on_dataset,
 )

@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from itertools import islice
+from itertools import repeat
 from operator import length_hint
 from typing import Any
 
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
 _SECONDS_BETWEEN_LINES = 5.0
 _END = object()
-_limit: ContextVar[int | None] = ContextVar("_limit", default=None)
 
 Callbacks = Mapping[str, Callable[[], None]]
 
@@ -111,7 +109,8 @@ class MetricEvaluator(DatasetEvaluator):
     def _mean(self) -> Any:
         # The transfer waits for the device: a host-device synchronisation, once an evaluation.
         own = (float(self._sum), self._count)
-        sums, counts = zip(*comm.all_gather(own), strict=True)
+        everywhere = comm.all_gather(own)
+        sums, counts = zip(*everywhere, strict=True)
         return math.fsum(sums) / sum(counts)
 
 
@@ -156,10 +155,11 @@ class DatasetEvaluators(DatasetEvaluator):
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
             results = evaluator.evaluate() or {}
-            twice = sorted(merged.keys() & results.keys())
+            twice = merged.keys() & results.keys()
             if twice:
-                text = "several evaluators give results under the names"
-                raise ValueError(f"{text} {twice!r}")
+                raise ValueError(
+                    f"several evaluators give results under the names {sorted(twice)}"
+                )
             merged.update(results)
         return merged
 
@@ -184,8 +184,7 @@ def inference_on_dataset(
     ranks of a sharded model compute together: those with fewer batches call it with stand-ins,
     which the evaluator does not see.
 
-    Times are those of the host. An accelerator is waited for only at the end, so the total is
-    right, and work that was queued counts where the host waited for it.
+    An accelerator is waited for only at the end, so the total time is right.
 
     Args:
         model: a module, or any function of a batch.
@@ -225,24 +224,30 @@ def inference_on_dataset(
         inner = model.module
     forward = getattr(inner, step, inner)
     move = mover_to(module)
-    progress = _Progress(data_loader, module)
+    progress = _Progress(data_loader)
     with inference_context(module), torch.no_grad():
         call["on_start"]()
         for inputs, is_own in _batches(data_loader, module):
             inputs = move(inputs)
-            progress.lap()
             call["before_inference"]()
             outputs = forward(inputs)
             call["after_inference"]()
-            progress.seconds_in_model += progress.lap()
             if is_own:
                 evaluator.process(inputs, outputs)
             progress.end_batch()
         call["on_end"]()
     if progress.batches == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
+    _wait_for_device(module)
     progress.log_summary()
     return evaluator.evaluate()  # type: ignore[no-any-return]
+
+
+def _wait_for_device(module: nn.Module) -> None:
+    devices = {parameter.device for parameter in module.parameters()}
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # a host-device synchronisation
 
 
 def _callbacks(given: Callbacks) -> Callbacks:
@@ -260,21 +265,10 @@ def _batches(
     module: nn.Module,
 ) -> Iterator[tuple[Any, bool]]:
     """The batches to call the model with, and whether each is one of this rank's."""
-    everything = start_workers(data_loader)
-    own = islice(everything, _limit.get())
+    own = start_workers(data_loader)
     if computes_together(module):
         return in_step(own)
-    return ((batch, True) for batch in own)
-
-
-@contextmanager
-def first_batches(count: int) -> Iterator[None]:
-    """Let evaluations inside of the block look at so many batches only, to see that they work."""
-    token = _limit.set(count)
-    try:
-        yield
-    finally:
-        _limit.reset(token)
+    return zip(own, repeat(True))
 
 
 @contextmanager
@@ -294,11 +288,11 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 
 def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
-    for parameter in model.parameters():
-        if is_sharded(parameter):
+    for module in model.modules():
+        # Right after a forward pass the outermost parameters may still be whole.
+        if hasattr(module, "reshard"):
             return True
-    # Right after a forward pass the outermost parameters may still be whole.
-    return any(hasattr(module, "reshard") for module in model.modules())
+    return any(map(is_sharded, model.parameters()))
 
 
 def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -316,7 +310,8 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     stand_in = batch
     owners = comm.all_gather(batch is not _END)
     if True in owners and False in owners:
-        stand_in = comm.broadcast(batch, src=owners.index(True))
+        owner = owners.index(True)
+        stand_in = comm.broadcast(batch, src=owner)
     while comm.any_rank(batch is not _END):
         is_own = batch is not _END
         if is_own:
@@ -326,30 +321,17 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 class _Progress:
-    """Measures where the time goes, and shows it from time to time.
+    """Measures how long the batches take, and shows it from time to time.
 
     Args:
         data_loader: its length is the number of batches, if it has one.
-        module: an accelerator with its parameters is waited for at the end.
     """
 
-    def __init__(self, data_loader: Iterable[Any], module: nn.Module) -> None:
+    def __init__(self, data_loader: Iterable[Any]) -> None:
         self._total = length_hint(data_loader, -1)
-        limit = _limit.get()
-        if limit is not None:
-            self._total = min(self._total, limit)
-        self._devices = {parameter.device for parameter in module.parameters()}
         self.batches = 0
-        self.seconds_in_model = 0.0
         self._start = time.perf_counter()
-        self._lap_end = self._start
         self._last_line = self._start
-
-    def lap(self) -> float:
-        """The seconds since the last lap."""
-        before = self._lap_end
-        self._lap_end = time.perf_counter()
-        return self._lap_end - before
 
     def end_batch(self) -> None:
         """Count a batch, and show that."""
@@ -365,11 +347,9 @@ class _Progress:
             left,
         )
         is_due = now - self._last_line >= _SECONDS_BETWEEN_LINES
-        if is_due and not is_watched:
-            self._last_line = now
-            self._log_line(mean, left)
-
-    def _log_line(self, mean: float, left: float) -> None:
+        if is_watched or not is_due:
+            return
+        self._last_line = now
         done = str(self.batches)
         eta = ""
         if self._total >= 0:
@@ -383,18 +363,12 @@ class _Progress:
         )
 
     def log_summary(self) -> None:
-        """Log the whole time, and the means of a batch."""
-        self.lap()
-        for device in self._devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)  # a host-device synchronisation
-        self.seconds_in_model += self.lap()
-        whole = self._lap_end - self._start
-        batches = max(1, self.batches)
+        """Log the whole time, and the mean of a batch."""
+        whole = time.perf_counter() - self._start
+        mean = whole / max(1, self.batches)
         logger.info(
-            "Evaluated %d batches in %s (%.4f s each, %.4f s in the model)",
+            "Evaluated %d batches in %s (%.4f s each)",
             self.batches,
             pretty_seconds(whole),
-            whole / batches,
-            self.seconds_in_model / batches,
+            mean,
         )

@@ -92,8 +92,8 @@ def test_names_that_are_not_there_say_what_takes_their_place() -> None:
 
 
 def test_a_name_that_a_registry_lacks_has_a_near_one() -> None:
-    with pytest.raises(KeyError, match="did you mean 'EvalHook'"):
-        mmengine.HOOKS.build({"type": "EvalHok"})  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="did you mean 'AdamW'"):
+        mmengine.OPTIMIZERS.build({"type": "AdmW"})  # type: ignore[attr-defined]
 
 
 def test_registries_take_defaults_scopes_parents_and_builders() -> None:

@@ -26,14 +26,3 @@ from hooktrain.engine.hooks.writing import (
     PeriodicWriter as PeriodicWriter,
 )
 from hooktrain.engine.train_loop import HookBase as HookBase
-from hooktrain.utils.registry import HOOKS
-
-ParamSchedulerHook = LRScheduler  # MMEngine's name
-
-for _name, _item in list(globals().items()):
-    if (
-        isinstance(_item, type)
-        and issubclass(_item, HookBase)
-        and _item is not HookBase
-    ):
-        HOOKS.register(_item, name=_name)
