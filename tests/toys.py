@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase
 from hooktrain.model import BaseModel
-from hooktrain.solver import OptimWrapper
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.utils.registry import MODELS
 
 
@@ -141,6 +141,24 @@ def model_of(value: float) -> nn.Linear:
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return model
+
+
+class Two(nn.Module):
+    """Two layers with an optimizer each; the second one's loss is the batch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def train_step(
+        self, batch: Tensor, wrappers: OptimWrapperDict
+    ) -> dict[str, Tensor]:
+        loss_one = self.one(torch.ones(2, 3)).square().mean()
+        wrappers["one"].update_params(loss_one)
+        loss_two = self.two(batch).square().mean()
+        wrappers["two"].update_params(loss_two)
+        return {"loss_one": loss_one, "loss_two": loss_two}
 
 
 class ToyModel(BaseModel):

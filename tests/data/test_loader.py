@@ -281,35 +281,19 @@ def test_a_stream_knows_its_place_where_torchdata_is_installed(
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
-class Told(Dataset[int]):
-    """What the worker was told when it started."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return int(os.environ["TOLD"])
-
-
 def tell(worker_id: int) -> None:
     os.environ["TOLD"] = str(10 + worker_id)
 
 
 def test_options_of_the_workers_reach_them() -> None:
-    lasting = {"persistent_workers": True, "timeout": 60, "prefetch_factor": 1}
-    workers = {
-        "num_workers": 2,
-        "multiprocessing_context": "forkserver",
-        "worker_init_fn": tell,
-    }
-    loader = build_train_loader(
-        Told(), total_batch_size=2, seed=0, **lasting, **workers
+    told = make(
+        mapper=lambda _: int(os.environ["TOLD"]),
+        num_workers=2,
+        worker_init_fn=tell,
+        persistent_workers=True,
+        prefetch_factor=1,
     )
-    assert [batch.tolist() for batch in islice(loader, 3)] == [
-        [10, 10],
-        [11, 11],
-        [10, 10],
-    ]
+    assert take(told, 3)[:, 0].tolist() == [10, 11, 10]
 
 
 def first_of_a_spawned_worker() -> Any:

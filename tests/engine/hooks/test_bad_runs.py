@@ -22,7 +22,7 @@ from hooktrain.strategy import wrap_in_ddp
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor
 from processes import wait_until
-from toys import Idle
+from toys import Idle, Two
 
 
 class Square(nn.Module):
@@ -140,24 +140,6 @@ def test_sparse_gradients_are_looked_at() -> None:
     trainer = run(model, [1e25, math.nan, 1e25, math.inf], optimizer)
     assert trainer.optim_wrapper.skipped_updates == 2
     assert model.table.weight.isfinite().all()
-
-
-class Two(nn.Module):
-    """Two layers with an optimizer each; the second one's loss is the batch's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def train_step(
-        self, batch: Tensor, wrappers: OptimWrapperDict
-    ) -> dict[str, Tensor]:
-        loss_one = self.one(torch.ones(2, 3)).square().mean()
-        wrappers["one"].update_params(loss_one)
-        loss_two = self.two(batch).square().mean()
-        wrappers["two"].update_params(loss_two)
-        return {"loss_one": loss_one, "loss_two": loss_two}
 
 
 @pytest.mark.parametrize("counts", [1, 2])
