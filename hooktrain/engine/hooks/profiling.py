@@ -134,6 +134,9 @@ class TorchMemoryStats(HookBase):
         if device is None or is_over or not self.is_due(self._period):
             return
         self._runs += 1
-        sizes = [f"{name}: {getattr(device, name)() >> 20} MiB" for name in _SHOWN]
+        sizes = []
+        for name in _SHOWN:
+            size = getattr(device, name)()
+            sizes.append(f"{name}: {size >> 20} MiB")
         logger.info("iter: %d  %s", self.trainer.iter, "  ".join(sizes))
         device.reset_peak_memory_stats()
