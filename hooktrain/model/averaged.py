@@ -53,8 +53,7 @@ class BaseAveragedModel(nn.Module):
         self.module = _copy(unwrap_model(model)).to(device)
         self.module.eval()
         self.module.requires_grad_(False)
-        steps = torch.tensor(0, device=device)
-        self.register_buffer("steps", steps)
+        self.register_buffer("steps", torch.tensor(0, device=device))
         # The same number. To read the tensor would wait for the device in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
@@ -73,7 +72,7 @@ class BaseAveragedModel(nn.Module):
         Args:
             steps: the number of updates before this one, a multiple of ``interval``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no blending_weight")
+        raise NotImplementedError
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -85,18 +84,16 @@ class BaseAveragedModel(nn.Module):
             ValueError: if the model has other parameters or buffers than the average.
         """
         averages, weights = self._matched(model)
-        is_due = self._steps % self.interval == 0
-        to_average: list[Tensor] = []
-        present: list[Tensor] = []
-        for name, average in averages.items():
-            if name not in self._averaged:
-                average.copy_(weights[name])
-            elif is_due:
-                weight = weights[name].to(average.device)
-                to_average.append(average)
-                present.append(weight)
-        if to_average:
-            self._average(to_average, present)
+        for name in averages.keys() - self._averaged:
+            averages[name].copy_(weights[name])
+        if self._steps % self.interval == 0:
+            old = []
+            new = []
+            for name in self._averaged:
+                average = averages[name]
+                old.append(average)
+                new.append(weights[name].to(average.device))
+            self._average(old, new)
         self._steps += 1
         self.steps += 1
 
@@ -215,19 +212,21 @@ def _read_steps(average: Any, _: Any) -> None:
 
 def _copy(model: nn.Module) -> nn.Module:
     """A copy; of a sharded model, which torch cannot copy, the tensors alone."""
-    modules = list(model.modules())
-    if not any(map(_is_sharded, modules)):
+    if not any(map(_is_sharded, model.modules())):
         return copy.deepcopy(model)
     _tensors(model)  # so that each rank copies its part
-    bare = {module: nn.Module() for module in modules}
-    memo: dict[int, Any] = {}  # so that a shared tensor stays one
-    for module, shell in bare.items():
-        shell._parameters = copy.deepcopy(module._parameters, memo)
-        shell._buffers = copy.deepcopy(module._buffers, memo)
-        shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        for name, child in module.named_children():
-            shell.add_module(name, bare[child])
-    return bare[model]
+    return _copy_tensors(model, {})
+
+
+def _copy_tensors(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Bare modules with copies of the tensors; in ``memo``, what is copied already."""
+    bare = nn.Module()
+    bare._parameters = copy.deepcopy(module._parameters, memo)
+    bare._buffers = copy.deepcopy(module._buffers, memo)
+    bare._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        bare.add_module(name, _copy_tensors(child, memo))
+    return bare
 
 
 def _is_sharded(module: nn.Module) -> bool:

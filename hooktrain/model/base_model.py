@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -175,9 +176,8 @@ class BaseModel(nn.Module, ABC):
         return self._run_forward(arguments, mode="predict")
 
     def test_step(self, data: Any) -> Any:
-        """The same as :meth:`val_step`."""
-        arguments = self.data_preprocessor(data, False)
-        return self._run_forward(arguments, mode="predict")
+        """The same as :meth:`val_step`, whatever a subclass makes of that."""
+        return BaseModel.val_step(self, data)
 
     def _run_forward(self, data: Any, mode: str) -> Any:
         # MMEngine's name: models override it.
@@ -217,11 +217,9 @@ class BaseModel(nn.Module, ABC):
         total_name = "loss"
         if len(terms) > 1 and "loss" in values:
             total_name = "total_loss"
-        total = sum(terms[1:], start=terms[0])
-        to_log = {total_name: total.detach()}
-        for name, value in values.items():
-            to_log[name] = value.detach()
-        return total, to_log
+        total = reduce(torch.add, terms)
+        to_log = {total_name: total, **values}
+        return total, {name: value.detach() for name, value in to_log.items()}
 
 
 def init_weights_once(model: nn.Module) -> nn.Module:
@@ -234,9 +232,7 @@ def init_weights_once(model: nn.Module) -> nn.Module:
 
 def _mean(name: str, value: Any) -> Tensor:
     if isinstance(value, list | tuple) and value:
-        means = [_mean(name, part) for part in value]
-        total: Tensor = sum(means[1:], start=means[0])
-        return total
+        return reduce(torch.add, [_mean(name, part) for part in value])
     if not isinstance(value, Tensor):
         raise TypeError(
             f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"

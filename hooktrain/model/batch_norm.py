@@ -58,16 +58,20 @@ def update_bn_stats(
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
+    # Of each channel of all layers: the number of values, their sum and that of their
+    # squares. In float64, so that little cancels where the mean is large.
+    sizes = [layer.num_features for layer in layers]
+    sums = layers[0].running_mean.new_zeros((3, sum(sizes)), dtype=torch.float64)
+    of_layers = dict(zip(layers, sums.split(sizes, dim=1), strict=True))
     batches = islice(start_workers(data_loader), num_iters)
-    sums, seen = _sums(model, layers, batches)
+    seen = _add_up(model, of_layers, batches)
     if comm.any_rank(seen < num_iters):
         raise ValueError(
             f"a data_loader is too short: this gave {seen} of num_iters={num_iters}"
         )
-    for layer, merged in sums.items():
-        if comm.get_world_size() > 1:
-            dist.all_reduce(merged)
-        count, total, square = merged
+    if comm.get_world_size() > 1:
+        dist.all_reduce(sums)
+    for layer, (count, total, square) in of_layers.items():
         if count[0] > 0:  # waits for the device
             mean = total / count
             variance = square / count - mean**2
@@ -75,35 +79,28 @@ def update_bn_stats(
             layer.running_var.copy_(variance.clamp(min=0))
 
 
-def _sums(
+def _add_up(
     model: nn.Module,
-    layers: list[Any],
+    sums: dict[Any, Tensor],
     batches: Iterable[Any],
-) -> tuple[dict[Any, Tensor], int]:
-    """What the layers see in the batches, and how many there were.
+) -> int:
+    """Add what layers see in the batches to their sums; return how many there were.
 
-    Of each layer, by channel: the number of values, their sum and the sum of their
-    squares. Meanwhile the layers do not touch their running statistics.
+    Meanwhile the layers do not touch their running statistics.
     """
+
+    def observe(layer: nn.Module, args: tuple[Tensor]) -> None:
+        values = args[0]
+        if values.numel() > 0:
+            sums[layer] += _sums_of(values)
+
     seen = 0
     move = mover_to(model)
     forward = _training_forward(model)
-    sums = {layer: _zeros(layer) for layer in layers}
-
-    def observe(
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        values: Tensor = args[0] if args else kwargs["input"]
-        if values.numel() > 0:
-            sums[layer] += _sums_of(values, sums[layer].dtype)
-
     hooks = []
-    for layer in layers:
+    for layer in sums:
         layer.track_running_stats = False
-        hook = layer.register_forward_pre_hook(observe, with_kwargs=True)
-        hooks.append(hook)
+        hooks.append(layer.register_forward_pre_hook(observe))
     try:
         for batch in batches:
             forward(move(batch))
@@ -112,9 +109,9 @@ def _sums(
     finally:
         for hook in hooks:
             hook.remove()
-        for layer in layers:
+        for layer in sums:
             layer.track_running_stats = True
-    return sums, seen
+    return seen
 
 
 def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
@@ -129,23 +126,11 @@ def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
     return losses
 
 
-def _zeros(layer: Any) -> Tensor:
-    mean: Tensor = layer.running_mean
-    # In float64, so that little cancels where the mean is large.
-    dtype = torch.float64
-    if mean.device.type == "mps":  # Apple's devices have no float64
-        dtype = torch.float32
-    return mean.new_zeros((3, len(mean)), dtype=dtype)
-
-
-def _sums_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _sums_of(values: Tensor) -> Tensor:
     precise = torch.promote_types(values.dtype, torch.float32)
-    values = values.to(precise)
     dims = [dim for dim in range(values.dim()) if dim != 1]
-    var, mean = torch.var_mean(values, dims, correction=0)
-    var = var.to(dtype)
-    mean = mean.to(dtype)
+    moments = torch.var_mean(values.to(precise), dims, correction=0)
+    var, mean = torch.stack(moments).double()
     count = values.numel() // values.shape[1]
     ones = torch.ones_like(mean)
-    square = var + mean**2
-    return count * torch.stack([ones, mean, square])
+    return count * torch.stack([ones, mean, var + mean**2])

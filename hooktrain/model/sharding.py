@@ -142,15 +142,14 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
         raise TypeError(
             f"a rule must be a collection of classes or a function, not {rule!r}"
         )
-    kinds = set()
+    modules = dict(model.named_modules())
+    del modules[""]
     chosen = []
-    for name, module in model.named_modules():
-        if module is model:
-            continue
-        kinds.add(type(module).__name__)
+    for name, module in modules.items():
         if _selects(rule, name, module):
             chosen.append(module)
     if rule and not chosen:
+        kinds = {type(module).__name__ for module in modules.values()}
         raise ValueError(
             f"the rule {rule!r} selects none of the model's modules: {sorted(kinds)}"
         )
@@ -186,14 +185,11 @@ def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
 
 def on_meta(model: nn.Module) -> bool:
     """Whether a part of a model is on the meta device."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return any(tensor.is_meta for tensor in tensors)
+    return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
 
 
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    parameters = module.parameters(recurse=False)
-    buffers = module.buffers(recurse=False)
-    return [*parameters, *buffers]
+def _tensors(module: nn.Module, recurse: bool = False) -> list[Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _reset_method(module: nn.Module) -> Callable[[], None] | None:
@@ -207,7 +203,7 @@ def _check_initialisable(model: nn.Module) -> None:
         return
     lacking = []
     for name, module in model.named_modules():
-        if _own_tensors(module) and _reset_method(module) is None:
+        if _tensors(module) and _reset_method(module) is None:
             lacking.append(name or type(model).__name__)
     if lacking:
         raise ValueError(
@@ -218,15 +214,15 @@ def _check_initialisable(model: nn.Module) -> None:
 @torch.no_grad()
 def _initialise(module: nn.Module, device: str) -> None:
     """Give memory and values to what a module itself has on the meta device."""
-    if not any(tensor.is_meta for tensor in _own_tensors(module)):
+    if not any(tensor.is_meta for tensor in _tensors(module)):
         return
     module.to_empty(device=device, recurse=False)
-    for tensor in _own_tensors(module):
+    for tensor in _tensors(module):
         if tensor.is_floating_point():
             # So that what is forgotten is seen in the first loss.
             tensor.fill_(math.nan)
     reset = _reset_method(module)
     if reset is not None:
         reset()
-    for tensor in _own_tensors(module):
+    for tensor in _tensors(module):
         dist.broadcast(tensor, 0)

@@ -86,8 +86,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, Values]:
         """The model's own."""
-        parsed: tuple[Tensor, Values] = self.module.parse_losses(losses)
-        return parsed
+        return self.module.parse_losses(losses)  # type: ignore[no-any-return]
 
     def val_step(self, data: Any) -> Any:
         """The model's own; the ranks do not communicate."""
@@ -135,7 +134,8 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         # A DDP by type, so that all who look for one to get at its `module` find it. The
         # DDPs around the children do the work: this has none of a DDP's attributes.
         nn.Module.__init__(self)
-        own = _trained(module, recurse=False)
+        named = module.named_parameters(recurse=False)
+        own = [name for name, parameter in named if parameter.requires_grad]
         if own:
             raise ValueError(
                 f"move {own} of {type(module).__name__} itself into a child"
@@ -144,14 +144,13 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         kwargs["broadcast_buffers"] = broadcast_buffers
-        parts: dict[nn.Module | None, _Part] = {}
+        parts: dict[nn.Module | None, nn.Module] = {}
         for child in module.children():
-            if _trained(child):
+            if any(parameter.requires_grad for parameter in child.parameters()):
                 parts[child] = _Part(child, **kwargs)
         # named_children() leaves out the second name of a child.
         for name, inner in module._modules.items():
-            if inner in parts:
-                module._modules[name] = parts[inner]
+            module._modules[name] = parts.get(inner, inner)
         self.module = module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -164,8 +163,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         Returns:
             The values to log.
         """
-        values: Values = self.module.train_step(data, optim_wrapper)
-        return values
+        return self.module.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -208,18 +206,9 @@ class _Part(StepDistributedDataParallel):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-def _trained(module: nn.Module, recurse: bool = True) -> list[str]:
-    """The names of the trainable parameters."""
-    named = module.named_parameters(recurse=recurse)
-    return [name for name, parameter in named if parameter.requires_grad]
-
-
 def is_model_wrapper(model: nn.Module) -> bool:
     """Whether a model is in a wrapper of ``MODEL_WRAPPERS``, as its ``module``."""
-    for _, wrapper in MODEL_WRAPPERS:
-        if isinstance(wrapper, type) and isinstance(model, wrapper):
-            return True
-    return False
+    return any(isinstance(model, wrapper) for _, wrapper in MODEL_WRAPPERS)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -533,9 +533,6 @@ class BaseStrategy(ABC):
                 load_state_dict=self.load_scheduler_state_dict,
                 check_state_dict=partial(check_scheduler_states, self.param_schedulers),
             )
-        return self._make_checkpointer(folder, parts)
-
-    def _make_checkpointer(self, folder: str, parts: dict[str, Any]) -> Checkpointer:
         return Checkpointer(self.model, folder, sharded=self.saves_shards, **parts)
 
     def _load_without_schedules(self, state_dict: State) -> None:

@@ -6,11 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives import Collectives
 from gloo import run_ranks
-from hooktrain.model import (
-    get_bn_modules,
-    update_bn_stats,
-)
+from hooktrain.model import get_bn_modules, update_bn_stats
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -138,14 +136,16 @@ def all_batches() -> list[Tensor]:
     return [torch.randn(n, 2, generator=generator) + k - 2 for k, n in enumerate(sizes)]
 
 
-def statistics_on_a_rank() -> dict[str, Tensor]:
+def on_a_rank() -> dict[str, Any]:
     model = Branches()
     data = list(islice(all_batches(), dist.get_rank(), None, 2))
-    update_bn_stats(model, data, num_iters=3)
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with Collectives() as collectives:
+        update_bn_stats(model, data, num_iters=3)
+    seen = collectives.seen
+    return {"buffers": buffers(model), "collectives": seen, "error": too_short()}
 
 
-def short_loader_on_one_rank() -> str:
+def too_short() -> str:
     layer = nn.BatchNorm1d(2)
     data = all_batches()[: 5 - 2 * dist.get_rank()]
     with pytest.raises(ValueError, match="a data_loader is too short") as error:
@@ -154,24 +154,20 @@ def short_loader_on_one_rank() -> str:
     return str(error.value)
 
 
-def everything() -> tuple[dict[str, Tensor], str]:
-    return statistics_on_a_rank(), short_loader_on_one_rank()
-
-
 @pytest.fixture(scope="module")
 def ranks() -> list[Any]:
-    return run_ranks(everything, 2)
+    return run_ranks(on_a_rank, 2)
 
 
 def test_a_short_loader_on_one_rank_is_an_error_on_all(ranks: list[Any]) -> None:
     start = "a data_loader is too short: this gave"
-    assert [rank[1] for rank in ranks] == [
+    assert [rank["error"] for rank in ranks] == [
         f"{start} {n} of num_iters=5" for n in (5, 3)
     ]
 
 
 def test_statistics_are_those_of_all_ranks(ranks: list[Any]) -> None:
-    first, second = (rank[0] for rank in ranks)
+    first, second = (rank["buffers"] for rank in ranks)
     assert all(torch.equal(first[name], second[name]) for name in first)
     model = Branches()
     model.load_state_dict(first, strict=False)
@@ -179,3 +175,8 @@ def test_statistics_are_those_of_all_ranks(ranks: list[Any]) -> None:
     assert_statistics(model.always, torch.cat(data))
     assert_statistics(model.sometimes, torch.cat([x for x in data if x.sum() > 0]))
     assert torch.equal(first["never.running_var"], torch.ones(2))
+
+
+def test_all_layers_share_one_sum(ranks: list[Any]) -> None:
+    # The other one asks whether a loader was too short.
+    assert ranks[0]["collectives"] == ["allreduce_"] * 2

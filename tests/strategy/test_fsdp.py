@@ -115,16 +115,7 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
         "compiled": _losses(folder, compile={"backend": "eager"}),
         "built before": _built_before(folder),
         "deferred": _deferred(folder),
-        "prepared again": _prepared_again(folder),
     }
-
-
-def _prepared_again(folder: str) -> bool:
-    strategy = make(FSDPStrategy, folder)
-    evaluated = strategy.prepare(make_model())
-    model, wrapper = strategy.prepare(evaluated, optim_wrapper=ADAMW)
-    groups = wrapper.optimizer.param_groups
-    return model is evaluated and groups[0]["params"][0] is next(model.parameters())
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +182,6 @@ def test_a_deferred_model_is_sharded_before_it_has_weights(
     assert two[0]["deferred"]["sharded"]
     weight = two[0]["deferred"]["state"]["head.weight"]
     assert weight.std().item() == pytest.approx(0.02, rel=0.3)
-
-
-def test_a_model_that_was_evaluated_is_prepared_for_training(
-    two: list[dict[str, Any]],
-) -> None:
-    assert all(result["prepared again"] for result in two)
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
