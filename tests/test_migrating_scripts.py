@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -22,13 +21,6 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import TrainingSampler
 from hooktrain.engine import StepTrainer
-from hooktrain.solver import (
-    CosineAnnealingLR,
-    ExponentialLR,
-    LinearLR,
-    MultiStepLR,
-    PolyLR,
-)
 from hooktrain.utils import comm
 from recipes import after_recipe
 from test_migrating import (
@@ -225,39 +217,6 @@ def test_what_the_model_of_mmcv_logs_is_written_down(
     assert {"loss", "loss1", "loss2", "lr"} <= set(lines[-1])
     rates = {line["iteration"]: line["lr"] for line in lines}
     assert [rates[i] for i in (49, 59, 79)] == pytest.approx([1e-2, 1e-3, 1e-4])
-
-
-def rates(scheduler: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-    made = scheduler(optimizer)
-    found = []
-    for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        made.step()
-    return found
-
-
-def test_the_policies_of_mmcv_are_the_schedulers_that_the_table_names() -> None:
-    """Formulas of MMCV's updaters, with a base of 0.5, of which the minimum is 0.1."""
-    n = 8
-    assert rates(
-        lambda o: MultiStepLR(o, milestones=[2, 3], gamma=0.1), n
-    ) == pytest.approx([0.5, 0.5, 0.05] + [0.005] * 5)
-    assert rates(
-        lambda o: CosineAnnealingLR(o, T_max=n, eta_min=0.1), n
-    ) == pytest.approx([0.1 + 0.2 * (1 + math.cos(math.pi * i / n)) for i in range(n)])
-    assert rates(
-        lambda o: PolyLR(o, power=0.9, eta_min=0.1, end=n + 1), n
-    ) == pytest.approx([0.4 * (1 - i / n) ** 0.9 + 0.1 for i in range(n)])
-    assert rates(lambda o: ExponentialLR(o, gamma=0.7), n) == pytest.approx(
-        [0.5 * 0.7**i for i in range(n)]
-    )
-    warmup = 5
-    assert rates(
-        lambda o: LinearLR(o, start_factor=0.2, by_epoch=False, end=warmup + 1), n
-    ) == pytest.approx(
-        [0.5 * (1 - max(0, 1 - i / warmup) * (1 - 0.2)) for i in range(n)]
-    )
 
 
 def test_the_script_of_detectron2_trains_by_the_recipe_alone_as_its_trainer_does(

@@ -1,7 +1,6 @@
 """MMEngine's rules for parameters, compared with MMEngine's."""
 
 import copy
-import operator
 import warnings
 from typing import Any
 
@@ -20,8 +19,6 @@ with warnings.catch_warnings():
     import mmengine.optim.optimizer.default_constructor as mmengine
 
 
-BASE = (1.0, 10.0)  # SGD's learning rate and weight decay in ours()
-SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 Settings = dict[str, tuple[float, float]]
 
 
@@ -31,38 +28,36 @@ def settings(model: nn.Module, groups: list[dict[str, Any]]) -> Settings:
     return {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
 
 
-def ours(model: nn.Module, paramwise_cfg: Any, **options: Any) -> Settings:
-    """The settings with SGD's learning rate 1 and weight decay 10, unless told otherwise."""
-    cfg = {"optimizer": {"type": "SGD", "lr": 1.0, "weight_decay": 10.0, **options}}
-    wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
-    return settings(model, wrapper.optimizer.param_groups)
-
-
-def paramwise(
-    model: nn.Module, paramwise_cfg: Any, **options: Any
-) -> list[dict[str, Any]]:
+def groups_of(model: nn.Module, paramwise_cfg: Any, **options: Any) -> Any:
+    """The parameter groups of SGD with the learning rate 1 and these options."""
     cfg = {"optimizer": {"type": "SGD", "lr": 1.0, **options}}
     wrapper = DefaultOptimWrapperConstructor(cfg, paramwise_cfg)(model)
     return wrapper.optimizer.param_groups
+
+
+def ours(model: nn.Module, paramwise_cfg: Any) -> Settings:
+    return settings(model, groups_of(model, paramwise_cfg, weight_decay=10.0))
 
 
 DECAYS = [f"{part}_decay_mult" for part in ("bias", "norm", "dwconv", "flat")]
 
 
 def test_parameters_of_equal_settings_are_one_group_in_the_order_of_the_model() -> None:
-    net = Net()
-    rules = {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}
-    found = paramwise(net, rules, weight_decay=1.0)
-    assert [g["weight_decay"] for g in found] == [0.0, 1.0]
-    first = [net.scale, net.backbone.stem.weight, net.backbone.norm.weight]
-    assert all(map(operator.is_, found[1]["params"], first))
-    keys = {"head": {"lr_mult": 1, "decay_mult": 1}}
-    assert len(paramwise(Net(), {"custom_keys": keys}, weight_decay=1.0)) == 1
-    keys = {
-        "head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}
-    }  # are options of a group
-    last = paramwise(net, {"custom_keys": keys})[-1]
-    assert set(last["params"]) == set(net.head.parameters())
+    model = Net()
+    rules: dict[str, Any] = {"norm_decay_mult": 1.0, "bias_decay_mult": 0.0}
+    without, others = groups_of(model, rules, weight_decay=1.0)
+    assert (without["weight_decay"], others["weight_decay"]) == (0.0, 1.0)
+    assert others["params"][0] is model.scale
+    assert others["params"][1] is model.backbone.stem.weight
+    rules = {"custom_keys": {"head": {"lr_mult": 1, "decay_mult": 1}}}
+    assert len(groups_of(Net(), rules, weight_decay=1.0)) == 1
+
+
+def test_a_custom_key_may_have_any_option_of_a_group() -> None:
+    model = Net()
+    keys = {"head": {"momentum": 0.5, "anything": "x", "lr_mult": 2.0}}
+    *_, last = groups_of(model, {"custom_keys": keys})
+    assert last["params"] == [model.head.weight, model.head.bias]
     assert (last["lr"], last["momentum"], last["anything"]) == (2.0, 0.5, "x")
     assert "lr_mult" not in last
 
@@ -71,7 +66,7 @@ def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
     cfg: dict[str, Any] = {"custom_keys": {"head": {"lr_mult": 0.5}}}
     message = r"\['embed.weight', 'head.weight'\]: {'lr': 1.0}, \[{'lr': 0.5}\]; see bypass_dup"
     with pytest.raises(ValueError, match=message):
-        paramwise(Tied(), cfg)
+        groups_of(Tied(), cfg)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +87,9 @@ def test_rules_that_differ_for_two_names_of_a_parameter_are_an_error() -> None:
 def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(
     rules: Any, message: str
 ) -> None:
+    constructor = DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)
     with pytest.raises(ValueError, match=message):
-        DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)(
-            nn.Linear(1, 1)
-        )
+        constructor(nn.Linear(1, 1))
 
 
 def test_a_configuration_has_rules_once_the_module_is_imported(tmp_path: Any) -> None:
@@ -110,7 +104,7 @@ def test_a_configuration_has_rules_once_the_module_is_imported(tmp_path: Any) ->
 
 
 def test_the_configurations_serve_several_models() -> None:
-    cfg = {"optimizer": {**SGD, "weight_decay": 1.0}}
+    cfg = {"optimizer": {"type": "SGD", "lr": 0.1, "weight_decay": 1.0}}
     rules = {"custom_keys": {"bias": {"lr_mult": 2.0}}, "norm_decay_mult": 0.0}
     before = copy.deepcopy((cfg, rules))
     constructor = DefaultOptimWrapperConstructor(cfg, rules)
@@ -120,22 +114,24 @@ def test_the_configurations_serve_several_models() -> None:
     assert first.optimizer is not second.optimizer
 
 
-def test_a_subclass_may_have_rules_of_its_own() -> None:
-    class ByLayer(DefaultOptimWrapperConstructor):
-        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
-            for layer, parameter in enumerate(module.parameters()):
-                scale = self.paramwise_cfg["decay_rate"] ** layer
-                params.append({"params": [parameter], "lr": self.base_lr * scale})
+class ByLayer(DefaultOptimWrapperConstructor):
+    def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
+        for layer, parameter in enumerate(module.parameters()):
+            scale = self.paramwise_cfg["decay_rate"] ** layer
+            params.append({"params": [parameter], "lr": self.base_lr * scale})
 
-    class Both(ByLayer):
-        def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
-            DefaultOptimWrapperConstructor.add_params(self, params, module)
-            params[0]["lr"] *= self.paramwise_cfg["decay_rate"]
 
+class Decaying(DefaultOptimWrapperConstructor):
+    def add_params(self, params: Any, module: nn.Module, **kwargs: Any) -> None:
+        super().add_params(params, module, **kwargs)
+        params[0]["lr"] *= self.paramwise_cfg["decay_rate"]
+
+
+@pytest.mark.parametrize(("kind", "rates"), [(ByLayer, [1, 0.5]), (Decaying, [0.5, 2])])
+def test_a_subclass_may_have_rules_of_its_own(kind: Any, rates: list[float]) -> None:
     rules = {"decay_rate": 0.5, "bias_lr_mult": 2.0}
-    sgd = {"optimizer": {"type": "SGD", "lr": 1.0}}
-    assert ByLayer(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [1.0, 0.5]
-    assert Both(sgd, rules)(nn.Linear(1, 1)).get_lr()["lr"] == [0.5, 2.0]
+    constructor = kind({"optimizer": {"type": "SGD", "lr": 1.0}}, rules)
+    assert constructor(nn.Linear(1, 1)).get_lr()["lr"] == rates
 
 
 # The same as MMEngine, for random rules
@@ -155,27 +151,11 @@ def theirs(model: nn.Module, paramwise_cfg: Any) -> Settings:
     return settings(model, constructor(model).optimizer.param_groups)
 
 
-KEYS = [
-    "backbone",
-    "norm",
-    ".norm",
-    "norm.weight",
-    "head",
-    "head.weight",
-    "bias",
-    ".bias",
-]
-KEYS += [".scale", "weight", "conv", "embed", "branch", "a", "", "stem", "no such part"]
+KEYS = ["backbone", "norm", ".norm", "norm.weight", "head", "head.weight", "bias", ""]
+KEYS += [".bias", ".scale", "weight", "conv", "embed", "branch", "a", "stem", "no part"]
 MULT = st.sampled_from([0, 0.0, 0.1, 1, 1.0, 0.3, 2.5])
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "lr_mult": MULT,
-        "decay_mult": MULT,
-        "momentum": st.just(0.5),
-        "lr": MULT,
-    },
-)
+OPTIONS = {"lr_mult": MULT, "decay_mult": MULT, "momentum": st.just(0.5), "lr": MULT}
+SETTINGS = st.fixed_dictionaries({}, optional=OPTIONS)
 RULES = {
     "custom_keys": st.dictionaries(st.sampled_from(KEYS), SETTINGS, max_size=4),
     "bias_lr_mult": MULT,
@@ -211,7 +191,5 @@ def test_of_parameters_with_several_names_the_first_counts_as_in_mmengine(
     except ValueError as error:
         refusal = str(error)
     assert found == expected
-    assert not refusal or "rules differ for" in refusal
-    assert (
-        not refusal or cfg["custom_keys"]
-    )  # the other rules look at the layer, not at the name
+    # The other rules look at the layer, not at the name.
+    assert not refusal or ("rules differ for" in refusal and cfg["custom_keys"])
