@@ -73,16 +73,6 @@ def test_a_state_comes_back_equal(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.pth"]
 
 
-def test_a_parameter_and_a_shared_tensor_come_back_as_such(tmp_path: Path) -> None:
-    shared = torch.arange(3.0)
-    state = {"p": nn.Parameter(torch.ones(2)), "a": shared, "b": shared}
-    save_file(state, tmp_path / "a.pth")
-    loaded = load_file(tmp_path / "a.pth")
-    assert isinstance(loaded["p"], nn.Parameter)
-    loaded["a"][0] = 9
-    assert loaded["b"].tolist() == [9, 1, 2]
-
-
 class IntSubclass(int):
     pass
 
