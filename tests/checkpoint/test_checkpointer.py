@@ -41,7 +41,7 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as PeriodicHook
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import is_disk_full
+from hooktrain.utils.file_io import is_disk_full, sweep
 from hooktrain.utils.tensors import full_tensors
 from processes import CONTEXT
 from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_part
@@ -268,7 +268,6 @@ def test_parts_are_chosen_by_name(
     [
         ("trainr", "'trainr' from .*did you mean 'trainer'"),
         ("trainer.optimiser", "'optimiser' from .*did you mean 'optimizer'"),
-        ("ema", r"'ema' from .*a\.pth; there is 'trainer'"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_refused_beforehand(
@@ -306,37 +305,69 @@ def test_without_resume_only_the_model_of_the_given_file_is_loaded(
         assert (trainer.value, model.weight.tolist()) == (0, [[8.0, 8.0]])
 
 
-@pytest.mark.parametrize(
-    "overwrite", [False, True], ids=["a new file", "the same file"]
-)
-def test_a_failure_at_any_step_of_a_save_leaves_the_old_or_the_new_state(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Killed(BaseException):
+    """As a kill: nobody catches it to clean up."""
+
+
+def break_at(patch: pytest.MonkeyPatch, n: int, error: BaseException) -> list[str]:
+    """Let the n-th of the calls that change a folder raise, and the later ones if it is a kill."""
+    made: list[str] = []
+
+    def faulty(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            if len(made) == n or (len(made) > n and isinstance(error, Killed)):
+                raise error
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "rename", "replace", "mkdir", "unlink"):
+        patch.setattr(os, name, faulty(name, getattr(os, name)))
+    patch.setattr(shutil, "rmtree", faulty("rmtree", shutil.rmtree))
+    return made
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("kind", [OSError, Killed])
+def test_whatever_call_breaks_the_old_or_the_new_one_is_resumed(
+    kind: type[BaseException],
+    replace: bool,
+    shards: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    new_name = "model_0000009" if overwrite else "model_0000019"
-    for failing_call in range(1, 7):
-        folder = tmp_path / str(failing_call)
-        Checkpointer(model_of(1), folder).save("model_0000009", iteration=9)
-        left = failing_call
-
-        def fails_once(real: Any) -> Any:
-            def call(*args: Any) -> None:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    raise OSError(errno.EIO, "the disk failed")
-                real(*args)
-
-            return call
-
+    before = 1 if replace else None
+    outcomes = set()
+    for n in range(1, 100):
+        folder = tmp_path / str(n)
+        old, new = (Checkpointer(model_of(i), folder, sharded=shards) for i in (1, 2))
+        if replace:
+            old.save("model_0000009", iteration=1)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fails_once(os.fsync))
-            patch.setattr(os, "replace", fails_once(os.replace))
-            with pytest.raises(OSError, match=f"the disk failed: '{folder}/"):
-                Checkpointer(model_of(2), folder).save(new_name, iteration=19)
-        model = model_of(0)
-        iteration = Checkpointer(model, folder).resume_or_load("")["iteration"]
-        assert (iteration, model.weight[0, 0].item()) in [(9, 1.0), (19, 2.0)]
-        assert not [p for p in folder.iterdir() if ".tmp-" in p.name]
+            made = break_at(patch, n, kind(errno.EIO, "the disk failed"))
+            problem = ""
+            try:
+                new.save("model_0000009", iteration=2)
+            except (OSError, Killed) as error:
+                problem = str(error)
+        if n > len(made):
+            break
+        if kind is OSError and replace:
+            assert old.has_checkpoint()  # also before anything is swept
+        if problem and kind is OSError and made[n - 1] != "mkdir":
+            assert f"the disk failed: '{folder}/" in problem
+        folder.mkdir(exist_ok=True)
+        sweep(folder)
+        found = old.resume_or_load("").get("iteration")
+        assert old.model.weight[0, 0].item() == (found or 1)
+        assert set(names(folder)) <= {"last_checkpoint", "model_0000009"}
+        assert not [path for path in folder.iterdir() if ".tmp-" in path.name]
+        outcomes.add((bool(problem), found))
+    assert not problem
+    assert n > 6
+    assert outcomes >= {(True, before), (True, 2)}
+    assert outcomes <= {(True, before), (True, 2), (False, 2)}
 
 
 def test_what_is_saved_in_the_background_is_the_state_of_the_call(

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from hooktrain.checkpoint.folders import (
 )
 from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import sweep
 
 FILES = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]
 
@@ -118,65 +116,6 @@ def test_the_metadata_that_torch_has_pickled_is_not_read(tmp_path: Path) -> None
     folder = forge(save(tmp_path / "a", 1), ".metadata", code)
     assert_equal(read_checkpoint(str(folder)), state_of(1))
     assert names(tmp_path) == ["a"]
-
-
-class Killed(BaseException):
-    """As a kill: nobody catches it to clean up."""
-
-
-def break_at(patch: pytest.MonkeyPatch, n: int, error: BaseException) -> list[str]:
-    """Let the n-th of the calls that change a folder raise, and the later ones if it is a kill."""
-    made: list[str] = []
-
-    def faulty(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made.append(name)
-            if len(made) == n or (len(made) > n and isinstance(error, Killed)):
-                raise error
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "rename", "replace", "mkdir", "unlink"):
-        patch.setattr(os, name, faulty(name, getattr(os, name)))
-    patch.setattr(shutil, "rmtree", faulty("rmtree", shutil.rmtree))
-    return made
-
-
-@pytest.mark.parametrize("replace", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "broken"), Killed()], ids=["fails", "killed"]
-)
-def test_whatever_call_breaks_the_old_or_the_new_one_is_there(
-    error: BaseException, replace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcomes = set()
-    for n in range(1, 100):
-        parent = tmp_path / str(n)
-        parent.mkdir()
-        target = parent / "a"
-        if replace:
-            save(target, 1)
-        with monkeypatch.context() as patch:
-            made = break_at(patch, n, error)
-            try:
-                save(target, 2)
-                broke = False
-            except (OSError, Killed):
-                broke = True
-        if n > len(made):
-            break
-        if isinstance(error, OSError):
-            assert target.exists() or not replace
-        sweep(parent)
-        assert names(parent) in ([], ["a"])
-        found = read_checkpoint(str(target))["iteration"] if target.exists() else None
-        assert found in ({1, 2} if replace else {None, 2})
-        assert broke or found == 2
-        outcomes.add((broke, found))
-    assert not broke
-    assert n > 8
-    assert {(True, 1 if replace else None), (True, 2)} <= outcomes
 
 
 def test_all_is_on_the_disk_before_the_folder_gets_its_name(

@@ -40,6 +40,10 @@ def resumed(folder: Path) -> int | None:
     return iteration
 
 
+def names(*iterations: int, prefix: str = "model") -> list[str]:
+    return [f"{prefix}_{i:07d}.pth" for i in iterations]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three checkpoints and a best one, the pointer at the newest."""
@@ -52,10 +56,8 @@ def folder(tmp_path: Path) -> Path:
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a weight."""
     raw = bytearray(path.read_bytes())
-    position = raw.index(
-        torch.load(path, weights_only=True)["model"]["weight"].numpy().tobytes()
-    )
-    raw[position] ^= 1
+    weight = torch.load(path, weights_only=True)["model"]["weight"]
+    raw[raw.index(weight.numpy().tobytes())] ^= 1
     path.write_bytes(raw)
 
 
@@ -79,15 +81,6 @@ def test_the_file_of_the_pointer_is_taken_in_silence(
         b".",
         b"x" * 10_000,
     ],
-    ids=[
-        "missing",
-        "empty",
-        "garbage",
-        "dangling",
-        "with a folder",
-        "a folder",
-        "long",
-    ],
 )
 def test_without_a_good_pointer_the_newest_file_is_taken(
     pointer: bytes | None, folder: Path
@@ -103,28 +96,19 @@ def test_without_a_good_pointer_the_newest_file_is_taken(
     )
 
 
-@pytest.mark.parametrize(
-    "damage", ["flip", "truncate", "zeros", "empty", "foreign", "no model"]
-)
+@pytest.mark.parametrize("damage", ["flip", "cut", "foreign", "no model"])
 def test_every_kind_of_damage_is_passed_over(
     damage: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = folder / "model_0000029.pth"
-    raw = path.read_bytes()
     if damage == "flip":
         flip(path)
-    elif damage == "no model":
-        torch.save({"iteration": 29}, path)
+    elif damage == "cut":
+        os.truncate(path, 100)
+    elif damage == "foreign":
+        path.write_bytes(b"GIF89a")
     else:
-        half = len(raw) // 2
-        path.write_bytes(
-            {
-                "truncate": raw[:half],
-                "zeros": raw[:half] + bytes(512) + raw[half + 512 :],
-                "empty": b"",
-                "foreign": b"GIF89a",
-            }[damage]
-        )
+        torch.save({"iteration": 29}, path)
     assert resumed(folder) == 19
     assert f"Passing over the checkpoint {path}: " in caplog.text
 
@@ -133,20 +117,13 @@ def test_if_no_file_is_intact_every_one_is_named_with_its_reason(folder: Path) -
     flip(folder / "model_0000009.pth")
     (folder / "model_0000019.pth").write_bytes(b"")
     (folder / "model_0000029.pth").write_bytes(b"hello")
-    model = nn.Linear(1, 1)
-    before = model.weight.clone()
     with pytest.raises(CorruptCheckpointError) as caught:
-        Checkpointer(model, folder).resume_or_load("")
-    lines = str(caught.value).splitlines()[1:]
-    assert [line.split(":")[0].strip() for line in lines] == [
-        "model_0000029.pth",
-        "model_0000019.pth",
-        "model_0000009.pth",
-    ]
-    assert "begins with b'hello'" in lines[0]
-    assert "begins with b''" in lines[1]
-    assert "checksum" in lines[2]
-    assert torch.equal(model.weight, before)
+        resumed(folder)
+    found = [line.partition(":") for line in str(caught.value).splitlines()[1:]]
+    assert [name.strip() for name, _, _ in found] == names(29, 19, 9)
+    reasons = ["begins with b'hello'", "begins with b''", "checksum"]
+    for (_, _, text), reason in zip(found, reasons, strict=True):
+        assert reason in text
 
 
 def test_a_lone_broken_final_file_without_a_pointer_does_not_start_the_run_anew(
@@ -204,10 +181,6 @@ def test_an_empty_or_missing_folder_starts_from_scratch(
     assert resumed(tmp_path) is None
     assert resumed(tmp_path / "none") is None
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
-
-
-def names(*iterations: int, prefix: str = "model") -> list[str]:
-    return [f"{prefix}_{i:07d}.pth" for i in iterations]
 
 
 OTHERS = [
