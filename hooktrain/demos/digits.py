@@ -17,7 +17,9 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
-CLASS_NAMES = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9")
+CLASS_NAMES = tuple("0123456789")
+
+Sample = dict[str, Any]
 
 DIGITS_FILE = Path(__file__).parent / "digits_data" / "digits.npz"
 
@@ -37,7 +39,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     return ink / 16, labels.long()
 
 
-class DigitsDataset(Dataset[dict[str, Any]]):
+class DigitsDataset(Dataset[Sample]):
     """The digits, in a fixed split: every fifth image, from the first on, is for testing.
 
     That makes 360 for testing and 1,437 for training. A sample is a dict with ``image``, float32
@@ -51,7 +53,7 @@ class DigitsDataset(Dataset[dict[str, Any]]):
     def __init__(
         self,
         train: bool,
-        transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        transform: Callable[[Sample], Sample] | None = None,
     ) -> None:
         images, labels = load_digits()
         numbers = torch.arange(len(labels))
@@ -65,7 +67,7 @@ class DigitsDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         sample = {"image": self.images[index], "label": self.labels[index]}
         if self.transform is None:
             return sample
@@ -84,7 +86,7 @@ class RandomShift:
     def __init__(self, max_shift: int = 1) -> None:
         self.max_shift = max_shift
 
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, sample: Sample) -> Sample:
         """Return a sample with a shifted ``image`` of the same shape (..., H, W)."""
         most = self.max_shift
         choices = 2 * most + 1

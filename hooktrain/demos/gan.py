@@ -128,7 +128,11 @@ class DigitsGAN(nn.Module):
             "logit_fake": fake.mean(),
         }
 
-    def train_generator(self, count: int, optimizer_wrapper: Any) -> dict[str, Tensor]:
+    def train_generator(
+        self,
+        count: int,
+        optimizer_wrapper: Any,
+    ) -> dict[str, Tensor]:
         """One backward pass: drawn images should get high logits.
 
         Args:

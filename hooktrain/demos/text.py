@@ -16,27 +16,21 @@ from torch.utils.data import Dataset
 
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import comm
-from hooktrain.utils.names import did_you_mean
 
 # Where a target has this value there is nothing to predict.
 IGNORED_TARGET = -1
 
-_PARTS = ("train", "heldout")
-
 
 @lru_cache(maxsize=1)
 def load_python_docs() -> tuple[str, str]:
-    """The topics of Python's ``help()``, about 370,000 characters, cut in two.
+    """The topics of Python's ``help()`` by their names, about 370,000 characters, cut in two.
 
-    The topics follow each other in the order of their names. Some repeat parts of others, so each
-    paragraph is taken once, where it occurs first: what is held out was not seen in training.
-
-    The text is that of the running interpreter, and differs between versions of CPython: train,
-    resume and evaluate with the same one.
+    Some topics repeat parts of others, so each paragraph is taken once: what is held out was not
+    seen in training. The text differs between versions of CPython: train, resume and evaluate with
+    the same one.
 
     Returns:
-        The text to train on, the first nine tenths of the characters, and the rest, held out. The
-        cut is between two paragraphs.
+        The text to train on, some nine tenths of the characters; and the rest, held out.
 
     Raises:
         ModuleNotFoundError: if this Python comes without ``pydoc_data.topics``.
@@ -121,15 +115,14 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 
     A sample is a dict of ``tokens`` and ``targets``, both int64 of shape (block_size,); targets
     are the tokens one place further on. The first character of the text is predicted from token 0.
+    The targets of the last sample are filled up with ``IGNORED_TARGET``.
 
     Args:
         text: the text.
         vocabulary: turns it into tokens.
         block_size: characters in a sample, at least 1.
         stride: characters from the start of one sample to that of the next, in
-            [1, block_size]. 1 gives one sample for each place, ``block_size`` predicts each
-            character exactly once; the targets of the last sample are then filled up with
-            ``IGNORED_TARGET``.
+            [1, block_size]; with ``block_size`` each character is predicted once.
 
     Raises:
         ValueError: for a stride out of range.
@@ -144,10 +137,8 @@ class TextDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         if not 1 <= stride <= block_size:
             raise ValueError(f"stride must be in [1, {block_size}], but got {stride!r}")
-        self.vocabulary = vocabulary
         self.block_size = block_size
         self.stride = stride
-        self.characters = len(text)
         start = torch.zeros(1, dtype=torch.int64)
         tokens = torch.cat([start, vocabulary.encode(text)])
         after_first = max(0, len(text) - block_size)
@@ -181,7 +172,7 @@ class PythonDocs(TextDataset):
 
     Args:
         part: ``"train"``, with a sample for each place; or ``"heldout"``, with each character
-            predicted exactly once.
+            predicted once.
         block_size: see :class:`TextDataset`.
 
     Raises:
@@ -189,16 +180,14 @@ class PythonDocs(TextDataset):
     """
 
     def __init__(self, part: str, block_size: int) -> None:
-        if part not in _PARTS:
-            hint = did_you_mean(part, _PARTS)
-            raise ValueError(f"part must be one of {_PARTS}, but got {part!r}{hint}")
-        text, heldout = load_python_docs()
-        stride = 1
-        if part == "heldout":
-            text = heldout
-            stride = block_size
+        train, heldout = load_python_docs()
         vocabulary = python_docs_vocabulary()
-        super().__init__(text, vocabulary, block_size, stride)
+        if part == "train":
+            super().__init__(train, vocabulary, block_size)
+        elif part == "heldout":
+            super().__init__(heldout, vocabulary, block_size, stride=block_size)
+        else:
+            raise ValueError(f"part must be 'train' or 'heldout', but got {part!r}")
 
 
 # (depth, width, heads): about 12 * depth * width^2 parameters.
@@ -219,14 +208,12 @@ class TextGPT(nn.Module):
     Args:
         vocab_size: how many tokens there are, at least 1.
         block_size: the longest text that the model sees at a time, at least 1.
-        size: a name in ``SIZES``, or (depth, width, heads); each head gets an even number of
-            features.
-        dropout: the share of features that training leaves out, in [0, 1): of the embeddings, of
-            the attention's weights, and of what a layer adds.
+        size: a name in ``SIZES``, or (depth, width, heads) with an even number of features a head.
+        dropout: the share that training leaves out, in [0, 1): of the embeddings, of the
+            attention's weights, and of what a layer adds.
 
     Attributes:
-        blocks: the layers, a ``ModuleList`` of :class:`Block`, to be sharded, compiled or
-            recomputed one by one.
+        blocks: the layers, a ``ModuleList`` of :class:`Block`.
 
     Raises:
         ValueError: for another size.
@@ -270,8 +257,7 @@ class TextGPT(nn.Module):
 
         Args:
             batch: on any device: ``"tokens"``, int64, shape (N, T), in [0, vocab_size); and in
-                training mode ``"targets"`` of the same shape, the token that comes next after each
-                one, or -1 where there is nothing to predict.
+                training mode ``"targets"`` of that shape, each the next token, or -1 for none.
 
         Returns:
             ``{"loss_lm": mean cross entropy in nats}``, or logits of shape (N, T, vocab_size).
@@ -319,8 +305,7 @@ class TextGPT(nn.Module):
         Args:
             prompt: int64, shape (T,), at least one token.
             count: how many tokens to add, at least 0.
-            temperature: the logits are divided by it; below 1 the likely becomes more likely, and
-                0 always takes the likeliest.
+            temperature: the logits are divided by it; 0 always takes the likeliest token.
             generator: of the random numbers, on the CPU; None is torch's global one.
 
         Returns:
@@ -410,11 +395,7 @@ class Block(nn.Module):
         return out
 
 
-def _rotation(
-    length: int,
-    width: int,
-    device: torch.device,
-) -> Tensor:
+def _rotation(length: int, width: int, device: torch.device) -> Tensor:
     """Cosines and sines of all places and speeds. Quick to compute, so that nothing is kept."""
     features = torch.arange(0, width, 2, device=device)
     speeds = 10000.0 ** (-features / width)
@@ -438,34 +419,23 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def _checked_size(size: str | tuple[int, int, int]) -> tuple[int, int, int]:
     if isinstance(size, str):
         if size not in SIZES:
-            hint = did_you_mean(size, SIZES)
-            raise ValueError(
-                f"size must be one of {list(SIZES)}, but got {size!r}{hint}"
-            )
+            raise ValueError(f"size must be one of {list(SIZES)}, but got {size!r}")
         return SIZES[size]
-    depth, width, heads = size
+    _, width, heads = size
     if width % (2 * heads):
-        raise ValueError(
-            "size must be (depth, width, heads), the width a multiple of twice the "
-            f"heads, but got {size!r}"
-        )
-    return depth, width, heads
+        raise ValueError(f"width must be a multiple of 2 * heads: {size!r}")
+    return size
 
 
 class BitsPerCharacterEvaluator(DatasetEvaluator):
     """The bits that a character of a text takes, if it is coded by a model's predictions.
 
-    The sum over all predicted characters, divided by their number: how the text is cut into
-    batches and divided among ranks makes no difference except for rounding. Losses are computed and
-    summed in float64 (float32 on Apple's devices, which have no other), and stay on the device of
-    the outputs until the end, so a batch costs no host-device synchronisation.
-
-    Args:
-        target_key: the key of the targets in a batch. Negative ones are not predicted.
+    It is the mean over all predicted characters, however they are divided into batches and among
+    ranks. Losses are summed in float64 (float32 on Apple's devices, which have no other), and stay
+    on the device of the outputs until the end, so a batch costs no host-device synchronisation.
     """
 
-    def __init__(self, target_key: str = "targets") -> None:
-        self._target_key = target_key
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -478,22 +448,20 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
         """Take in one batch.
 
         Args:
-            inputs: the batch, with integer targets of shape (N, T).
+            inputs: the batch, with ``"targets"`` as :class:`TextDataset` makes them, (N, T).
             outputs: logits, shape (N, T, C).
 
         Raises:
             KeyError: the batch has no targets.
         """
         device = outputs.device
-        targets = inputs[self._target_key]
+        targets = inputs["targets"].flatten()
         targets = targets.to(device, non_blocking=True)
-        targets = targets.flatten()
         dtype = torch.float64
         if device.type == "mps":
             dtype = torch.float32
         logits = outputs.flatten(0, 1).to(dtype)
-        predicted = targets >= 0
-        targets = torch.where(predicted, targets, IGNORED_TARGET)
+        predicted = targets != IGNORED_TARGET
         loss = F.cross_entropy(
             logits,
             targets,
