@@ -95,17 +95,21 @@ def test_what_is_no_optimizer_is_refused() -> None:
 
 def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
     calls: list[str] = []
-    own = type(
-        "Own", (torch.optim.SGD,), {"zero_grad": lambda self: calls.append("zero_grad")}
-    )
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("zero_grad")
+
     wrapper = wrap(LinearLoss())
-    wrapper.optimizer = own(LinearLoss().parameters())
+    wrapper.optimizer = Own(LinearLoss().parameters())
     wrapper.zero_grad()
     assert calls == ["zero_grad"]
 
 
-def overriding(called: list[str], names: list[str]) -> type[OptimWrapper]:
-    """A subclass as written for MMEngine, whose methods note that they were called."""
+def test_what_a_subclass_overrides_is_called_in_mmengines_order() -> None:
+    names = ["optim_context", "should_sync", "scale_loss", "backward"]
+    names += ["should_update", "step", "zero_grad"]
+    called: list[str] = []
 
     def noting(name: str) -> Any:
         def method(self: OptimWrapper, *args: Any) -> Any:
@@ -114,15 +118,9 @@ def overriding(called: list[str], names: list[str]) -> type[OptimWrapper]:
 
         return method
 
-    return type("Overriding", (OptimWrapper,), {name: noting(name) for name in names})
-
-
-def test_what_a_subclass_overrides_is_called_in_mmengines_order() -> None:
-    names = ["optim_context", "should_sync", "scale_loss", "backward"]
-    names += ["should_update", "step", "zero_grad"]
+    overriding = type("Own", (OptimWrapper,), {name: noting(name) for name in names})
     model = LinearLoss()
-    called: list[str] = []
-    wrapper = overriding(called, names)(sgd(model))
+    wrapper = overriding(sgd(model))
     with wrapper.optim_context(model):
         loss = model(batches(1)[0])
     wrapper.update_params(loss)
@@ -144,14 +142,6 @@ def test_keywords_reach_the_optimizer_and_the_backward_pass(dtype: str | None) -
     wrapper.backward(loss, retain_graph=True)
     wrapper.update_params(loss, {"by": 2}, {"set_to_none": False})
     assert steps == [{"by": 2}]
-
-
-def test_the_rates_are_those_of_the_groups() -> None:
-    fc = LinearLoss().fc
-    groups = [{"params": [fc.weight], "lr": 0.3}, {"params": [fc.bias]}]
-    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1))
-    assert wrapper.get_lr() == {"lr": [0.3, 0.1]}
-    assert wrapper.param_groups is wrapper.optimizer.param_groups
 
 
 # Accumulation
@@ -258,8 +248,6 @@ def test_a_state_is_checked_before_anything_changes() -> None:
     [
         (None, torch.bfloat16),  # torch's default on the CPU
         ("bfloat16", torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
-        ("float16", torch.float16),
         (torch.float16, torch.float16),
     ],
 )
@@ -299,7 +287,6 @@ def test_an_update_that_the_scaler_skips_is_counted(fused: bool) -> None:
     assert same(model, before)
     assert wrapper.skipped_updates == 1
     assert wrapper.update_params(model(good))
-    assert wrapper.skipped_updates == 1
     assert not same(model, before)
 
 
@@ -448,9 +435,7 @@ def clipped(
     model: nn.Module, clip_grad: dict[str, Any]
 ) -> tuple[Any, list[Tensor | None]]:
     """What is logged as the norm, and the gradients that the update sees."""
-    wrapper = OptimWrapper(
-        torch.optim.SGD(model.parameters(), lr=0.0), clip_grad=clip_grad
-    )
+    wrapper = OptimWrapper(sgd(model, lr=0.0), clip_grad=clip_grad)
     with EventStorage(0) as storage:
         model(sharded.own_part(DATA[0]))["loss_lm"].backward()
         wrapper.step()
@@ -508,10 +493,10 @@ def test_shards_are_exchanged_at_the_end_of_an_accumulation(
     two: list[dict[str, Any]],
 ) -> None:
     model = sharded.make_model()
-    sharded.train(
-        model, sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP), DATA
-    )
-    assert [result["accumulated"][0] for result in two] == [[0, 3] * 3] * 2  # 3 units
+    wrapper = sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP)
+    sharded.train(model, wrapper, DATA)
+    for result in two:
+        assert result["accumulated"][0] == [0, 3] * 3  # 3 units
     # The main process has the full tensors.
     expected = dict(model.state_dict())
     torch.testing.assert_close(two[0]["accumulated"][1], expected, atol=1e-5, rtol=0)
@@ -522,16 +507,11 @@ def test_clipping_sees_the_norm_of_the_whole_gradient(
 ) -> None:
     for index, config in enumerate(NORMS):
         norm, gradients = clipped(sharded.make_model(), config)
-        (norm_0, gradients_0), (norm_1, _) = (
-            result["clipped"][index] for result in two
-        )
+        first, second = (result["clipped"][index] for result in two)
         assert (norm is None) == (config.get("type") == "value")
-        assert (
-            norm_0
-            == norm_1
-            == (norm if norm is None else pytest.approx(norm, rel=1e-5))
-        )
-        torch.testing.assert_close(gradients_0, gradients, atol=1e-7, rtol=1e-5)
+        expected = None if norm is None else pytest.approx(norm, rel=1e-5)
+        assert first[0] == second[0] == expected
+        torch.testing.assert_close(first[1], gradients, atol=1e-7, rtol=1e-5)
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(
