@@ -4,7 +4,6 @@ Importing ``hooktrain.compat.mmengine`` registers the constructor in place of th
 """
 
 import logging
-import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import compress
@@ -15,12 +14,10 @@ from torch import nn
 from hooktrain import solver
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.param_groups import (
     NORMS,
     ParamGroup,
     group_trainable,
-    settings_of,
     walk_parameters,
 )
 from hooktrain.utils.names import did_you_mean, refuse_overrides
@@ -155,12 +152,7 @@ def paramwise_param_groups(
             )
         return first
 
-    groups = group_trainable(model, settings)
-    name_of = parameter_names(model)
-    for group in groups:
-        members = [name_of[parameter] for parameter in group["params"]]
-        logger.info("%s: parameters %s", settings_of(group), reprlib.repr(members))
-    return groups
+    return group_trainable(model, settings)
 
 
 def _check_rules(rules: Rules, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from hooktrain.compat.detectron2 import (
     DatasetFromList,
@@ -26,15 +26,9 @@ def take(iterable: Any, count: int) -> list[Any]:
     return list(islice(iterable, count))
 
 
-class Squares(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter([0, 1, 4])
-
-
-def test_a_test_loader_reads_a_stream_as_it_comes() -> None:
-    loader = build_test_loader(
-        Squares(), mapper=float, collate_fn=trivial_batch_collator
-    )
+def test_a_test_loader_may_leave_its_samples_as_they_are() -> None:
+    stream = ToIterableDataset([0, 1, 4], InferenceSampler(3))
+    loader = build_test_loader(stream, mapper=float, collate_fn=trivial_batch_collator)
     assert list(loader) == [[0.0], [1.0], [4.0]]
 
 
@@ -77,26 +71,24 @@ def test_repeat_factors_repeat_in_proportion() -> None:
 
 def test_an_epoch_that_happens_to_be_empty_is_passed_over() -> None:
     sampler = RepeatFactorTrainingSampler([0.5, 0.5], seed=0)
-    assert 0 in [sampler.epoch_length(e) for e in range(20)]
+    assert 0 in [sampler.epoch_length(epoch) for epoch in range(20)]
     assert set(take(sampler, 20)) == {0, 1}
-    with pytest.raises(ValueError, match=r"a sum >= 1, got \[0.1, 0.1\]"):
-        RepeatFactorTrainingSampler([0.1, 0.1])
-    with pytest.raises(ValueError, match="must be >= 0"):
-        RepeatFactorTrainingSampler([1.0, -1.0])
+
+
+@pytest.mark.parametrize("factors", [[0.1, 0.1], [3.0, -1.0], [math.inf]])
+def test_factors_that_make_no_stream_are_refused(factors: list[float]) -> None:
+    with pytest.raises(ValueError, match="must be >= 0 with a sum >= 1, got"):
+        RepeatFactorTrainingSampler(factors)
 
 
 def test_repeat_factors_follow_from_the_frequency_of_the_rarest_category() -> None:
-    images = [
-        {"annotations": [{"category_id": c} for c in cs]}
-        for cs in ([0], [0, 1], [0], [])
-    ]
-    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-        images, 0.5
-    )
-    assert factors.tolist() == pytest.approx([1.0, 2**0.5, 1.0, 1.0])
-    linear = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-        images, 0.5, sqrt=False
-    )
+    frequent, rare = {"category_id": 0}, {"category_id": 1}
+    images = [{"annotations": [frequent]} for _ in range(4)]
+    images[1]["annotations"] = [frequent, rare]
+    images[3]["annotations"] = []
+    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
+    assert factors(images, 0.5).tolist() == pytest.approx([1.0, 2**0.5, 1.0, 1.0])
+    linear = factors(images, 0.5, sqrt=False)
     assert linear.tolist() == pytest.approx([1.0, 2.0, 1.0, 1.0])
 
 

@@ -19,10 +19,13 @@ from hooktrain.compat.solver import (
 )
 
 
-def tree(**changes: Any) -> Any:
-    clip = SimpleNamespace(
-        ENABLED=False, CLIP_TYPE="value", CLIP_VALUE=0.5, NORM_TYPE=2.0
+def clip(enabled: bool, kind: str) -> Any:
+    return SimpleNamespace(
+        ENABLED=enabled, CLIP_TYPE=kind, CLIP_VALUE=0.5, NORM_TYPE=2.0
     )
+
+
+def tree(**changes: Any) -> Any:
     options = {
         "BASE_LR": 0.1,
         "MOMENTUM": 0.9,
@@ -31,7 +34,7 @@ def tree(**changes: Any) -> Any:
         "WEIGHT_DECAY_NORM": 0.0,
         "WEIGHT_DECAY_BIAS": 0.0,
         "BIAS_LR_FACTOR": 2.0,
-        "CLIP_GRADIENTS": clip,
+        "CLIP_GRADIENTS": clip(False, "value"),
         "MAX_ITER": 20,
         "LR_SCHEDULER_NAME": "WarmupMultiStepLR",
         "STEPS": (10, 15, 20),
@@ -43,11 +46,7 @@ def tree(**changes: Any) -> Any:
         "BASE_LR_END": 0.01,
         "NUM_DECAYS": 3,
     }
-    for key, value in changes.items():
-        setattr(clip, key, value) if hasattr(clip, key) else options.update(
-            {key: value}
-        )
-    return SimpleNamespace(SOLVER=SimpleNamespace(**options))
+    return SimpleNamespace(SOLVER=SimpleNamespace(**(options | changes)))
 
 
 def rates(scheduler: Any, steps: int = 20) -> list[float]:
@@ -97,30 +96,24 @@ def test_the_groups_of_the_tree_have_its_rates_and_decays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "clipped"), [("value", [-0.5, -0.5, 0.0]), ("norm", [-0.3, -0.4, 0.0])]
+    ("kind", "clipped"), [("value", [-0.5, -0.5]), ("norm", [-0.3, -0.4])]
 )
 @pytest.mark.parametrize("of_class", [True, False])
 def test_each_parameter_is_clipped_by_itself(
     kind: str, clipped: list[float], of_class: bool
 ) -> None:
-    cfg = tree(ENABLED=True, CLIP_TYPE=kind)
-    parameters = [
-        nn.Parameter(torch.zeros(2)),
-        nn.Parameter(torch.zeros(1)),
-        nn.Parameter(torch.zeros(1)),
-    ]
+    cfg = tree(CLIP_GRADIENTS=clip(True, kind))
+    large, small, unused = [nn.Parameter(torch.zeros(size)) for size in (2, 1, 1)]
+    parameters = [large, small, unused]
     if of_class:
         optimizer = maybe_add_gradient_clipping(cfg, SGD)(parameters, lr=1.0)
     else:
         optimizer = maybe_add_gradient_clipping(cfg, SGD(parameters, lr=1.0))
-    parameters[0].grad, parameters[1].grad = (
-        torch.tensor([3.0, 4.0]),
-        torch.tensor([0.25]),
-    )
+    large.grad = torch.tensor([3.0, 4.0])
+    small.grad = torch.tensor([0.25])
     optimizer.step()
-    values = [*parameters[0].tolist(), parameters[2].item()]
-    assert values == pytest.approx(clipped, rel=1e-5)
-    assert parameters[1].item() == -0.25
+    assert large.tolist() == pytest.approx(clipped, rel=1e-5)
+    assert (small.item(), unused.item()) == (-0.25, 0)
     assert maybe_add_gradient_clipping(tree(), SGD) is SGD
 
 
