@@ -48,21 +48,20 @@ class Checkpointer:
     """Saves and loads a model and what else has a state, such as a trainer.
 
     A checkpoint ``<save_dir>/<name>.pth`` holds ``{"model": ..., <name of checkpointable>: ...,
-    "iteration": ...}``, as detectron2's do, which load too. ``<save_dir>/last_checkpoint`` names
-    the one to resume from. All ranks or one may call :meth:`save`; all must, if the model is
-    sharded.
+    "iteration": ...}``, as detectron2's do, which load too. ``last_checkpoint`` names the one to
+    resume from. All ranks or one may save; all must, if the model is sharded.
 
     Args:
         model: a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default the main process does.
-        background: :meth:`save` copies the state, and a thread writes it while training goes on.
-            The next save, and :meth:`wait` at the end, wait for it and raise what failed.
+        background: a thread writes a copy of the state while training goes on. The next save, and
+            :meth:`wait` at the end, wait for it and raise what failed.
         sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
-            ranks see. Files and folders are loaded by any number of ranks, whatever this is.
-        checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. Their
-            ``check_state_dict``, if they have one, is called before anything is loaded, with the
-            arguments of ``load_state_dict``, and raises what is wrong with a state.
+            ranks see. Any number of ranks loads files and folders, whatever this is.
+        checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
+            ``check_state_dict``, with the arguments of ``load_state_dict``, may refuse a state
+            before anything is loaded.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
@@ -110,11 +109,11 @@ class Checkpointer:
         self._group: ProcessGroup | None = None
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
-        """Save and load one more object, by the name ``key``.
+        """Save and load one more object.
 
         Raises:
             KeyError: if the name is taken.
-            TypeError: if the object lacks a method.
+            TypeError: if it has no ``load_state_dict``.
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
@@ -124,14 +123,14 @@ class Checkpointer:
 
     @staticmethod
     def check_name(name: str) -> None:
-        """Raise a ValueError for what cannot begin the name of a checkpoint."""
+        """Raise a ValueError for what no checkpoint can be named."""
         if name[:1] in ("", ".") or name != os.path.basename(name):
             raise ValueError(
                 f"name must be a visible file name without a folder, got {name!r}"
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Lock the folder. A run calls it before its first step, on the ranks that save.
+        """Lock the folder, before the first step of a run.
 
         Args:
             is_new: warn of the checkpoints that the run may overwrite.
@@ -169,23 +168,20 @@ class Checkpointer:
         on_full: OnFull = None,
         **extra: Any,
     ) -> None:
-        """Write a checkpoint, then make it the one to resume from.
-
-        One of that name is replaced in one go.
+        """Write a checkpoint, or replace it in one go; then make it the one to resume from.
 
         Args:
             name: without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
-            on_saved: called with the path when it is complete, in one process, perhaps in a thread.
-                It must not call this object.
-            on_full: called with the error of a full disk or of a folder that went away, which is
-                not raised then.
+            on_saved: called with the path of the complete checkpoint, in one process, perhaps in a
+                thread. It must not call this object.
+            on_full: called with the error of a full disk or a vanished folder, instead of raising.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
             ValueError: if ``name`` has a folder.
-            TypeError: if a state holds what could not be loaded back (it names the key), or an
-                extra entry has the name of a state.
+            TypeError: with the key of what could not be loaded back, or of an extra entry that has
+                the name of a state.
             OSError: if the disk is full or fails; the files are as they were.
             Exception: what failed in the background before. Nothing is saved then.
         """
@@ -255,7 +251,7 @@ class Checkpointer:
         self._worker.wait()
 
     def give_up(self) -> None:
-        """Wait as :meth:`wait` does, but not long for ranks that have perhaps failed."""
+        """:meth:`wait`, but not long for ranks that have perhaps failed."""
         seconds = None
         if self._group is not None:
             seconds = _GIVE_UP_SECONDS
@@ -269,11 +265,10 @@ class Checkpointer:
         the checkpointables accept it on all ranks.
 
         Args:
-            path: the file or folder, or its address (:func:`~hooktrain.checkpoint.local_path`); ""
+            path: of a file or folder, or an address (:func:`~hooktrain.checkpoint.local_path`). ""
                 and None load nothing.
             checkpointables: names of those to load beside the model; by default all.
-                ``"trainer.optimizer"`` is a part of one whose ``load_state_dict`` takes
-                ``only={"optimizer"}``.
+                ``"trainer.optimizer"`` is loaded by ``load_state_dict(state, only={"optimizer"})``.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
@@ -332,19 +327,12 @@ class Checkpointer:
     ) -> State:
         """Go on as :meth:`read_newest` says, or load the model from ``path``. Collective.
 
+        It returns and raises what :meth:`load` does.
+
         Args:
             path: the model to start from, if there is no checkpoint; "" for none.
             resume: whether to look into ``save_dir``.
-            checkpointables: what to resume beside the model, as in :meth:`load`. By default all,
-                and all must be there.
-
-        Returns:
-            The entries that were not loaded, such as ``{"iteration": 99}``.
-
-        Raises:
-            CorruptCheckpointError: if there are checkpoints and none is intact, or ``path`` is not.
-            FileNotFoundError: if there is no ``path``.
-            ValueError: if the checkpoint lacks a checkpointable.
+            checkpointables: as for :meth:`load`; by default all, and all must be there.
         """
         found = None
         if resume and self.save_dir:
@@ -394,7 +382,7 @@ class Checkpointer:
         return [os.path.join(self.save_dir, name) for name in names]
 
     def tag_last_checkpoint(self, basename: str) -> None:
-        """Make a checkpoint of ``save_dir`` the one to resume from; FileNotFoundError if none."""
+        """Make a checkpoint the one to resume from; FileNotFoundError if it is not there."""
         if basename not in checkpoint_names(self.save_dir):
             raise FileNotFoundError(
                 f"no {basename!r} in {self.save_dir!r} to resume from"

@@ -89,7 +89,7 @@ def verify_file(path: AnyPath) -> None:
     Files without checksums pass if they look as they should.
 
     Raises:
-        CorruptCheckpointError: if the file is broken, compressed or of another kind.
+        CorruptCheckpointError: if the file is broken, compressed, or no file of torch.
         OSError: if it cannot be opened.
     """
     with open(path, "rb") as file:
@@ -202,13 +202,11 @@ def _find_problem(file: IO[bytes]) -> str:
             # torch would leave its tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
-        if any(part.CRC for part in parts):
-            altered = container.testzip()
-            if altered:
-                return f"the checksum of its part {altered!r} does not match"
-    if any(part.filename.endswith("/data.pkl") for part in parts):
-        return ""
-    return "a zip file, but not of torch.save"
+        has_checksums = any(part.CRC for part in parts)
+        altered = container.testzip() if has_checksums else None
+    if altered:
+        return f"the checksum of its part {altered!r} does not match"
+    return ""
 
 
 def _reason(error: Exception) -> str:

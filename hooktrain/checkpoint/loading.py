@@ -115,12 +115,8 @@ def with_model(state: Any, path: str) -> State:
 
 def _is_of_a_model(state: State) -> bool:
     # Modules may keep what they like as extra state (Module.get_extra_state).
-    for name, value in state.items():
-        if str(name).endswith("_extra_state"):
-            continue
-        if not isinstance(value, torch.Tensor):
-            return False
-    return len(state) > 0
+    names = [name for name in state if not str(name).endswith("_extra_state")]
+    return bool(names) and all(torch.is_tensor(state[name]) for name in names)
 
 
 class IncompatibleKeys(NamedTuple):
@@ -211,7 +207,7 @@ def load_model_state(
             continue
         theirs = _shape(loadable[name])
         own = _shape(ours)
-        if theirs == own or _NO_SHAPE in (theirs, own):
+        if theirs == own or None in (theirs, own):
             loadable[name] = shard_like(loadable[name], ours)
         else:
             incorrect.append((name, theirs, own))
@@ -242,9 +238,6 @@ def load_model_state(
     return found
 
 
-_NO_SHAPE = "-"
-
-
 def _is_wrapped(state: Mapping[str, Any]) -> bool:
     return bool(state) and all(name.startswith("module.") for name in state)
 
@@ -252,7 +245,7 @@ def _is_wrapped(state: Mapping[str, Any]) -> bool:
 def _shape(value: Any) -> Any:
     """The shape of a tensor, if it has one: those of lazy modules have none yet."""
     if not torch.is_tensor(value) or is_lazy(value):
-        return _NO_SHAPE
+        return None
     return tuple(value.shape)
 
 
@@ -265,7 +258,8 @@ def _table_of(
         theirs = _shape(loaded.get(name))
         own = _shape(in_model.get(name))
         rows.append((name, theirs, own))
-    return tabulate(rows, ["name", "shape in file", "shape in model"])
+    headers = ["name", "shape in file", "shape in model"]
+    return tabulate(rows, headers, missingval="-")
 
 
 def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":

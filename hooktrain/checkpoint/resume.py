@@ -60,11 +60,11 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
 
 
 def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
-    """The names of the checkpoints to try, best first.
+    """The names of the checkpoints to try, in this order.
 
-    First comes the one that ``last_checkpoint`` names, then the others, newest first. Those with a
-    higher iteration than the first come last, since they are of another run. Names without a number
-    or ``_final`` are left out, and so are weights without an iteration.
+    First the one that ``last_checkpoint`` names, then the others, newest first. Those with a higher
+    iteration are of another run, and come last. Names without a number or ``_final``, and weights
+    without an iteration, are left out.
     """
     pointed = read_pointer(save_dir)
     if pointed:
@@ -139,10 +139,10 @@ def files_to_delete(
 def set_folder_aside(folder: AnyPath) -> Path | None:
     """Rename the folder of an earlier run to the first free ``<name>.1``, and make it anew.
 
-    Renamed back, it can be resumed. For the main process, before a new run writes anything.
+    Renamed back, it can be resumed. Called by the main process, before a new run writes anything.
 
     Returns:
-        Where the folder is now; None if it stays, since it has nothing to resume from.
+        Its new path; None if it stays, since it has nothing to resume from.
 
     Raises:
         RuntimeError: if another run is using the folder.
