@@ -36,7 +36,7 @@ from tabulate import tabulate
 
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
-from hooktrain.engine import default_argument_parser, launch
+from hooktrain.engine import launch
 from hooktrain.utils import comm
 from hooktrain.utils.events import load_json_metrics
 
@@ -166,7 +166,7 @@ def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     module.start_processes = partial(module.start_processes, start_method="fork")
     arguments = ["--resume", "--config-file", CONFIG, f"train.output_dir={folder}"]
     arguments += [*OPTIONS, *variant.options()]
-    args = default_argument_parser().parse_args(arguments)
+    args = train_net.argument_parser().parse_args(arguments)
     launch(main, variant.ranks, args=(args, folder, at_call))
 
 

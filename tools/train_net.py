@@ -10,6 +10,7 @@ Try it out:         --dry-run makes two iterations, and tells what the whole run
 
 import argparse
 import logging
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -25,41 +26,68 @@ from hooktrain.engine import (
     launch,
 )
 from hooktrain.engine.dry_run import dry_run
+from hooktrain.evaluation import print_csv_format, verify_results
 from hooktrain.strategy.environment import restart_count
+from hooktrain.utils import comm
+from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger("hooktrain.train_net")
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """The arguments that scripts share, and two more."""
+    parser = default_argument_parser()
+    dry = "two iterations, to see that it works and how fast"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
+    show = "print the configuration, and do nothing else"
+    parser.add_argument("--print-config", action="store_true", help=show)
+    return parser
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run one process of a training or an evaluation; return its last results."""
     cfg = LazyConfig.load(args.config_file)
     cfg = LazyConfig.apply_overrides(cfg, args.opts)
-    default_setup(cfg, args)
-
-    if args.eval_only:
-        strategy = DefaultTrainer.build_strategy(cfg)
-        initialised = {"init_weights_for_test_or_val": False}
-        model = strategy.prepare(
-            lambda: DefaultTrainer.build_model(cfg), dispatch_kwargs=initialised
-        )
-        checkpointer = Checkpointer(model, cfg.train.output_dir)
-        if not cfg.train.init_checkpoint and not (
-            args.resume and checkpointer.has_checkpoint()
-        ):
-            logger.warning(
-                "Evaluating initial weights: no --resume, or nothing to resume from"
-            )
-        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
-        return DefaultTrainer.test(cfg, model)
-
+    if args.print_config:
+        if comm.is_main_process():
+            sys.stdout.write(LazyConfig.to_json(cfg))
+        return {}
     if args.dry_run:
+        cfg.train.output_dir = ""  # a temporary folder takes its place
+        default_setup(cfg, args)
         dry_run(cfg)
         return {}
+    default_setup(cfg, args)
+    if args.eval_only:
+        return evaluate(cfg, args.resume)
     trainer = DefaultTrainer(cfg)
     logger.debug("Hooks:\n%s", trainer.describe_hooks())
     # torchrun's --max-restarts goes on by itself.
     trainer.resume_or_load(resume=args.resume or restart_count() > 0)
-    return trainer.train()
+    results = trainer.train()
+    expected = cfg.train.get("expected_results")
+    if expected and comm.is_main_process():
+        verify_results(expected, results)
+    return results
+
+
+def evaluate(cfg: Any, resume: bool) -> dict[str, Any]:
+    """Evaluate the last checkpoint, or the initial weights; return the results."""
+    strategy = DefaultTrainer.build_strategy(cfg)
+    initialised = {"init_weights_for_test_or_val": False}
+    model = strategy.prepare(
+        lambda: DefaultTrainer.build_model(cfg), dispatch_kwargs=initialised
+    )
+    checkpointer = Checkpointer(model, cfg.train.output_dir)
+    is_saved = resume and checkpointer.has_checkpoint()
+    if not is_saved and not cfg.train.init_checkpoint:
+        logger.warning(
+            "Evaluating initial weights: no --resume, or nothing to resume from"
+        )
+    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    results = DefaultTrainer.test(cfg, model)
+    print_csv_format(results)
+    return results
 
 
 def in_short(error: Exception) -> str:
@@ -82,11 +110,15 @@ def in_short(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    args = default_argument_parser().parse_intermixed_args()
+    args = argument_parser().parse_intermixed_args()
     if not args.config_file:
         raise SystemExit(
             "train_net.py: --config-file is missing, such as configs/digits_cnn.py"
         )
+    path = Path(args.config_file)
+    if not path.is_file():
+        near = did_you_mean(path, path.parent.glob("*.*"))
+        raise SystemExit(f"train_net.py: there is no file {str(path)!r}{near}")
     try:
         launch(
             main,

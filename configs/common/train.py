@@ -14,7 +14,6 @@ train = dict(
     device=None,  # None is the accelerator, if there is one; else like "cpu" or "cuda:1"
     compile=False,  # True, or a dict of torch.compile's arguments
     cudnn_benchmark=False,
-    float32_precision="",  # "", "highest", "high" or "medium"
     amp=dict(enabled=False, dtype="float16"),
     accumulative_counts=1,  # batches to one update
     clip_grad=None,  # like dict(max_norm=1.0), or dict(type="value", clip_value=0.5)

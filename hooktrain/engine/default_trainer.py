@@ -1,24 +1,24 @@
 """The default writers and hooks, and the trainer that a configuration describes."""
 
-import inspect
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hooktrain import evaluation, events, solver
+from hooktrain import events, solver
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.engine.trainers import SimpleTrainer
-from hooktrain.evaluation import DatasetEvaluator
+from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.events import EventWriter
 from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import unwrap_model
@@ -37,11 +37,10 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
     The last one is left out where ``tensorboard`` is not installed.
 
     Args:
-        output_dir: the folder to write to; it is made if needed.
+        output_dir: the folder to write to; the first write makes it.
         max_iter: see :class:`~hooktrain.events.CommonMetricPrinter`.
     """
     output_dir = on_disk(output_dir)
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
     metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
     if find_spec("tensorboard") is not None:
@@ -125,8 +124,8 @@ class DefaultTrainer(TrainerBase):
     :class:`~hooktrain.engine.SimpleTrainer` for others.
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
-    ``dataloader.{train,test,evaluator}`` and ``train``; ``configs/common/train.py`` lists
-    what ``train`` can hold. Without ``lr_multiplier`` the rate stays as it is, and without
+    ``dataloader.{train,test,evaluator}`` and ``train``; ``train`` has all keys of
+    ``configs/common/train.py``. Without ``lr_multiplier`` the rate stays as it is, and without
     test data or an evaluator nothing is evaluated. In place of ``optimizer`` and
     ``lr_multiplier`` it may have ``optim_wrapper`` and ``param_scheduler``, as
     :func:`~hooktrain.solver.build_optim_wrapper` and
@@ -158,19 +157,18 @@ class DefaultTrainer(TrainerBase):
     updating = of_inner_trainer("updating")
     last_batch = of_inner_trainer("last_batch")
     last_outputs = of_inner_trainer("last_outputs")
-    _data_loader_iter = of_inner_trainer("_data_loader_iter")
-    _write_metrics = of_inner_trainer("_write_metrics")
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
+        _refuse_two_ways(cfg)
         self.cfg = resolve(cfg)  # what refers to what a script has changed
         train = cfg.train
         self.strategy = self.build_strategy(cfg)
         self._trainer = self._build_inner_trainer(cfg)
-        self.epoch_length = train.get("epoch_length") or self._trainer.epoch_length
+        self.epoch_length = train.epoch_length or self._trainer.epoch_length
         self.seed = self.strategy.seed
         self.checkpointer = self.build_checkpointer()
-        if train.get("max_epochs") is not None:
+        if train.max_epochs is not None:
             epochs = f"{train.max_epochs} epochs"
             train.max_iter = in_iterations(epochs, self.epoch_length)
             resolve(cfg)
@@ -180,7 +178,6 @@ class DefaultTrainer(TrainerBase):
             self.ema = hooks.EMA(self.model, train.ema.decay)
         self.meta = {"config": LazyConfig.to_py(cfg)}
         self.last_results: dict[str, Any] = {}
-        self._evaluator: DatasetEvaluator | None = None
         self.register_hooks(self.build_hooks())
         count = sum(p.numel() for p in self.model.parameters())
         ranks, device = comm.get_world_size(), self.strategy.device.type
@@ -189,7 +186,7 @@ class DefaultTrainer(TrainerBase):
     def _build_inner_trainer(self, cfg: Any) -> SimpleTrainer | StepTrainer:
         model = self.strategy.prepare(
             lambda: init_weights_once(self.build_model(cfg)),
-            compile=cfg.train.get("compile", False),
+            compile=cfg.train.compile,
             # As in detectron2, the constructor of other models has initialised them.
             dispatch_kwargs={"init_weights_for_test_or_val": False},
         )
@@ -201,7 +198,7 @@ class DefaultTrainer(TrainerBase):
             dispatch_kwargs={"train_micro_batch_size_per_gpu": _batch_size(loader)},
         )
         period = cfg.train.log_period
-        if cfg.train.get("epoch_length"):
+        if cfg.train.epoch_length:
             period = in_iterations(period, cfg.train.epoch_length)
         kind = StepTrainer if hasattr(bare, "train_step") else SimpleTrainer
         return kind(model, loader, optim_wrapper, period)
@@ -220,21 +217,18 @@ class DefaultTrainer(TrainerBase):
             KeyError: for an unknown strategy or wrapper.
         """
         train = cfg.train
-        strategy = train.get("strategy", "auto")
+        strategy = instantiate(train.strategy)
         if isinstance(strategy, BaseStrategy):
             raise TypeError(
                 f"train.strategy must be a name, or a dict with type: {strategy!r}"
             )
-        if isinstance(strategy, Mapping) and "_target_" in strategy:
-            strategy = dict(strategy)  # it is built with what follows
-            strategy["type"] = strategy.pop("_target_")
         return build_strategy(
-            instantiate(strategy),
+            strategy,
             model_wrapper=train.ddp,
-            sync_bn=train.get("sync_bn"),
+            sync_bn=train.sync_bn,
             work_dir=train.output_dir,
             device=train.device,
-            auto_scale_lr=train.get("auto_scale_lr"),
+            auto_scale_lr=train.auto_scale_lr,
             env_kwargs={"seed": train.seed, "diff_rank_seed": True},
         )
 
@@ -249,21 +243,19 @@ class DefaultTrainer(TrainerBase):
     ) -> OptimWrapper | OptimWrapperDict:
         """The optimizer in its wrapper: precision, accumulation and clipping."""
         if "optim_wrapper" in cfg:
-            _refuse_both(cfg, "optimizer", "optim_wrapper")
             return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
         # A copy with the model in it: the configuration stays plain data.
         params = {**cfg.optimizer.params, "model": model}
         optimizer = instantiate({**cfg.optimizer, "params": params})
         train = cfg.train
+        options = {
+            "accumulative_counts": train.accumulative_counts,
+            "clip_grad": train.clip_grad,
+        }
         if train.amp.enabled:
             dtype = instantiate(train.amp.dtype)  # in a saved file, a call
-            return solver.AmpOptimWrapper(
-                optimizer,
-                dtype,
-                accumulative_counts=train.accumulative_counts,
-                clip_grad=train.clip_grad,
-            )
-        return OptimWrapper(optimizer, train.accumulative_counts, train.clip_grad)
+            return solver.AmpOptimWrapper(optimizer, dtype, **options)
+        return OptimWrapper(optimizer, **options)
 
     @classmethod
     def build_lr_scheduler(
@@ -272,9 +264,8 @@ class DefaultTrainer(TrainerBase):
         """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
         if "param_scheduler" not in cfg:
             return instantiate(cfg.get("lr_multiplier", []))
-        _refuse_both(cfg, "lr_multiplier", "param_scheduler")
         run = {"max_iters": cfg.train.max_iter}
-        length = cfg.train.get("epoch_length")
+        length = cfg.train.epoch_length
         if length:
             run["epoch_length"] = length
             run["max_epochs"] = math.ceil(cfg.train.max_iter / length)
@@ -303,8 +294,8 @@ class DefaultTrainer(TrainerBase):
         return Checkpointer(
             self.model,
             self.cfg.train.output_dir,
-            background=options.get("background", False),
-            sharded=options.get("sharded", False) or self.strategy.saves_shards,
+            background=options.background,
+            sharded=options.sharded or self.strategy.saves_shards,
             # A proxy: the trainer owns the checkpointer, not the other way round.
             trainer=weakref.proxy(self),
         )
@@ -314,7 +305,7 @@ class DefaultTrainer(TrainerBase):
         writers = default_writers(self.cfg.train.output_dir)
         return [*writers, *instantiate(self.cfg.get("writers", []))]
 
-    def build_hooks(self) -> list[hooks.HookBase]:
+    def build_hooks(self) -> list[hooks.HookBase | None]:
         """The default hooks, with the averaged model's if it is asked for."""
         train = self.cfg.train
         # A proxy: a cycle of strong references would keep the model alive.
@@ -329,21 +320,22 @@ class DefaultTrainer(TrainerBase):
             eval_function=lambda: me._evaluate(),
             eval_period=train.eval_period,
             best_metric=train.best_metric,
-            best_mode=train.get("best_mode"),
+            best_mode=train.best_mode,
             best_ema=self.ema if is_of_average else None,
             writers=self.build_writers(),
             log_period=train.log_period,
-            watchdog_s=train.get("watchdog_s", 0),
+            watchdog_s=train.watchdog_s,
         )
-        more: list[hooks.HookBase] = [] if self.ema is None else [self.ema]
-        more += instantiate(self.cfg.get("hooks", []))
-        kinds = [type(hook) for hook in found]
-        place = kinds.index(hooks.EvalHook)
-        return [*found[:place], *more, *found[place:]]
+        more = instantiate(self.cfg.get("hooks", []))
+        # Behind the timer and the schedule, right before the evaluation.
+        return [*found[:2], self.ema, *more, *found[2:]]
+
+    @cached_property
+    def _evaluator(self) -> DatasetEvaluator | None:
+        """Built by the first evaluation, since it may take long."""
+        return self.build_evaluator(self.cfg)
 
     def _evaluate(self) -> dict[str, Any]:
-        if self._evaluator is None:  # it may take long to build
-            self._evaluator = self.build_evaluator(self.cfg)
         results = self._test_now()
         if self.ema is not None:
             logger.info("Evaluating the averaged model")
@@ -353,13 +345,9 @@ class DefaultTrainer(TrainerBase):
         return results
 
     def _test_now(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"evaluators": self._evaluator, "step": "val_step"}
-        # Overridden as in detectron2, it may take none or one of these.
-        known = inspect.signature(self.test).parameters
-        options = {name: value for name, value in options.items() if name in known}
         # So that all ranks evaluate what a checkpoint holds.
         broadcast_buffers(self.model)
-        return self.test(self.cfg, self.model, **options)
+        return self.test(self.cfg, self.model, self._evaluator)
 
     @classmethod
     def test(
@@ -367,26 +355,24 @@ class DefaultTrainer(TrainerBase):
         cfg: Any,
         model: nn.Module,
         evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
-        step: str = "test_step",
     ) -> dict[str, Any]:
         """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
 
         Args:
             cfg: the configuration.
             model: the model.
-            evaluators: one or several; None is that of :meth:`build_evaluator`.
-            step: see :func:`~hooktrain.evaluation.inference_on_dataset`.
+            evaluators: one or several, as while training: a model that owns its steps has
+                its ``val_step`` called. None takes that of :meth:`build_evaluator`, and
+                calls ``test_step``.
         """
-        loader = cls.build_test_loader(cfg)
+        step = "val_step"
         if evaluators is None:
             evaluators = cls.build_evaluator(cfg)
+            step = "test_step"
+        loader = cls.build_test_loader(cfg)
         if loader is None or evaluators is None:
             return {}
-        results = evaluation.inference_on_dataset(model, loader, evaluators, step=step)
-        # While training, writers show the results.
-        if comm.is_main_process() and step == "test_step":
-            evaluation.print_csv_format(results)
-        return results
+        return inference_on_dataset(model, loader, evaluators, step=step)
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Continue the run in the output folder, or start from ``train.init_checkpoint``.
@@ -402,32 +388,24 @@ class DefaultTrainer(TrainerBase):
         )
 
     def train(  # type: ignore[override]
-        self,
-        start_iter: int | None = None,
-        max_iter: int | None = None,
-        *,
-        max_epochs: float | None = None,
+        self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
-        """Train up to ``train.max_iter``, or to ``max_iter`` or ``max_epochs`` if given.
+        """Train up to ``train.max_iter``, or to ``max_iter`` if given.
 
         Returns:
             The results of the last evaluation.
-
-        Raises:
-            ValueError: if ``train.expected_results`` are given and not reached.
         """
-        if max_iter is None and max_epochs is None:
+        if max_iter is None:
             max_iter = self.cfg.train.max_iter
-        super().train(start_iter, max_iter, max_epochs=max_epochs)
-        expected = self.cfg.train.expected_results
-        if expected and comm.is_main_process():
-            evaluation.verify_results(expected, self.last_results)
+        super().train(start_iter, max_iter)
         return self.last_results
 
 
-def _refuse_both(cfg: Any, first: str, second: str) -> None:
-    if first in cfg and second in cfg:
-        raise ValueError(f"the configuration has both {first} and {second}")
+def _refuse_two_ways(cfg: Any) -> None:
+    pairs = {"optimizer": "optim_wrapper", "lr_multiplier": "param_scheduler"}
+    for key, other in pairs.items():
+        if key in cfg and other in cfg:
+            raise ValueError(f"the configuration has both {key} and {other}")
 
 
 def _batch_size(loader: Any) -> int | None:

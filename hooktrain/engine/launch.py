@@ -50,8 +50,9 @@ def launch(
     """Run ``main_func(*args)`` in every process of a distributed run.
 
     - Under torchrun, srun or mpirun, which have started the processes already, this one
-      joins the others; see :func:`~hooktrain.strategy.environment.find_place`.
-    - A single process is a plain call, without a process group.
+      joins the others, however many were asked for here; see
+      :func:`~hooktrain.strategy.environment.find_place`.
+    - A single process is a plain call, without a process group. So is none.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
 
@@ -78,37 +79,27 @@ def launch(
         in each process of this machine, by local rank, which must be picklable.
 
     Raises:
-        ValueError: if the arguments contradict each other, or the launcher.
+        ValueError: if the arguments contradict each other.
         RuntimeError: if a started process failed; has its rank and traceback. Under a
             launcher: if another rank failed before this one did.
         SystemExit: if a started process called ``sys.exit()``, when all have ended.
     """
-    if num_gpus_per_machine < 1:
-        raise ValueError(
-            f"num_gpus_per_machine must be at least 1, got {num_gpus_per_machine!r}"
-        )
     if not 0 <= machine_rank < num_machines:
         raise ValueError(
             f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}"
         )
     launcher = environment.infer_launcher()
-    world_size = num_machines * num_gpus_per_machine
-    there = environment.find_place(launcher).world_size
-    if launcher == "pytorch" or there > 1:
-        if world_size not in (1, there):  # 1 is the default
-            raise ValueError(
-                f"num_machines * num_gpus_per_machine is {world_size}, and {launcher!r} "
-                f"has started {there} processes: leave these arguments out"
-            )
+    if launcher == "pytorch" or environment.find_place(launcher).world_size > 1:
         return _run_rank(main_func, args, launcher, backend, timeout)
-    if world_size == 1:
+    world_size = num_machines * num_gpus_per_machine
+    if world_size <= 1:
         return main_func(*args)
     variables, _store = _meeting_place(dist_url, num_machines)
     variables["WORLD_SIZE"] = str(world_size)
     variables["LOCAL_WORLD_SIZE"] = str(num_gpus_per_machine)
     first = machine_rank * num_gpus_per_machine
     ranks = range(first, first + num_gpus_per_machine)
-    work = (main_func, args, "pytorch", backend, timeout)
+    work = (partial(_interruptible, main_func), args, "pytorch", backend, timeout)
     return _run_processes(ranks, variables, work)
 
 
@@ -215,8 +206,7 @@ def _child(
         # Processes that take all cores each are in each other's way.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(ranks)))
     try:
-        main_func, *rest = work
-        outcome = _run_rank(partial(_interruptible, main_func), *rest)
+        outcome = _run_rank(*work)
     except (SystemExit, KeyboardInterrupt) as error:
         outcome = error
     Path(folder, str(ranks[index])).write_bytes(pickle.dumps(outcome))

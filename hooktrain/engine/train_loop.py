@@ -218,7 +218,8 @@ class TrainerBase:
     def _end_failed_run(self, error: BaseException) -> None:
         self.succeeded = False
         if isinstance(error, Exception):
-            logger.exception("Exception during training:")
+            # For log.txt; who catches it, or Python, shows it on the terminal.
+            logger.debug("Exception during training:", exc_info=True)
         try:
             self.after_train()
         except BaseException:

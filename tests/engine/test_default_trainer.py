@@ -200,13 +200,13 @@ def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
         cfg.train.strategy = strategy
         return DefaultTrainer.build_strategy(cfg)
 
-    for given in ("DDPStrategy", {"type": "DDPStrategy"}, LazyCall(DDPStrategy)()):
+    for given in ("DDPStrategy", {"type": "DDPStrategy"}):
         made = strategy_of(given, "train.sync_bn=torch")
         assert isinstance(made, DDPStrategy)
         made.setup()
         assert (made.seed, made.sync_bn, made.work_dir) == (7, "torch", str(tmp_path))
     with pytest.raises(TypeError, match=r"train\.strategy must be a name, or a dict"):
-        strategy_of(DDPStrategy())
+        strategy_of(LazyCall(DDPStrategy)())
     drawn = strategy_of("auto", "train.seed=-1")
     drawn.setup()
     assert 0 <= drawn.seed < 2**31

@@ -26,7 +26,7 @@ from hooktrain.engine import (
     default_writers,
     hooks,
 )
-from hooktrain.model import BaseModel, SeparateDistributedDataParallel
+from hooktrain.model import SeparateDistributedDataParallel
 from hooktrain.solver import (
     AmpOptimWrapper,
     ConstantParamScheduler,
@@ -40,7 +40,7 @@ from hooktrain.utils.events import (
     JSONWriter,
 )
 from hooktrain.utils.logger import close_logger, setup_logger
-from toys import LinearLoss
+from toys import LinearLoss, Pairs, ToyModel
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 
@@ -78,41 +78,23 @@ def test_the_arguments_are_those_that_scripts_expect() -> None:
         "machine_rank": 0,
         "dist_url": "auto",
         "log_level": "normal",
-        "print_config": False,
-        "dry_run": False,
         "opts": ["a=1", "b=2"],
     }
 
 
-def test_the_printed_configuration_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cfg = config(tmp_path / "out", "train.max_iter=7")
-    with pytest.raises(SystemExit) as caught:
-        default_setup(cfg, Namespace(print_config=True))
-    assert caught.value.code == 0
-    (tmp_path / "printed.json").write_text(capsys.readouterr().out)
-    printed = LazyConfig.load(tmp_path / "printed.json")
-    assert LazyConfig.to_json(printed) == LazyConfig.to_json(cfg)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("level", [None, "normal", "debug"])
+@pytest.mark.parametrize("level", ["normal", "debug"])
 def test_setup_logs_into_the_folder_of_the_run(
-    level: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+    level: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cfg, args = config(folder), Namespace(config_file=str(CONFIG), eval_only=False)
-    if level:
-        args.log_level = level
-    default_setup(cfg, args)
+    cfg = config(folder)
+    default_setup(cfg, Namespace(log_level=level))
     log, printed = (folder / "log.txt").read_text(), capsys.readouterr().out
     saved = LazyConfig.load(str(folder / "config.json"))
     assert LazyConfig.to_json(saved) == LazyConfig.to_json(cfg)
     assert "Rank of current process: 0. World size: 1" in log
-    # What is long is in the file, among it the text of the configuration's own file.
-    for text in ("PyTorch built with", "train.max_iter = 2000"):
-        assert text in log
-        assert (text in printed) == (level == "debug")
+    # What is long is in the file only.
+    assert "PyTorch built with" in log
+    assert ("PyTorch built with" in printed) == (level == "debug")
 
 
 def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:
@@ -395,12 +377,6 @@ def test_the_optimizer_wrapper_is_built_of_the_configuration(
     assert "grad_norm" in trainer.storage.latest()
 
 
-def test_expected_results_that_are_not_reached_are_an_error(folder: Path) -> None:
-    expected = "train.expected_results=[('classification', 'accuracy', 100.0, 1.0)]"
-    with pytest.raises(ValueError, match="accuracy"):
-        DefaultTrainer(config(folder, expected)).train()
-
-
 def test_parts_of_a_checkpoint_can_be_resumed(folder: Path) -> None:
     DefaultTrainer(config(folder)).train()
     parts = "train.resume_parts=['model', 'trainer.optimizer']"
@@ -546,28 +522,12 @@ def test_yacs_keys_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
         default_setup({"OUTPUT_DIR": str(tmp_path)}, args)
 
 
-class OwnSteps(LinearLoss):
-    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Any]:
-        return {}
-
-
-class Based(BaseModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(1, 1)
-
-    def forward(
-        self, inputs: Any, data_samples: Any = None, mode: str = "tensor"
-    ) -> Any:
-        return self.fc(inputs)
-
-
 def wrapped_models() -> list[str]:
     two = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
     models = [
         create_ddp_model(nn.Linear(1, 1)),
-        create_ddp_model(Based(), find_unused_parameters=True),
-        create_ddp_model(OwnSteps()),
+        create_ddp_model(ToyModel(), find_unused_parameters=True),
+        create_ddp_model(Pairs()),
         create_ddp_model(
             two, type="SeparateDistributedDataParallel", fp16_compression=True
         ),

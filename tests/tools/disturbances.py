@@ -12,7 +12,7 @@ from typing import Any
 
 from loading import load_tool
 
-from hooktrain.engine import DefaultTrainer, HookBase, default_argument_parser, launch
+from hooktrain.engine import DefaultTrainer, HookBase, launch
 from hooktrain.engine.hooks.bad_runs import Watchdog
 from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.strategy.environment import restart_count
@@ -66,5 +66,5 @@ class Disturbed(DefaultTrainer):
 if __name__ == "__main__":
     train_net = load_tool("train_net")
     train_net.DefaultTrainer = Disturbed
-    arguments = default_argument_parser().parse_args(sys.argv[3:])
+    arguments = train_net.argument_parser().parse_args(sys.argv[3:])
     launch(train_net.main, arguments.num_gpus, args=(arguments,))

@@ -9,7 +9,7 @@ import pytest
 from loading import load_tool
 
 from equality import assert_same_end, final_checkpoint, metrics
-from hooktrain.engine import DefaultTrainer, default_argument_parser
+from hooktrain.engine import DefaultTrainer
 from hooktrain.engine.hooks import CallbackHook
 from processes import end, start
 
@@ -54,7 +54,7 @@ def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
     config = str(ROOT / "configs" / "digits_cnn.py")
     own = [f"train.output_dir={folder}", f"dataloader.train.num_workers={workers}"]
     train_net.main(
-        default_argument_parser().parse_args(
+        train_net.argument_parser().parse_args(
             ["--resume", "--config-file", config, *SETTINGS, *own, *extra]
         )
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hooktrain.config import LazyConfig
 from processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,6 +105,13 @@ def test_a_run_leaves_what_the_readme_promises(
     resumed = run(tmp_path, "--resume", "train.max_iter=16")
     assert "Starting training from iteration 12" in resumed
     assert [line["iteration"] for line in lines(tmp_path)] == [3, 7, 11, 15, 16]
+
+
+def test_the_configuration_is_printed_as_it_loads(tmp_path: Path) -> None:
+    printed = tmp_path / "printed.json"
+    printed.write_text(run(tmp_path / "out", "--print-config"))
+    assert LazyConfig.load(printed).train.max_iter == 12
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_saved_configuration_trains_the_same_network(tmp_path: Path) -> None:
