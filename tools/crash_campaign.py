@@ -306,9 +306,6 @@ def outcome(folder: Path) -> Any:
     trainer = {
         k: v for k, v in state["trainer"].items() if k not in ("meta", "storage")
     }
-    trainer["hooks"].pop(
-        "BestCheckpointer"
-    )  # it forgets a best model that a full disk refused
     rows = load_json_metrics(folder / "metrics.json")
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
     return {"model": state["model"], "trainer": trainer, "rows": rows}
