@@ -68,28 +68,24 @@ class BaseStrategy(ABC):
         )
         strategy.load_or_resume(resume=True)
 
-    A subclass overrides :meth:`wrap_model`, and what else is different. What only
-    MMEngine's strategies have, such as ``build_logger``, those of
-    :mod:`hooktrain.compat.mmengine` have.
+    A subclass overrides :meth:`wrap_model`, and what else is different. Those of
+    :mod:`hooktrain.compat.mmengine` have MMEngine's ``build_logger`` too.
 
     Args:
         work_dir: the folder of the checkpoints, made when the first is written.
         env_kwargs: an :class:`Environment`, or a dict of its arguments or MMEngine's.
         auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning
-            rates by the number of samples that all ranks see in one backward pass, over
-            ``base_batch_size`` (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). The
-            number of one rank is ``train_micro_batch_size_per_gpu`` in
-            ``dispatch_kwargs``. Accumulated passes do not count, as in MMEngine.
+            rates by the samples of all ranks in one backward pass, over
+            ``base_batch_size`` (`Goyal et al. <https://arxiv.org/abs/1706.02677>`_). Those
+            of one rank are ``train_micro_batch_size_per_gpu`` in ``dispatch_kwargs``.
+            Accumulated passes do not count, as in MMEngine.
         sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches
             of all ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
         device: such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
 
     Attributes:
-        work_dir: the folder of the checkpoints, absolute.
-        environment: the settings of the process.
         launcher: who started the processes; see :func:`infer_launcher`.
-        timestamp: when the strategy was made, as ``20251231_235959``; the same on all
-            ranks after :meth:`setup`.
+        timestamp: when the strategy was made, as ``20251231_235959``, on all ranks.
         device: where this process computes.
         seed: of the run, without a rank; after a resume that of the checkpoint.
         model: the model as it is to be called.
@@ -157,10 +153,8 @@ class BaseStrategy(ABC):
             param_scheduler: see :func:`hooktrain.solver.build_param_scheduler`.
             compile: see :meth:`compile_model`.
             dispatch_kwargs: what is known of the run: ``epoch_length``, ``max_epochs``
-                and ``max_iters`` for schedules and accumulation,
-                ``train_micro_batch_size_per_gpu`` for scaling, and
-                ``init_weights_for_test_or_val=False`` to leave ``init_weights`` out,
-                since weights are loaded afterwards.
+                and ``max_iters`` for schedules and accumulation; see ``auto_scale_lr``;
+                ``init_weights_for_test_or_val=False`` leaves ``init_weights`` out.
 
         Returns:
             The model; where there are an optimizer and schedulers, a list of the model

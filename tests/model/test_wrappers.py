@@ -60,9 +60,7 @@ def accumulate_whole() -> tuple[list[int], State]:
     return made, dict(model.module.state_dict())
 
 
-def test_ranks_communicate_in_the_last_pass_of_an_accumulation_only(
-    ranks: Any,
-) -> None:
+def test_ranks_communicate_in_the_last_pass_of_an_accumulation_only(ranks: Any) -> None:
     model = toy(0)
     wrapper = sgd_wrapper(model, accumulative_counts=3)
     wrapper.initialize_count_status(model, 0, 5)
@@ -149,9 +147,7 @@ def wrappers(model: Any, **options: Any) -> OptimWrapperDict:
     return OptimWrapperDict(**each)
 
 
-def train_parts(
-    accumulative_counts: int = 1,
-) -> tuple[State, list[int], list[str]]:
+def train_parts(accumulative_counts: int = 1) -> tuple[State, list[int], list[str]]:
     gan = toy_gan(dist.get_rank())
     model = SeparateDistributedDataParallel(gan).eval()
     calls: list[None] = []

@@ -192,9 +192,7 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     assert wrapper.get_lr() == {"lr": [0.1]}
 
 
-def test_several_optimizers_know_where_the_run_ends(
-    made: SingleDeviceStrategy,
-) -> None:
+def test_several_optimizers_know_where_the_run_ends(made: SingleDeviceStrategy) -> None:
     accumulating = {**SGD, "accumulative_counts": 4}
     _, wrapper, schedules = made.prepare(
         {"type": "StrategyToy"},

@@ -146,9 +146,7 @@ def test_losses_on_two_ranks_are_those_of_one_with_the_whole_batch(ranks: Any) -
     )
 
 
-def test_weights_are_those_of_the_first_rank(
-    ranks: Any,
-) -> None:
+def test_weights_are_those_of_the_first_rank(ranks: Any) -> None:
     (seed, calls, first, weight), other = (rank["weights"] for rank in ranks)
     assert seed == other[0] == 3
     # Two tensors of the linear layer, five of the batch norm.

@@ -1,5 +1,7 @@
 """tools/benchmark_scale.py, run in this process at a small size: what it counts and prints."""
 
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -50,3 +52,28 @@ def test_a_collective_that_somebody_adds_to_a_period_is_counted(
         lambda self: comm.any_rank(False) or synchronize(self),
     )
     assert tool.traffic(512, 1)[0] == 3
+
+
+def test_a_checkpoint_is_measured(
+    tool: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = partial(tool.plan_costs, ranks=2, tensors=3)
+    monkeypatch.setattr(tool, "plan_costs", few)
+    options = f"--gigabytes 0.001 --rounds 1 --folder {tmp_path}"
+    tool.main(["checkpoint", *options.split()])
+    rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
+    speeds = [row for row in rows if len(row) == 2 and "." in row[1]]
+    assert len(speeds) == 10
+    assert all(float(speed) >= 0 for _, speed in speeds)
+    assert ["1", "8", "12", "1.5"] in [row[:4] for row in rows]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_costs_follow_from_the_speeds(tool: ModuleType) -> None:
+    speeds = {"copy into kept memory": 10.0, "save_folder (sha256, fsync)": 0.5}
+    speeds["read_folder (verified)"] = 2.0
+    # 12 bytes of each of a billion parameters, on 8 ranks.
+    assert tool.costs(speeds, 1, 8) == [1, 8, 12, 1.5, 0.15, 3.0, 0.75]
