@@ -109,16 +109,6 @@ def test_swap_gives_the_same_weights_back_after_an_error() -> None:
     assert [tensor.data_ptr() for tensor in model.parameters()] == pointers
 
 
-def test_wrappers_are_looked_through() -> None:
-    model = Net()
-    wrapped: Any = torch.compile(nn.DataParallel(model), backend="eager")
-    ema = ExponentialMovingAverage(wrapped, 1.0)
-    train(model)
-    ema.update_parameters(wrapped)
-    assert_equal(values(ema.module), values(model))
-    assert ema.module.state_dict().keys() == model.state_dict().keys()
-
-
 def test_another_model_is_refused_by_naming_the_difference() -> None:
     ema = ExponentialMovingAverage(nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"differ in \['bias'\]"):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from equality import equal
 from gloo import run_ranks
 from hooktrain.demos.text import Block
 from hooktrain.model.sharding import build_mp_policy, select_modules, shard_model
@@ -30,12 +31,6 @@ DATA = batches(2) * 3
 
 def losses_of(model: nn.Module) -> list[float]:
     return train(model, make_wrapper(model, clip_grad={"max_norm": 0.5}), DATA)
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
-    )
 
 
 @pytest.fixture(scope="module")
