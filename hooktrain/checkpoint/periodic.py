@@ -101,7 +101,7 @@ class PeriodicCheckpointer:
         self.checkpointer.save(name, **extra)
 
     def _go_on(self, error: OSError) -> None:
-        # The error names the path and the free space.
+        # The error names the path.
         message = "NOT SAVED: %s. Training goes on; the next period tries again"
         logger.error(message, error)
 

@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Iterator
+from enum import Enum
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -41,9 +42,9 @@ def to_data(value: Any) -> Any:
             *value.args,
             **value.keywords,
         )
-    if isinstance(value, range | PurePath | torch.device):
+    if isinstance(value, Enum | range | PurePath | torch.device):
         # As pickle makes them again: what to call, and its arguments.
-        reduced: Any = value.__reduce__()
+        reduced: Any = value.__reduce_ex__(2)
         target, args = reduced[:2]
         return _call_data(target, *args)
     name = _name(value, ":")

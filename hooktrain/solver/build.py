@@ -38,7 +38,8 @@ for _found in vars(torch.optim).values():
     is_class = isinstance(_found, type) and _found is not Optimizer
     if is_class and issubclass(_found, Optimizer):
         OPTIMIZERS.register(_found)
-OPTIMIZERS.register(torch.optim.Adafactor, name="TorchAdafactor")  # MMEngine's name
+# MMEngine's name.
+OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
 for _wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
     OPTIM_WRAPPERS.register(_wrapper)
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from threading import Thread
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ class BackgroundWorker:
     def __init__(self, name: str) -> None:
         self.name = name
         self._thread: Thread | None = None
-        self._outcome: Future[object] = Future()
+        self._error: BaseException | None = None
 
     def submit(
         self,
@@ -46,7 +45,6 @@ class BackgroundWorker:
             BaseException: what the job before raised. This one is not started then.
         """
         self.wait()
-        self._outcome = Future()
         self._thread = Thread(
             target=self._run, args=(job,), name=self.name, daemon=daemon
         )
@@ -70,12 +68,14 @@ class BackgroundWorker:
         if self._thread.is_alive():
             return False
         self._thread = None
-        self._outcome.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return True
 
     def _run(self, job: Callable[[], object]) -> None:
         try:
-            self._outcome.set_result(job())
+            job()
         except BaseException as error:  # a thread has nobody to raise it to
             logger.error("The background job %r failed: %r", self.name, error)
-            self._outcome.set_exception(error)
+            self._error = error

@@ -29,13 +29,10 @@ _PREFIXES = (
 
 
 def collect_env_info() -> str:
-    """Platform, versions, devices and variables as a table, and how torch was built."""
-    table = tabulate(collect_env().items(), disable_numparse=True)
-    return f"{table}\n{torch.__config__.show()}"
+    """Platform, versions, devices and variables as a table, and how torch was built.
 
-
-def collect_env() -> dict[str, str]:
-    """The items of that table; names of environment variables begin with ``$``."""
+    Names of environment variables begin with ``$``.
+    """
     items = {
         "Platform": platform.platform(),
         "Python": platform.python_version(),
@@ -43,20 +40,20 @@ def collect_env() -> dict[str, str]:
         "numpy": np.__version__,
         "torch": torch.__version__,
         "Devices": _devices(),
-        "CPUs": str(os.cpu_count()),
+        "CPUs": os.cpu_count(),
     }
     for name, value in sorted(os.environ.items()):
         if name.startswith(_PREFIXES):
             items[f"${name}"] = value
-    return items
+    table = tabulate(items.items(), disable_numparse=True)
+    return f"{table}\n{torch.__config__.show()}"
 
 
 def _devices() -> str:
-    """The names of the accelerators."""
+    """The number of accelerators, and the name of the first."""
     module = device_module()
     if module is None:
         return "none"
     # Not every kind of device has names (mps).
-    name_of = getattr(module, "get_device_name", lambda _: module.__name__)
-    names = [name_of(index) for index in range(torch.accelerator.device_count())]
-    return ", ".join(names)
+    name_of = getattr(module, "get_device_name", lambda: module.__name__)
+    return f"{torch.accelerator.device_count()} x {name_of()}"

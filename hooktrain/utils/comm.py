@@ -4,7 +4,6 @@ A single process is rank 0 of 1. What is collective must be called by every rank
 group, in the same order; else the others wait until the timeout.
 """
 
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -57,36 +56,35 @@ def get_local_process_group() -> ProcessGroup:
     Raises:
         RuntimeError: there is none.
     """
-    group = _local_group()
+    group = _local_groups.get(dist.group.WORLD)
     if group is None:
         raise RuntimeError(
-            "no local process group: call launch() or create_local_process_group()"
+            "which ranks share a machine? Start by launch(), or call "
+            "comm.create_local_process_group()"
         )
     return group
 
 
 def get_local_rank() -> int:
-    """The number of this process on its machine, else torchrun's LOCAL_RANK.
+    """The number of this process on its machine; 0 without a process group.
 
     Raises:
-        RuntimeError: there is neither, with several processes.
+        RuntimeError: as ``get_local_process_group``, with several processes.
     """
-    group = _local_group()
-    if group is None:
-        return _from_torchrun("LOCAL_RANK", 0)
-    return dist.get_rank(group)
+    if get_world_size() == 1:
+        return 0
+    return dist.get_rank(get_local_process_group())
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine, else torchrun's LOCAL_WORLD_SIZE.
+    """The number of processes on this machine; 1 without a process group.
 
     Raises:
         RuntimeError: as ``get_local_rank``.
     """
-    group = _local_group()
-    if group is None:
-        return _from_torchrun("LOCAL_WORLD_SIZE", 1)
-    return dist.get_world_size(group)
+    if get_world_size() == 1:
+        return 1
+    return dist.get_world_size(get_local_process_group())
 
 
 def synchronize() -> None:
@@ -139,16 +137,11 @@ def gather(
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Give every rank the picklable object of rank ``src``. Collective.
-
-    Args:
-        obj: what to send, on rank ``src``.
-        src: the rank that sends.
-    """
+    """Give every rank the picklable object of rank ``src``. Collective."""
     if get_world_size() == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=src, group=object_group())
+    dist.broadcast_object_list(box, src, object_group())
     return box[0]
 
 
@@ -212,23 +205,6 @@ def object_group() -> ProcessGroup:
     if world not in _object_groups:
         _object_groups[world] = dist.new_group(backend="gloo")
     return _object_groups[world]
-
-
-def _local_group() -> ProcessGroup | None:
-    if not dist.is_initialized():
-        return None
-    return _local_groups.get(dist.group.WORLD)
-
-
-def _from_torchrun(variable: str, alone: int) -> int:
-    if variable in os.environ:
-        return int(os.environ[variable])
-    if get_world_size() == 1:
-        return alone
-    raise RuntimeError(
-        "cannot tell which ranks share a machine: start by launch() or torchrun, or set "
-        + variable
-    )
 
 
 def on_all_ranks(

@@ -131,8 +131,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
 
     Raises:
         IsADirectoryError: for a file, if there is a folder of its name.
-        OSError: if something cannot be written. When the disk or a quota is full, the message has
-            the path and the free space.
+        OSError: if something cannot be written; it names the path.
     """
     target = Path(path).absolute()
     temporary = _temporary(target)
@@ -150,7 +149,6 @@ def replacing(path: AnyPath) -> Iterator[Path]:
             if aside.exists():
                 _put_back(aside, target)
             _remove(temporary)
-        raise_disk_full(error, target)
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(target)
         raise
@@ -188,9 +186,11 @@ def delete(path: AnyPath) -> None:
 def first_free(path: Path) -> Path:
     """The first of ``<name>.1``, ``<name>.2``, ... that is not there."""
     number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
+    free = path
+    while free.exists():
+        free = path.with_name(f"{path.name}.{number}")
         number += 1
-    return path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def sync_folder(folder: Path) -> None:
@@ -217,20 +217,13 @@ def is_disk_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
-def raise_disk_full(
-    error: BaseException,
-    path: Path,
-) -> None:
-    """Raise an OSError with the path and the free space, if an exception came of a full disk."""
-    if not isinstance(error, Exception) or "no space to write" in str(error):
-        return  # the second says so already, perhaps of another rank's disk
+def raise_disk_full(error: BaseException, path: Path) -> None:
+    """Raise the OSError of a full disk, with the path, that torch hides behind others."""
     cause: BaseException | None = error
     while cause is not None and not is_disk_full(cause):
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__context__
     if isinstance(cause, OSError):
-        free = shutil.disk_usage(path.parent).free
-        message = f"no space to write {path}: {cause.strerror}, {free:,} bytes free"
-        raise OSError(cause.errno, message) from error
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 def _owner() -> str:

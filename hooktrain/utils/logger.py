@@ -13,8 +13,6 @@ from termcolor import colored
 
 from hooktrain.utils.file_io import on_disk
 
-_ERASE_LINE = "\x1b[K"
-
 LEVELS = {
     "quiet": logging.WARNING,
     "normal": logging.INFO,
@@ -27,18 +25,22 @@ class _TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not 
 
     def __init__(self, header: str, color: bool) -> None:
         super().__init__(sys.stdout)
-        no_color = None if color else True  # None leaves it to the terminal
-        header = colored(header, "green", no_color=no_color)
-        level = colored("%(levelname)s", "red", attrs=["bold"], no_color=no_color)
-        clock = "%H:%M:%S"
-        self.formatter = logging.Formatter(f"{header} %(message)s", clock)
-        self._of_warnings = logging.Formatter(f"{header} {level} %(message)s", clock)
+        self._no_color = None if color else True  # None leaves it to the terminal
+        header = colored(header, "green", no_color=self._no_color)
+        self.formatter = logging.Formatter(f"{header} %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The level is shown from WARNING on."""
-        if record.levelno >= logging.WARNING:
-            return self._of_warnings.format(record)
-        return super().format(record)
+        """From WARNING on the line begins with the level."""
+        line = super().format(record)
+        if record.levelno < logging.WARNING:
+            return line
+        level = colored(
+            record.levelname,
+            "red",
+            attrs=["bold"],
+            no_color=self._no_color,
+        )
+        return f"{level} {line}"
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # the process was started without one
@@ -169,24 +171,21 @@ def show_progress(
     """
     if not _is_watched():
         return False
-    if 0 < total <= done:
+    if done == total:
         _draw("")
-        return True
-    if _bar.text and time.monotonic() - _bar.drawn_at < 0.1:
-        return True
-    text = f"{what} {done}"
-    if total > 0:
-        share = done / total
-        hashes = "#" * int(30 * share)
-        text = f"{what} {share:4.0%} [{hashes:-<30}] {done}/{total}"
-    if seconds_left is not None:
-        text += f"  eta: {pretty_seconds(seconds_left)}"
-    width = shutil.get_terminal_size().columns - 1
-    _draw(text[:width])
+    elif not _bar.text or time.monotonic() - _bar.drawn_at >= 0.1:
+        text = f"{what} {done}"
+        if total > 0:
+            hashes = "#" * (30 * done // total)
+            text = f"{what} [{hashes:-<30}] {done}/{total}"
+        if seconds_left is not None:
+            text += f"  eta: {pretty_seconds(seconds_left)}"
+        width = shutil.get_terminal_size().columns - 1
+        _draw(text[:width])
     return True
 
 
-# What stands in the last line of the terminal.
+# What stands in the last line of the terminal, and since when.
 _bar = SimpleNamespace(text="", drawn_at=0.0)
 
 
@@ -194,7 +193,7 @@ def _draw(text: str) -> None:
     """Replace the bar by another; an empty one removes it."""
     if text or _bar.text:
         with suppress(OSError):  # the terminal may be gone
-            sys.stdout.write(f"\r{_ERASE_LINE}{text}")
+            sys.stdout.write(f"\r\x1b[K{text}")
             sys.stdout.flush()
     _bar.text = text
     _bar.drawn_at = time.monotonic()

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
 from itertools import accumulate
 from typing import Any
 
@@ -78,19 +77,18 @@ def locate(name: str) -> Any:
     outer, _, last = name.rpartition(".")
     if not outer:
         return importlib.import_module(name)
-    try:
-        return getattr(pkgutil.resolve_name(outer), last)
-    except AttributeError as error:
-        holder, missing = error.obj, error.name
+    # The second is a module that an attribute of its package hides.
+    for holder in (locate(outer), sys.modules.get(outer)):
+        if hasattr(holder, last):
+            return getattr(holder, last)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not name.startswith(str(error.name)):  # what the module imports is missing
             raise
-        where = getattr(holder, "__name__", holder)
-        public = [each for each in dir(holder) if not each.startswith("_")]
-        text = f"cannot locate {name!r}: {where!r} has no {missing!r}"
-        raise ImportError(text + did_you_mean(missing, public)) from None
+        public = [each for each in dir(locate(outer)) if not each.startswith("_")]
+        text = f"cannot locate {name!r}: {outer!r} has no {last!r}"
+        raise ImportError(text + did_you_mean(last, public)) from None
 
 
 def importable_name(obj: Any) -> tuple[str, str]:
@@ -100,7 +98,7 @@ def importable_name(obj: Any) -> tuple[str, str]:
     ``("torch.optim", "SGD")``, although the class is defined in ``torch.optim.sgd``.
 
     Args:
-        obj: A class, function, class method, enum member or ``torch.dtype``.
+        obj: A class, function, class method or ``torch.dtype``.
 
     Raises:
         ValueError: If it cannot be imported by name: a lambda, something defined in a
@@ -111,15 +109,12 @@ def importable_name(obj: Any) -> tuple[str, str]:
     home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
     name = name.removeprefix("_VariableFunctionsClass.")  # torch.tanh calls itself so
-    if isinstance(obj, Enum):
-        name = f"{type(obj).__qualname__}.{obj.name}"
     for module in accumulate(home.split("."), "{}.{}".format):
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        # Each access gives a new class method: the same one is equal, not identical.
-        if type(found) is type(obj) and found == obj:
-            return module, name
+        with suppress(ImportError, AttributeError, ValueError):
+            found = pkgutil.resolve_name(f"{module}:{name}")
+            # Each access gives a new class method: the same one is equal, not identical.
+            if type(found) is type(obj) and found == obj:
+                return module, name
     raise ValueError(
         f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
         "class or function that is defined at the top of a module"

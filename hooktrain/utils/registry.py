@@ -7,13 +7,11 @@ from torch import nn
 
 from hooktrain.utils.names import call, did_you_mean, locate
 
-Names = str | Sequence[str] | None
-
 
 class Registry:
     """A table from names to objects, for what a config chooses by name.
 
-    Iterating gives ``(name, object)`` pairs; ``in`` and ``len`` are about the names.
+    Iterating gives ``(name, object)`` pairs; ``in`` is about the names.
 
     Example::
 
@@ -32,47 +30,17 @@ class Registry:
         self.name = name
         self._objects: dict[str, Any] = {}
 
-    def register(
-        self,
-        obj: Any = None,
-        *,
-        name: Names = None,
-        force: bool = False,
-    ) -> Any:
-        """Register an object, or return a decorator that does.
-
-        Args:
-            obj: the object; without one, a decorator is returned.
-            name: the name to register under, or several; None is its ``__name__``.
-            force: replace what is registered under that name.
-
-        Returns:
-            The object, or the decorator.
-
-        Raises:
-            ValueError: if a name is taken and ``force`` is not set.
-        """
-        if obj is None:
-            return lambda decorated: self.register(decorated, name=name, force=force)
-        if name is None:
-            name = obj.__name__
-        names = [name] if isinstance(name, str) else name
-        for each in names:
-            if each in self and not force:
-                raise ValueError(
-                    f"the registry {self.name!r} already has {self._objects[each]!r} as "
-                    f"{each!r}; to put {obj!r} in its place, give force=True"
-                )
-        self._objects |= dict.fromkeys(names, obj)
-        return obj
+    def register(self, obj: Any = None) -> Any:
+        """Register an object under its name; without one, a decorator that does."""
+        return self.register_module(module=obj)
 
     def register_module(
         self,
-        name: Names = None,
+        name: str | Sequence[str] | None = None,
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """:meth:`register` with MMEngine's arguments: a decorator, or given a module.
+        """Register an object, or return a decorator that does.
 
         Example::
 
@@ -80,10 +48,34 @@ class Registry:
             class Net(nn.Module): ...
 
             MODELS.register_module(module=torchvision.models.resnet18)
+
+        Args:
+            name: the name to register under, or several; None is its ``__name__``.
+            force: replace what is registered under that name.
+            module: the object; without one, a decorator is returned.
+
+        Returns:
+            The object, or the decorator.
+
+        Raises:
+            TypeError: for a decorator without parentheses.
+            ValueError: if a name is taken and ``force`` is not set.
         """
-        if callable(name):  # without parentheses
+        if callable(name):
             raise TypeError(f"write @REGISTRY.register_module() above {name!r}")
-        return self.register(module, name=name, force=force)
+        if module is None:
+            return lambda decorated: self.register_module(name, force, decorated)
+        if name is None:
+            name = module.__name__
+        names = [name] if isinstance(name, str) else name
+        for each in names:
+            if each in self and not force:
+                raise ValueError(
+                    f"the registry {self.name!r} already has {self._objects[each]!r} as "
+                    f"{each!r}; to put {module!r} in its place, give force=True"
+                )
+        self._objects |= dict.fromkeys(names, module)
+        return module
 
     def get(self, name: str) -> Any:
         """The object registered under ``name``.
@@ -143,16 +135,12 @@ class Registry:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self._objects.items())
 
-    def __len__(self) -> int:
-        return len(self._objects)
-
     def __repr__(self) -> str:
         return f"Registry of {self.name}: {self._objects}"
 
 
 # What a configuration may choose by ``type``. Each part of the package registers what it
 # has when it is imported; add your own with ``@MODELS.register_module()``.
-HOOKS = Registry("hooks")
 MODELS = Registry("models")
 MODEL_WRAPPERS = Registry("model wrappers")
 OPTIMIZERS = Registry("optimizers")

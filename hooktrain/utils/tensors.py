@@ -91,12 +91,14 @@ def map_leaves(
             changed[key] = inside(key, item)
         return changed
     if isinstance(data, list | tuple):
+        items = map(inside, count(), data)
         make = getattr(type(data), "_make", type(data))  # namedtuples have _make
-        return make(map(inside, count(), data))
+        return make(items)
     if is_dataclass(data) and not isinstance(data, type):
         changes = {}
         for field in fields(data):
-            changes[field.name] = inside(field.name, getattr(data, field.name))
+            item = getattr(data, field.name)
+            changes[field.name] = inside(field.name, item)
         return replace(data, **changes)
     return function(path, data)
 
@@ -172,8 +174,9 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     # The largest numbers, since a norm of large ones may overflow.
     largest = torch._foreach_norm(values, math.inf)
     device = largest[0].device
-    together = torch.stack([norm.to(device) for norm in largest])
-    bad = (~together.isfinite()).tolist()  # host-device synchronisation
+    norms = [norm.to(device) for norm in largest]
+    good = torch.stack(norms).isfinite()
+    bad = (~good).tolist()  # host-device synchronisation
     return set(compress(names, bad))
 
 
@@ -193,40 +196,21 @@ def _numbers(tensor: Any) -> Tensor | None:
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     """The function that brings a batch to the device of a model.
 
-    It moves tensors in dicts, lists, tuples and dataclasses, and other objects with ``to``, such as
-    the encodings of Hugging Face's tokenizers. From pinned memory nothing waits: while CUDA
-    computes on a batch, it copies the next one.
+    It moves tensors in dicts, lists, tuples and dataclasses, and other objects with
+    ``to``, such as the encodings of Hugging Face's tokenizers. The host does not wait for
+    tensors in pinned memory.
 
-    On the CPU batches stay as they are. So they do for a model with a ``train_step``, which brings
-    them to its device by itself.
+    On the CPU batches stay as they are. So they do for a model with a ``train_step``,
+    which brings them to its device by itself.
     """
     first = next(model.parameters(), torch.empty(0))
     device = first.device
     if device.type == "cpu" or hasattr(model, "train_step"):
         return lambda data: data
-    copying = None
-    if device.type == "cuda":
-        copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return _copy(leaf, device, copying)
+            return leaf.to(device, non_blocking=True)
         return leaf.to(device) if can_move(leaf) else leaf
 
     return partial(map_leaves, move)
-
-
-def _copy(
-    tensor: Tensor,
-    device: torch.device,
-    copying: torch.cuda.Stream | None,
-) -> Tensor:
-    """Copy a tensor, on CUDA in a stream of its own, which does not wait for the computation."""
-    if copying is None:
-        return tensor.to(device, non_blocking=True)
-    computing = torch.cuda.current_stream(device)
-    with torch.cuda.stream(copying):
-        moved = tensor.to(device, non_blocking=True)
-    computing.wait_stream(copying)
-    moved.record_stream(computing)  # its memory is lent again when that has used it
-    return moved

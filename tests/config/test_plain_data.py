@@ -143,7 +143,7 @@ def test_a_save_that_fails_keeps_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"no space to write .*config\.json"):
+    with pytest.raises(OSError, match=r"No space left .*config\.json"):
         LazyConfig.save(ConfigDict(a={"x": 2}), path)
     assert LazyConfig.load(path) == {"a": {"x": 1}}
     assert os.listdir(tmp_path) == ["config.json"]
