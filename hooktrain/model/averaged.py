@@ -105,7 +105,6 @@ class BaseAveragedModel(nn.Module):
         weight = self.blending_weight(self._steps)
         torch._foreach_lerp_(averages, weights, weight)
 
-    @torch.no_grad()
     def reset(self, model: nn.Module) -> None:
         """Start again from the present weights of the model."""
         averages, weights = self._matched(model)
@@ -125,16 +124,14 @@ class BaseAveragedModel(nn.Module):
             ValueError: if the model has other parameters or buffers than the average.
         """
         averages, weights = self._matched(model)
-        with torch.no_grad():
-            own = {name: weight.clone() for name, weight in weights.items()}
-            _write(weights, averages)
+        own = {name: weight.detach().clone() for name, weight in weights.items()}
+        _write(weights, averages)
         try:
             yield
         finally:
             # An evaluation leaves whole tensors in a sharded model: match them again.
             _, weights = self._matched(model)
-            with torch.no_grad():
-                _write(weights, own)
+            _write(weights, own)
 
     def _matched(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         """The tensors of the average and of the model, by the same names."""
@@ -201,6 +198,7 @@ class StochasticWeightAverage(BaseAveragedModel):
         return 1 / (steps // self.interval + 1)
 
 
+@torch.no_grad()
 def _write(targets: Tensors, sources: Tensors) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])

@@ -77,8 +77,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
                 f"{model.__name__} has its own train_step, not called here: "
                 "use SeparateDistributedDataParallel"
             )
-        this: Any = self
-        return BaseModel.train_step(this, data, optim_wrapper)
+        return BaseModel.train_step(self, data, optim_wrapper)  # type: ignore[arg-type]
 
     def data_preprocessor(self, data: Any, training: bool = False) -> Any:
         """What the model's own makes of a batch."""
