@@ -1,3 +1,4 @@
+import copy
 import logging
 import pickle
 from collections.abc import Iterator
@@ -42,6 +43,14 @@ def test_a_stream_is_mapped_lazily() -> None:
     assert isinstance(dataset, IterableDataset)
     assert list(dataset) == [0, 2, 4]
     assert list(pickle.loads(pickle.dumps(dataset))) == [0, 2, 4]
+
+
+def test_a_function_that_a_spawned_worker_could_not_import_is_refused() -> None:
+    dataset = MapDataset([0, 1], lambda x: x)
+    loader = DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"<lambda>.*at the top of a module"):
+        iter(loader)
+    assert copy.deepcopy(dataset)[1] == 1
 
 
 @pytest.mark.parametrize("serialize", [True, False])

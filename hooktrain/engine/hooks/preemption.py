@@ -39,8 +39,8 @@ class Preemption(HookBase):
     and launchers pass the signal on to them once more.
 
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
-    processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the final
-    evaluation the run has been saved already, and comes to its end.
+    processes ``--shutdown-timeout`` seconds after the signal, 30 by default. In the last iteration
+    and the final evaluation a signal changes nothing: the run comes to its end.
 
     The workers of a torch ``DataLoader`` that a trainer or an evaluation iterates over leave the
     signals to their process. Start those of other loaders by
@@ -91,6 +91,8 @@ class Preemption(HookBase):
     def after_step(self) -> None:
         """Ask for a stop after a signal; save and exit where the ranks agree on one."""
         trainer = self.trainer
+        if trainer.iter + 1 == trainer.max_iter:  # the run comes to its end anyhow
+            return
         if self._received is not None:
             name = signal.Signals(self._received[0]).name
             trainer.request_stop(_Preempted(f"preempted by {name}"))

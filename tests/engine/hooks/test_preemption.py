@@ -67,8 +67,27 @@ def test_a_signal_saves_at_the_end_of_the_iteration(
     assert handlers() == before
 
 
+# The ranks know of it at the next exchange, which is that of the last iteration.
+@pytest.mark.parametrize(("ranks", "iteration"), [(1, 7), (2, 5)])
+def test_a_signal_in_the_last_iteration_lets_the_run_finish(
+    ranks: int, iteration: int, tmp_path: Path
+) -> None:
+    assert run_ranks(finish, ranks, tmp_path, iteration) == [(True, 1)] * ranks
+    files = sorted(path.name for path in tmp_path.glob("*.pth"))
+    assert files == ["model_0000003.pth", "model_final.pth"]
+
+
+def finish(folder: Path, iteration: int) -> tuple[bool, int]:
+    evaluated: list[bool] = []
+    evaluate = EvalHook(0, lambda: evaluated.append(True))
+    signals = signal_at(signal.SIGTERM, iteration)
+    trainer = preemptible(folder, evaluate, signals, gather_metric_period=4)
+    trainer.train(max_iter=8)
+    return trainer.succeeded, len(evaluated)
+
+
 @pytest.mark.parametrize("again", ["in a new process", "as in a notebook"])
-@pytest.mark.parametrize("iteration", [7, 9])
+@pytest.mark.parametrize("iteration", [3, 7])
 def test_a_preempted_run_goes_on_bit_for_bit(
     iteration: int, again: str, tmp_path: Path
 ) -> None:
