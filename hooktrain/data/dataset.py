@@ -5,6 +5,8 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from hooktrain.data.samplers import mix
+from hooktrain.utils.names import importable_name
 
 # After so many samples in a row that the function filtered out, something is wrong with it.
 MAX_ATTEMPTS = 1000
@@ -27,7 +30,8 @@ class MapDataset(Dataset[Any]):
     Args:
         dataset: with ``__len__`` and ``__getitem__``. For an ``IterableDataset`` the result is a
             :class:`MapIterableDataset`, which leaves such samples out.
-        map_func: takes a sample; returns what to use, or None.
+        map_func: takes a sample; returns what to use, or None. Workers that are not forked
+            import it by its name: no lambda then.
     """
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
@@ -42,6 +46,12 @@ class MapDataset(Dataset[Any]):
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.dataset, self.map_func
+
+    def __getstate__(self) -> dict[str, Any]:
+        is_spawning = get_spawning_popen() is not None
+        if is_spawning and isfunction(self.map_func):
+            importable_name(self.map_func)  # refuses what a new process could not import
+        return vars(self)
 
     def __len__(self) -> int:
         return len(self.dataset)

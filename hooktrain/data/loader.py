@@ -225,8 +225,11 @@ def build_train_loader(
 ) -> TrainLoader | DataLoader[Any]:
     """Training batches that go on where a run stopped: an endless stream, in which none is short.
 
-    Of an ``IterableDataset``, whose order is its own, it is a ``StatefulDataLoader`` if the package
-    ``torchdata`` is installed, which continues at its position too, else a torch ``DataLoader``.
+    An ``IterableDataset``, whose order is its own, is read by torchdata's ``StatefulDataLoader``,
+    or where that is not installed, by torch's ``DataLoader``, which does not continue. torchdata
+    reads the stream again up to its position, so random numbers in samples are the same. A data set
+    with a ``state_dict`` (and no mapper) continues without that. Then it has to seed what is random
+    in its workers by its own counter; docs/guide.md has an example.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each

@@ -48,7 +48,7 @@ def test_a_stream_is_mapped_lazily() -> None:
 def test_a_function_that_a_spawned_worker_could_not_import_is_refused() -> None:
     dataset = MapDataset([0, 1], lambda x: x)
     loader = DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"<lambda>.*at the top of a module"):
+    with pytest.raises(ValueError, match="at the top of a module"):
         iter(loader)
     assert copy.deepcopy(dataset)[1] == 1
 

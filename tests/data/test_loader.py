@@ -15,10 +15,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from gloo import run_ranks
@@ -33,6 +35,8 @@ from hooktrain.data import (
     build_test_loader,
     build_train_loader,
 )
+from hooktrain.data.samplers import mix
+from hooktrain.utils.env import seed_on_host
 
 
 class Noise(Dataset[Tensor]):
@@ -279,6 +283,53 @@ def test_a_stream_knows_its_place_where_torchdata_is_installed(
     loader = build_train_loader(Stream(), total_batch_size=2, drop_last=True)
     assert hasattr(loader, "state_dict") == there
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+class Drawing(IterableDataset[Tensor]):
+    """A stream without a state; a number of each generator in each sample."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        noise = Noise(0)
+        worker = get_worker_info()
+        assert worker is not None
+        while self.place < 100:
+            self.seed(worker.seed)
+            self.place += 1
+            yield noise[2 * self.place + worker.id]
+
+    def seed(self, seed: int) -> None:
+        pass
+
+
+class Jumping(Drawing):
+    """As in docs/guide.md."""
+
+    def seed(self, seed: int) -> None:
+        seed_on_host(mix(seed, self.place))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("kind", [Drawing, Jumping])
+def test_what_a_stream_draws_in_workers_is_the_same_after_a_resume(
+    kind: type[Drawing],
+) -> None:
+    def stream() -> Any:
+        return build_train_loader(kind(), total_batch_size=2, num_workers=2)
+
+    first = stream()
+    read = iter(first)
+    for _ in range(3):
+        next(read)
+    second = stream()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(take(second, 4), take(read, 4))
 
 
 def tell(worker_id: int) -> None:
