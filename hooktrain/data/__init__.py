@@ -1,7 +1,5 @@
 """Data: samplers, data sets, and loaders that resume."""
 
-from typing import NoReturn
-
 from hooktrain.data.dataset import (
     DatasetFromList as DatasetFromList,
     MapDataset as MapDataset,
@@ -17,14 +15,3 @@ from hooktrain.data.samplers import (
     StreamSampler as StreamSampler,
     TrainingSampler as TrainingSampler,
 )
-
-_IN_COMPAT = (
-    "GroupedBatchSampler",
-    "RepeatFactorTrainingSampler",
-)
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name in _IN_COMPAT:
-        raise ImportError(f"{name} is in hooktrain.compat.detectron2")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ class MapDataset(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and isfunction(self.map_func):
-            importable_name(self.map_func)  # refuses what a new process could not import
+            importable_name(self.map_func)  # as the new process will
         return vars(self)
 
     def __len__(self) -> int:

@@ -68,8 +68,3 @@ def test_ranks_take_turns_in_one_stream() -> None:
     assert merged == take(TrainingSampler(10, seed=7), 12)
     assert first[1] == second[1]
     assert (first[2], second[2]) == ([0, 1, 2], [3, 4])
-
-
-def test_a_sampler_that_is_elsewhere_says_where() -> None:
-    with pytest.raises(ImportError, match=r"hooktrain\.compat\.detectron2"):
-        from hooktrain.data import GroupedBatchSampler  # noqa: F401
