@@ -1,7 +1,7 @@
 """The losses of the steps: recorded, checked, and brought together across ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
 from typing import Any
@@ -20,8 +20,8 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Split what a model returned in training into the loss and the values to record.
 
     - A tensor is the loss; so is ``loss`` of an object, as of Hugging Face's models.
-    - The losses in a dict are added up. Its metrics are what has neither a gradient nor
-      "loss" in its name.
+    - The losses in a dict are added up. What has neither a gradient nor "loss" in its name
+      is a metric.
 
     Returns:
         The loss to go backward from, and all values by name, with the sum of the losses
@@ -40,13 +40,14 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         )
     scalars = [v for v in values.values() if isinstance(v, Tensor) and v.numel() == 1]
     if not values or len(scalars) < len(values):
+        shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
         raise TypeError(
             "a model in training must return a loss or a dict of losses, of one element "
-            f"each, not {_describe(output)}"
+            f"each, not {shapes or output!r:.300}"
         )
     losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):
-        raise ValueError(f"no loss has a gradient: {_describe(output)}")
+        raise ValueError(f"no loss has a gradient: {output!r:.300}")
     loss = reduce(add, losses)
     if len(losses) < len(values):
         values = {"total_loss": loss, **values}
@@ -61,15 +62,6 @@ def _values_by_name(output: Any) -> dict[str, Any]:
     if hasattr(owner, "loss"):
         return {"total_loss": output.loss}
     return dict(output) if isinstance(output, Mapping) else {}
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        items = [f"{name!r}: {_describe(item)}" for name, item in value.items()]
-        return f"{{{', '.join(items)}}}"
-    return type(value).__name__
 
 
 class LossRecorder:
@@ -87,6 +79,7 @@ class LossRecorder:
     def __init__(self, iteration: int = 0) -> None:
         self._alone = comm.get_world_size() == 1
         self._waiting = EventStorage()
+        self._data_times: dict[int, float] = {}  # by iteration; they wait too
         self._columns: dict[str, int] = {}  # the names that all ranks know
         # The iterations before these are exchanged, and checked.
         self._exchanged = iteration
@@ -122,27 +115,35 @@ class LossRecorder:
         Raises:
             FloatingPointError: if a loss is not finite.
         """
-        values = {name: _on_host_if_free(value) for name, value in losses.items()}
-        on_device = any(isinstance(value, Tensor) for value in values.values())
+        check_now = check_now and self._alone
+        values: dict[str, Any] = {}
+        for name, value in losses.items():
+            if isinstance(value, Tensor):
+                if value.is_cpu:
+                    value = value.item()
+                else:
+                    value = value.detach()
+                    check_now = False
+            values[name] = value
         if total is None:
-            checked = [name for name in values if is_loss(name)]
+            checked = list(filter(is_loss, values))
         else:
             checked = [total]
             if total not in values:  # the sum comes first where metrics are shown
                 values = {total: reduce(add, values.values()), **values}
-        if on_device or not check_now or not self._alone:
+        if not check_now:
             self._to_check.update(checked)
         elif iteration not in self._tolerated:
-            for name in checked:
-                if not math.isfinite(values[name]):
-                    raise _non_finite(iteration, values)
+            _refuse_non_finite(checked, values, iteration)
             self._checked = iteration + 1
         target = storage if self._alone else self._waiting
         for name, value in values.items():
             target.put_scalar(name, value, True, iteration)
-        target.put_scalar("data_time", data_time, True, iteration)
-        if not self._alone:
+        if self._alone:
+            storage.put_scalar("data_time", data_time, True, iteration)
+        else:
             storage.put_scalar("rank_data_time", data_time, True, iteration)
+            self._data_times[iteration] = data_time
 
     def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
@@ -158,38 +159,29 @@ class LossRecorder:
             The highest rank that asks for something, or -1.
         """
         first = self._exchanged
-        count = finished - first
-        entries = {}
-        for name, history in self._waiting.histories().items():
-            entries[name] = history.since(first)
+        waiting = self._waiting.histories()
+        times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        data_times = np.full(count, -1.0)
-        for seconds, i in entries.pop("data_time", []):
-            data_times[i - first] = seconds
-        asking, slowest = self._agree(list(entries), data_times, asks)
+        asking, slowest = self._agree(list(waiting), times, asks)
         # The sums of the values, and how many there are.
-        sums = np.zeros((2, count, len(self._columns)))
-        for name, values in entries.items():
-            for value, i in values:
-                sums[:, i - first, self._columns[name]] += (value, 1)
+        sums = np.zeros((finished - first, len(self._columns), 2))
+        for name, history in waiting.items():
+            for value, i in history.since(first):
+                sums[i - first, self._columns[name]] += (value, 1)
         if sums.size:
             comm.all_reduce(torch.from_numpy(sums))
-        for step in range(count):
-            iteration = first + step
-            means = zip(self._columns, *sums[:, step].tolist(), strict=True)
-            for name, total, ranks in means:
+        for name, column in self._columns.items():
+            for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
-                    storage.put_scalar(name, total / ranks, cur_iter=iteration)
-            if slowest[step] >= 0:
-                storage.put_scalar("data_time", slowest[step], cur_iter=iteration)
+                    storage.put_scalar(name, total / ranks, cur_iter=i)
+        for i, seconds in enumerate(slowest, first):
+            if seconds >= 0:
+                storage.put_scalar("data_time", seconds, cur_iter=i)
         return asking
 
     def _agree(
-        self,
-        names: list[str],
-        data_times: np.ndarray,
-        asks: bool,
+        self, names: list[str], times: list[float], asks: bool
     ) -> tuple[int, list[float]]:
         """Learn all ranks' names; return who asks, and the slowest times.
 
@@ -200,7 +192,7 @@ class LossRecorder:
             new = [name for name in names if name not in self._columns]
             has_new = rank if new else -1
             asking = rank if asks else -1
-            largest = torch.tensor([has_new, asking, *data_times], dtype=torch.float64)
+            largest = torch.tensor([has_new, asking, *times], dtype=torch.float64)
             comm.all_reduce(largest, dist.ReduceOp.MAX)
             speaker, highest, *slowest = largest.tolist()
             if speaker < 0:
@@ -216,31 +208,27 @@ class LossRecorder:
         """
         if self._checked >= finished or not self._to_check:
             return
+        losses: dict[int, dict[str, float]] = {}  # by iteration
         for source in (storage, self._waiting):
-            losses: dict[int, dict[str, float]] = {}  # by iteration
             # Host-device synchronisation: reads what was recorded since the last time.
             for name, history in source.histories().items():
                 if is_loss(name) or name in self._to_check:
                     for value, i in history.since(self._checked):
                         losses.setdefault(i, {})[name] = value
-            for i in sorted(losses.keys() - self._tolerated):
-                for name in self._to_check:
-                    if not math.isfinite(losses[i].get(name, 0.0)):
-                        raise _non_finite(i, losses[i])
+        for i in sorted(losses.keys() - self._tolerated):
+            _refuse_non_finite(self._to_check, losses[i], i)
         self._checked = finished if self._alone else self._exchanged
 
 
-def _on_host_if_free(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.is_cpu else value.detach()
-
-
-def _non_finite(iteration: int, losses: Mapping[str, float]) -> FloatingPointError:
-    return FloatingPointError(
-        f"Loss became infinite or NaN at iteration={iteration}!\n"
-        f"loss_dict = {dict(losses)}\n{LOOK_AGAIN}"
-    )
+def _refuse_non_finite(
+    names: Iterable[str], losses: Mapping[str, float], iteration: int
+) -> None:
+    for name in names:
+        if not math.isfinite(losses.get(name, 0.0)):
+            raise FloatingPointError(
+                f"Loss became infinite or NaN at iteration={iteration}!\n"
+                f"loss_dict = {losses}\n{LOOK_AGAIN}"
+            )
 
 
 LOOK_AGAIN = (

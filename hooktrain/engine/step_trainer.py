@@ -17,16 +17,16 @@ class StepTrainer(ModelTrainer):
     """The training of a model with ``train_step(data, optim_wrapper)``.
 
     An iteration is one call of it with one batch. The model decides what is updated, how
-    often and by which optimizer; it returns a dict of values to log, or None.
-    ``accumulative_counts`` counts calls of ``update_params``, and the hooks'
+    often and by which optimizer. It returns a dict of values to log, or None.
+    ``accumulative_counts`` counts calls of ``update_params``; the hooks'
     ``after_backward`` runs in each update.
 
-    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do, has
-    left the update to the trainer.
+    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do,
+    leaves the update to the trainer.
 
-    The arguments are those of :class:`ModelTrainer`. The check for losses that are not
-    finite comes after the update, and always before a checkpoint. Gradients are not saved:
-    a resumed run is exact if no gradients live from one step to the next.
+    The arguments are those of :class:`ModelTrainer`. Losses are checked after the update,
+    and always before a checkpoint. Gradients are not saved: a resumed run is exact if none
+    live from one step to the next.
 
     Attributes:
         last_batch: the batch of the last step, for hooks.

@@ -2,13 +2,11 @@
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any, TypeAlias
 
 import torch
-from tabulate import tabulate
 
 from hooktrain import __version__
 from hooktrain.engine.losses import LossRecorder
@@ -20,43 +18,44 @@ from hooktrain.utils.epochs import in_iterations
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
-# The parts of a trainer's state that can be loaded one by one.
+# The parts of a trainer's state.
 STATE_PARTS = frozenset({"iteration", "hooks", "storage", "seed", "optimizer", "data"})
 
 # What a run takes from the main process.
 _SHARED = ("seed", "max_iter", "sync_period", "epoch_length")
 
+State: TypeAlias = Mapping[str, Any]
+Place: TypeAlias = (
+    "HookBase | type[HookBase] | str | None"  # an object, a class or a key
+)
+
 logger = logging.getLogger(__name__)
 
 
 class HookBase:
-    """Something that happens around the steps of a trainer.
+    """What happens around the steps of a trainer.
 
     A hook overrides the events that it needs::
 
         hook.before_train()
         for iter in range(start_iter, max_iter):
             hook.before_step()
-            trainer.run_step()    # calls hook.after_backward() between backward and update
+            trainer.run_step()    # calls hook.after_backward() before the update
             hook.after_step()
         hook.after_train()
 
-    Register a hook on every rank. One that the main process alone has must call no
-    collective. A hook with state overrides both ``state_dict`` and ``load_state_dict``.
+    Register it on every rank. A hook of the main process alone must call no collective.
+    One with state overrides both ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        trainer: a weak proxy of the trainer, set when the hook is registered.
-        key: its name in checkpoints and tables; None is its class.
-        on_every_rank: whether all ranks have this hook. Set before ``before_train``.
+        trainer: a weak proxy of the trainer, set by ``register_hooks``.
+        key: its name in checkpoints; None is its class.
+        on_every_rank: whether all ranks have it. Known in ``before_train``.
     """
 
     trainer: Any = None
     key: str | None = None
     on_every_rank: bool = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        # To copy the proxy would copy the whole trainer.
-        return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def before_train(self) -> None:
         """Called once before the first iteration."""
@@ -68,7 +67,7 @@ class HookBase:
         """Called before each iteration."""
 
     def after_backward(self) -> None:
-        """Called between backward pass and update."""
+        """Called before each update, when the gradients are there."""
 
     def after_step(self) -> None:
         """Called after each iteration."""
@@ -77,8 +76,8 @@ class HookBase:
         """Whether what happens every ``period`` iterations is due after this one.
 
         Args:
-            period: in iterations, or a text such as ``"1 epoch"``. 0 is never due.
-            at_end: the answer at the last iteration of the run; None asks the period.
+            period: in iterations, or like ``"1 epoch"``; 0 is never due.
+            at_end: the answer at the last iteration; None asks the period.
         """
         trainer = self.trainer
         done: int = trainer.iter + 1
@@ -89,10 +88,10 @@ class HookBase:
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, in tensors and plain types."""
+        """What a resumed run needs, in tensors and plain types."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned."""
         logger.warning(
             "%s saves state but has no load_state_dict: it starts anew",
@@ -100,20 +99,16 @@ class HookBase:
         )
 
 
-# Of a hook: itself, its class or its key.
-Place: TypeAlias = HookBase | type[HookBase] | str | None
-
-
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
-    The global random generators are seeded at the start of each iteration, from the seed,
-    the iteration and the rank.
+    Each iteration seeds the global random generators from the seed, its number and the
+    rank.
 
-    Another trainer may be inside and make the steps, as in detectron2's DefaultTrainer.
-    Assign it to ``self._trainer`` in the constructor, and let ``run_step`` do
-    ``self._trainer.iter = self.iter; self._trainer.run_step()``. It uses the outer
-    trainer's hooks and storage.
+    A trainer inside, as in detectron2's DefaultTrainer, may make the steps. Assign it to
+    ``self._trainer`` in the constructor, and let ``run_step`` do
+    ``self._trainer.iter = self.iter; self._trainer.run_step()``. It uses the hooks and the
+    storage of the outer one.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
@@ -121,35 +116,35 @@ class TrainerBase:
         max_iter: where the run ends, exclusive. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing has failed.
         epoch_length: the iterations of an epoch, or None if that is not known.
-        seed: of the random numbers. None takes ``torch.initial_seed()`` of the main process.
+        seed: of the random numbers; None takes the main process's ``torch.initial_seed()``.
         storage: takes the metrics.
-        stop_reason: why the run is ending early, once all ranks agree; else None.
-        sync_period: the ranks exchange metrics and requests every so many iterations.
-        meta: plain values to keep in every checkpoint, such as the configuration.
+        stop_reason: why the run ends early, once all ranks know; else None.
+        sync_period: how often the ranks exchange metrics and requests, in iterations.
+        meta: plain values for every checkpoint, such as the configuration.
     """
 
-    sync_period: int = 20
+    iter: int = 0
+    start_iter: int = 0
+    max_iter: int = 0
+    succeeded: bool = False
     epoch_length: int | None = None
+    seed: int | None = None
+    stop_reason: str | None = None
+    sync_period: int = 20
     _trainer: Any = None  # the trainer inside that makes the steps
     _outer: Any = None  # the trainer around this one
+    # The hooks whose before_train was called; None while nothing runs.
+    _begun: list[HookBase] | None = None
+    _finished = 0  # how many iterations are done
+    _broke_off = False  # inside an iteration
+    _stop_request: str | None = None
+    _late_error: BaseException | None = None
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
-        # Those whose before_train was called; None while nothing runs.
-        self._begun: list[HookBase] | None = None
-        self.iter = 0
-        self.start_iter = 0
-        self.max_iter = 0
-        self.succeeded = False
-        self.seed: int | None = None
         self.storage = EventStorage()
         self.meta: dict[str, Any] = {}
-        self.stop_reason: str | None = None
         self._losses = LossRecorder()
-        self._finished = 0  # how many iterations are done
-        self._broke_off = False  # inside an iteration
-        self._stop_request: str | None = None
-        self._late_error: BaseException | None = None
 
     # The loop.
 
@@ -163,22 +158,21 @@ class TrainerBase:
         """Run the iterations from ``start_iter`` up to, not including, ``max_iter``.
 
         Args:
-            start_iter: the first iteration; None continues after the last finished one.
+            start_iter: the first iteration; None goes on after the last finished one.
             max_iter: the iteration to end before.
             max_epochs: in place of ``max_iter``, counted from iteration 0.
 
         Raises:
-            ValueError: without a ``max_iter`` from ``start_iter`` on; or if nobody knows
-                how long an epoch is.
+            ValueError: without an end after the start, or if an epoch has no known length.
             RuntimeError: if the last run broke off inside an iteration, without
                 ``start_iter``.
         """
+        start = self._finished if start_iter is None else start_iter
         if start_iter is None and self._broke_off:
             raise RuntimeError(
                 f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
-                f"or go on as things are: train(start_iter={self._finished})"
+                f"or go on as things are: train(start_iter={start})"
             )
-        start = self._finished if start_iter is None else start_iter
         if max_iter is None and max_epochs is not None:
             max_iter = in_iterations(f"{max_epochs} epochs", self.epoch_length)
         if max_iter is None or not 0 <= start <= max_iter:
@@ -222,12 +216,11 @@ class TrainerBase:
             logger.debug("Exception during training:", exc_info=True)
         try:
             self.after_train()
-        except BaseException:
-            # The first error must not be hidden.
+        except BaseException:  # must not hide the first error
             logger.exception("Exception while ending the failed run:")
 
     def before_train(self) -> None:
-        """Begin a run at ``start_iter``, and call the hooks."""
+        """Begin a run, and call the hooks."""
         self.succeeded = False
         self.stop_reason = None
         self._stop_request = None
@@ -249,7 +242,7 @@ class TrainerBase:
         self.succeeded = self.start_iter >= self.max_iter
 
     def _agree(self) -> None:
-        """Take the main process's values; see which hooks all ranks have."""
+        """Take the main process's values; find the hooks that all ranks have."""
         self._rank = comm.get_rank()
         if self.seed is None:
             self.seed = torch.initial_seed()
@@ -276,7 +269,7 @@ class TrainerBase:
             hook.before_step()
 
     def run_step(self) -> None:
-        """One iteration; calls :meth:`after_backward`. A subclass defines it."""
+        """One iteration. A subclass defines it, and calls :meth:`after_backward`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define run_step")
 
     def after_backward(self) -> None:
@@ -327,11 +320,11 @@ class TrainerBase:
     # What hooks ask for.
 
     def request_stop(self, reason: str) -> None:
-        """Ask for an early, orderly end of the run, from any hook or rank.
+        """Ask for an early end of the run, from any hook or rank.
 
-        All ranks stop after the same iteration: this one in a single process, else that
-        of the next exchange; never inside a gradient accumulation. ``max_iter`` becomes
-        the number of finished iterations.
+        A single process stops after this iteration, ranks together at the next exchange;
+        never inside an accumulation. ``max_iter`` becomes the number of finished
+        iterations.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -340,16 +333,13 @@ class TrainerBase:
             self.stop_reason = self._stop_request
 
     def raise_later(self, error: BaseException) -> None:
-        """Raise an error when the other hooks have seen this iteration.
-
-        All ranks must call it, or none.
-        """
+        """Raise an error when all hooks have seen this iteration. On all ranks or none."""
         self._late_error = self._late_error or error
 
     def tolerate_losses(self) -> None:
-        """Let the losses of this iteration be infinite or NaN: no update is made of them.
+        """Let the losses of this iteration be infinite or NaN. On all ranks or none.
 
-        A hook calls it, in ``after_backward`` or before, on all ranks alike.
+        For hooks that prevent the update, in ``after_backward`` or before.
         """
         self._losses.tolerate(self.iter)
 
@@ -364,13 +354,13 @@ class TrainerBase:
         self._losses.check(self.storage, self._finished)
 
     def prepare_save(self, on_every_rank: bool = True) -> None:
-        """Let all ranks know of what must not be saved, before a save.
+        """Before a save, let all ranks know of what must not be saved.
 
         Args:
             on_every_rank: whether all ranks call it; then it is a collective.
 
         Raises:
-            FloatingPointError: as :meth:`state_dict`, but on every rank.
+            FloatingPointError: as :meth:`state_dict`, on every rank.
         """
         if on_every_rank and comm.get_world_size() > 1:
             self.synchronize()
@@ -408,18 +398,10 @@ class TrainerBase:
         """The state of the steps: optimizer and position in the data."""
         return {}
 
-    def check_step_state(
-        self,
-        state: Mapping[str, Any],
-        parts: Collection[str],
-    ) -> None:
+    def check_step_state(self, state: State, parts: Collection[str]) -> None:
         """Refuse what :meth:`load_step_state` could not load."""
 
-    def load_step_state(
-        self,
-        state: Mapping[str, Any],
-        parts: Collection[str],
-    ) -> None:
+    def load_step_state(self, state: State, parts: Collection[str]) -> None:
         """Load the chosen parts of what :meth:`step_state_dict` returned."""
 
     # The state.
@@ -427,7 +409,7 @@ class TrainerBase:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types.
 
-        ``iteration`` is the last finished iteration, -1 before the first.
+        ``iteration`` is the last finished one, -1 before the first.
 
         Raises:
             FloatingPointError: if a loss was not finite, or weights are not.
@@ -454,58 +436,45 @@ class TrainerBase:
         }
 
     def check_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        *,
-        only: Collection[str] | None = None,
+        self, state_dict: State, *, only: Collection[str] = STATE_PARTS
     ) -> None:
-        """Refuse a state that :meth:`load_state_dict` could not load; change nothing.
+        """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
             ValueError: for an unknown part; if a hook with saved state is not registered;
                 or if optimizer or data are others.
         """
-        parts = STATE_PARTS if only is None else set(only)
-        unknown = sorted(parts - STATE_PARTS)
-        if unknown:
-            raise ValueError(
-                f"unknown {unknown} in only; there is {sorted(STATE_PARTS)}"
-            )
+        if not STATE_PARTS.issuperset(only):
+            raise ValueError(f"only={only!r}: there is {sorted(STATE_PARTS)}")
         # Other ranks than the main process may have fewer hooks.
-        if "hooks" in parts and comm.is_main_process():
+        if "hooks" in only and comm.is_main_process():
             hooks = self._named_hooks()
             lost = [key for key in state_dict.get("hooks", {}) if key not in hooks]
             if lost:
                 raise ValueError(
-                    "the checkpoint has state of hooks that are not registered: "
-                    f"{lost}; there are {list(hooks)}. Register them, or load other "
-                    "parts only"
+                    f"the checkpoint has state of hooks that are not registered: {lost}; "
+                    f"there are {list(hooks)}. Register them, or load other parts only"
                 )
-        self._steps.check_step_state(_flat(state_dict), parts)
+        self._steps.check_step_state(_flat(state_dict), only)
 
     def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        *,
-        only: Collection[str] | None = None,
+        self, state_dict: State, *, only: Collection[str] = STATE_PARTS
     ) -> None:
-        """Load what :meth:`state_dict` returned, so that ``train`` continues after it.
+        """Load what :meth:`state_dict` returned, so that ``train`` goes on after it.
 
         Args:
             state_dict: the state, or that of a trainer of detectron2. Parts that it lacks
                 stay as they are.
-            only: the parts to load, of :data:`STATE_PARTS`; None loads all. Without
-                ``"hooks"`` schedules begin anew.
+            only: the parts to load. Without ``"hooks"`` schedules begin anew.
 
         Raises:
             ValueError: as :meth:`check_state_dict`, before anything is changed.
         """
         self.check_state_dict(state_dict, only=only)
-        parts = STATE_PARTS if only is None else set(only)
-        self._steps.load_step_state(_flat(state_dict), parts)
-        if "hooks" in parts:
+        self._steps.load_step_state(_flat(state_dict), only)
+        if "hooks" in only:
             self._load_hooks(state_dict.get("hooks", {}))
-        there = parts & state_dict.keys()
+        there = state_dict.keys() & only
         if "iteration" in there:
             self.iter = int(state_dict["iteration"])
             self._finished = self.iter + 1
@@ -516,7 +485,7 @@ class TrainerBase:
         if "seed" in there:
             self.seed = state_dict["seed"]
 
-    def _load_hooks(self, states: Mapping[str, Any]) -> None:
+    def _load_hooks(self, states: State) -> None:
         for key, hook in self._named_hooks().items():
             if key in states:
                 hook.load_state_dict(states[key])
@@ -537,7 +506,7 @@ class TrainerBase:
         During a run their ``before_train`` is called at once.
 
         Args:
-            hooks: the hooks, in order. None entries are left out.
+            hooks: the hooks, in order; None entries are left out.
             before: place them before this hook: an object, a class or a key.
             after: place them after this hook, if there is no ``before``.
 
@@ -552,13 +521,10 @@ class TrainerBase:
             index = self._indices(after)[-1] + 1
         # A cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
-        for hook in hooks:
-            if hook is None:
-                continue
+        for hook in filter(None, hooks):
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
-            is_of_another = hook.trainer is not None and hook.trainer is not me
-            if is_of_another or hook in self._hooks:
+            if hook in self._hooks or hook.trainer not in (None, me):
                 raise ValueError(
                     f"{hook!r} is registered already: make one for each trainer"
                 )
@@ -575,8 +541,7 @@ class TrainerBase:
         named = self._named_hooks()
         found = []
         for index, (key, hook) in enumerate(named.items()):
-            is_of_class = isinstance(wanted, type) and isinstance(hook, wanted)
-            if is_of_class or wanted in (key, hook):
+            if wanted in (key, hook, *type(hook).__mro__):
                 found.append(index)
         if not found:
             raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
@@ -584,29 +549,28 @@ class TrainerBase:
 
     def _named_hooks(self) -> dict[str, HookBase]:
         """The hooks by name: the key or the class, then ``#1``, ``#2``."""
-        seen: Counter[str] = Counter()
-        named = {}
+        named: dict[str, HookBase] = {}
         for hook in self._hooks:
-            name = hook.key or type(hook).__qualname__
-            count = seen[name]
-            seen[name] += 1
-            if count:
-                name = f"{name}#{count}"
+            name = first = hook.key or type(hook).__qualname__
+            count = 0
+            while name in named:
+                count += 1
+                name = f"{first}#{count}"
             named[name] = hook
         return named
 
     def describe_hooks(self) -> str:
-        """A table of the hooks and their events."""
-        rows = []
-        for index, (key, hook) in enumerate(self._named_hooks().items()):
-            row = [str(index), key]
+        """The hooks in order, each with its events, one a line."""
+        lines = []
+        for key, hook in self._named_hooks().items():
+            own = []
             for event in EVENTS:
-                is_own = getattr(type(hook), event) is not getattr(HookBase, event)
-                row.append("x" if is_own else "")
-            rows.append(row)
-        return tabulate(rows, headers=["", "hook", *EVENTS], tablefmt="pipe")
+                if getattr(type(hook), event) is not getattr(HookBase, event):
+                    own.append(event)
+            lines.append(f"{key}: {', '.join(own)}")
+        return "\n".join(lines)
 
 
-def _flat(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(state_dict: State) -> dict[str, Any]:
     """The state without the nesting of detectron2's DefaultTrainer."""
     return {**state_dict.get("_trainer", {}), **state_dict}

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import length_hint
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
 from hooktrain.engine.preflight import check_parts
-from hooktrain.engine.train_loop import TrainerBase
+from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import (
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 class Batches(Iterator[Any]):
     """The batches of a loader, which starts again when it is exhausted.
 
-    Before that, ``set_epoch`` of its samplers is called.
+    Then ``set_epoch`` of its samplers is called.
 
     Attributes:
-        epoch: how often the loader was exhausted.
+        epoch: how often it was exhausted.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -78,12 +78,12 @@ class Batches(Iterator[Any]):
             state["loader"] = self.loader.state_dict()
         return state
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Let the loader refuse the state of other data."""
         if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(state_dict["loader"])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned; warn if the position cannot be restored."""
         self.epoch = int(state_dict.get("epoch", 0))
         self._iterator = None
@@ -102,13 +102,13 @@ class ModelTrainer(TrainerBase):
     Args:
         model: the model, which is put into training mode.
         data_loader: an iterable of batches; see :class:`Batches`.
-        optimizer: a torch optimizer, an :class:`~hooktrain.solver.OptimWrapper` around one,
-            or a dict of either.
-        gather_metric_period: the ranks' metrics are brought together every so many
-            iterations, or every ``"1 epoch"``. Until then they cannot be read.
+        optimizer: a torch optimizer, an :class:`~hooktrain.solver.OptimWrapper`, or a dict
+            of either.
+        gather_metric_period: the ranks exchange metrics every so many iterations, or every
+            ``"1 epoch"``. Until then they cannot be read.
         zero_grad_before_forward: free the gradients before the forward pass, not after it.
-        async_write_metrics: on the CPU of a single process, check the losses at the end of
-            each period instead of before each update.
+        async_write_metrics: check the losses at the end of a period, also where it is free
+            to check them before each update.
 
     Attributes:
         optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
@@ -134,7 +134,8 @@ class ModelTrainer(TrainerBase):
         unwrap_model(model)  # refuses what is no model
         self.optim_wrapper = self.updating = build_optim_wrapper(None, optimizer)
         self.optim_wrapper.name_parameters(model)
-        if length := length_hint(data_loader, 0):
+        length = length_hint(data_loader, 0)
+        if length:
             self.epoch_length = -(-length // self.batches_per_step)  # rounded up
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         if self.sync_period < 1:
@@ -177,7 +178,7 @@ class ModelTrainer(TrainerBase):
     def reset_data_loader(
         self, data_loader_builder: Callable[[], Iterable[Any]]
     ) -> None:
-        """Replace the loader; free the old one first."""
+        """Replace the loader. The old one is freed first."""
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
@@ -202,12 +203,11 @@ class ModelTrainer(TrainerBase):
     def _check_mode(self) -> None:
         if not self.model.training:
             raise RuntimeError(
-                "the model is in evaluation mode: after model.eval() you must call "
-                "model.train()"
+                "the model is in evaluation mode: after model.eval() call model.train()"
             )
 
     def check_weights(self) -> None:
-        """Refuse what is not finite and was so when the run began."""
+        """Refuse weights that have become infinite or NaN in this run."""
         if self._meant_so is None:  # no run has begun
             return
         broken = non_finite(self.model.state_dict()) - self._meant_so
@@ -224,11 +224,7 @@ class ModelTrainer(TrainerBase):
             "data": self._data_loader_iter.state_dict(),
         }
 
-    def check_step_state(
-        self,
-        state: Mapping[str, Any],
-        parts: Collection[str],
-    ) -> None:
+    def check_step_state(self, state: State, parts: Collection[str]) -> None:
         """Refuse the state of another optimizer or of other data."""
         if "optimizer" in parts:
             if "optimizer" not in state:
@@ -237,11 +233,7 @@ class ModelTrainer(TrainerBase):
         if "data" in parts:
             self._data_loader_iter.check_state_dict(state.get("data", {}))
 
-    def load_step_state(
-        self,
-        state: Mapping[str, Any],
-        parts: Collection[str],
-    ) -> None:
+    def load_step_state(self, state: State, parts: Collection[str]) -> None:
         """Load optimizer and position; without ``"hooks"`` no scheduled settings."""
         if "data" in parts and "data" in state:
             self._data_loader_iter.load_state_dict(state["data"])
@@ -259,11 +251,11 @@ class SimpleTrainer(ModelTrainer):
     """The training of one model by one optimizer.
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
-    and returns a loss, or a dict of losses and metrics:
-    :func:`~hooktrain.engine.losses.parse_losses` has the rule.
+    and returns a loss, or a dict of losses and metrics, as
+    :func:`~hooktrain.engine.losses.parse_losses` tells them apart.
 
-    For anything else write a subclass with your own :meth:`run_step`. The arguments are
-    those of :class:`ModelTrainer`.
+    For another step define :meth:`run_step` in a subclass. The arguments are those of
+    :class:`ModelTrainer`.
     """
 
     @property
@@ -312,7 +304,7 @@ class SimpleTrainer(ModelTrainer):
 
     def _write_metrics(
         self,
-        loss_dict: Mapping[str, Any],
+        loss_dict: State,
         data_time: float,
         prefix: str = "",
         iter: int | None = None,
@@ -326,7 +318,7 @@ class SimpleTrainer(ModelTrainer):
             iter: the iteration; None is the current one.
 
         Raises:
-            FloatingPointError: if the sum is not finite, where it costs nothing to know.
+            FloatingPointError: if the sum is not finite, where that is free to know.
         """
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}

@@ -189,34 +189,28 @@ class Counter(HookBase):
         self.count = state_dict["count"]
 
 
-def test_hooks_are_placed_before_others_by_class_key_or_object() -> None:
+def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> None:
     trainer = Trainer()
     third, last = Counter(key="third"), Recorder([])
     trainer.register_hooks([third, last])
     trainer.register_hooks([Counter(key="first")], before="third")
     trainer.register_hooks([Counter(key="second")], before=third)
-    trainer.register_hooks([Counter(key="fourth")], before=Recorder)
+    trainer.register_hooks([Counter(key="fourth")], after=third)
+    trainer.register_hooks([Counter(key="sixth")], before=Recorder)
+    trainer.register_hooks([Counter(key="fifth")], after="fourth")
     trainer.register_hooks([Counter(key="zeroth")], before=Counter)
-    keys = [
-        line.split("|")[2].strip() for line in trainer.describe_hooks().splitlines()[2:]
-    ]
-    assert keys == ["zeroth", "first", "second", "third", "fourth", "Recorder"]
+    trainer.register_hooks([Counter(key="seventh")], after=Counter)
+    trainer.register_hooks([Counter(key="end")], after=HookBase)
+    keys = [line.split(":")[0] for line in trainer.describe_hooks().splitlines()]
+    counted = ["zeroth", "first", "second", "third", "fourth", "fifth", "sixth"]
+    assert keys == [*counted, "seventh", "Recorder", "end"]
 
 
-def test_hooks_are_placed_after_others_by_class_key_or_object() -> None:
+def test_hooks_are_described_with_their_events() -> None:
     trainer = Trainer()
-    first, last = Counter(key="first"), Recorder([])
-    trainer.register_hooks([first, last])
-    trainer.register_hooks([Counter(key="second")], after=first)
-    trainer.register_hooks([Counter(key="third")], after="second")
-    trainer.register_hooks([Counter(key="fourth")], after=Counter)
-    assert list(trainer._named_hooks()) == [
-        "first",
-        "second",
-        "third",
-        "fourth",
-        "Recorder",
-    ]
+    trainer.register_hooks([HookBase(), Counter(), Counter()])
+    expected = ["HookBase: ", "Counter: after_step", "Counter#1: after_step"]
+    assert trainer.describe_hooks().splitlines() == expected
 
 
 def test_a_hook_that_is_registered_during_a_run_begins_at_once() -> None:
