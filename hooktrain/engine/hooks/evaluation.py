@@ -283,7 +283,8 @@ class BestCheckpointer(HookBase):
         if measured_at < iteration:
             self._refuse_old(measured_at)
             return
-        logger.info("%s is %.4g, the best before %s", name, value, self.best_metric)
+        so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
+        logger.info("%s is %.4g; the best so far: %s", name, value, so_far)
         if self._update_best(value, measured_at):
             found = {"metric": name, "best_metric": value, "best_iter": measured_at}
             with self._ema.swap() if self._ema else nullcontext():
