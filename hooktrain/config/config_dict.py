@@ -144,21 +144,19 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
         ValueError: If a reference names nothing, or comes back to itself.
     """
     restore_references(cfg)
-    # All are followed before any is replaced.
-    written = dict(_references(cfg, ()))
-    found = {}
-    for path, text in written.items():
+    references = {}  # by path: as it is written, and what it names
+    for path, text in _references(cfg, ()):
         try:
-            found[path] = _resolved(cfg, path, text)
+            value = _resolved(cfg, path, text)
         except RecursionError:
             where = dotted(path)
             what = f"{where}: the reference {text!r}"
             raise ValueError(f"{what} goes round in a circle") from None
-    for path, value in found.items():
+        references[path] = (text, value)
+    # All are followed before any is replaced.
+    for path, (_, value) in references.items():
         _put(cfg, path, value)
-    remembered = vars(cfg)
-    remembered["_written"] = written
-    remembered["_found"] = found
+    vars(cfg)["_references"] = references
     return cfg
 
 
@@ -167,19 +165,12 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
 
     Returns:
         ``cfg`` itself.
-
-    Raises:
-        TypeError: If it is no ConfigDict.
     """
-    if not isinstance(cfg, ConfigDict):
-        raise TypeError(f"a config must be a ConfigDict, but got {cfg!r:.80}")
-    remembered = vars(cfg)
-    written = remembered.pop("_written", {})
-    found = remembered.pop("_found", {})
-    for path, text in written.items():
+    references = vars(cfg).pop("_references", {})
+    for path, (text, value) in references.items():
         # Something on the way may have been deleted.
         with suppress(KeyError, IndexError, TypeError):
-            if _at(cfg, path) == found[path]:
+            if _at(cfg, path) == value:
                 _put(cfg, path, text)
     return cfg
 

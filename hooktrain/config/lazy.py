@@ -162,30 +162,24 @@ class LazyConfig:
         if Path(filename).suffix == ".py":
             hint = "a config is saved as JSON: give a name like 'config.json'"
             raise ValueError(f"{hint}, not {str(filename)!r}")
-        written = restore_references(cfg.copy())
-        data = to_data(written)
-        for line in dotted_lines(data, ""):
+        for line in LazyConfig.to_py(cfg, "").splitlines():
             if NOT_SAVED in line:
-                logger.warning("The saved config lacks %s", line.strip())
+                logger.warning("The saved config lacks %s", line)
         with atomic_write(filename) as file:
-            file.write(_json(data).encode())
+            file.write(LazyConfig.to_json(cfg).encode())
 
     @staticmethod
     def to_json(cfg: ConfigDict) -> str:
         """The text of the file that `save` writes."""
         written = restore_references(cfg.copy())
         data = to_data(written)
-        return _json(data)
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @staticmethod
     def to_py(cfg: ConfigDict, prefix: str = "cfg.") -> str:
         """A config as lines such as ``cfg.train.max_iter = 100``, for a log."""
         data = to_data(cfg)
         return "".join(dotted_lines(data, prefix))
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
 def _read_json(path: Path) -> ConfigDict:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hooktrain.config.config_dict import ConfigDict, known_keys
+from hooktrain.config.config_dict import ConfigDict
 from hooktrain.utils.names import importable_name
 
 # How the text begins that is saved for what cannot be imported by a name.
@@ -84,20 +84,11 @@ def _name(value: Any, separator: str) -> str:
         return f"{NOT_SAVED}{value!r:.80}"
 
 
-def dotted_lines(data: Any, prefix: str) -> Iterator[str]:
+def dotted_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     """Plain data as lines such as ``train.max_iter = 100``."""
-    for key in known_keys(data):
-        value = data[key]
+    for key, value in data.items():
         name = f"{prefix}{key}"
-        if _has_parts(value):
+        if value and isinstance(value, dict):
             yield from dotted_lines(value, f"{name}.")
         else:
             yield f"{name} = {value!r}\n"
-
-
-def _has_parts(value: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) > 0
-    if isinstance(value, list):
-        return any(isinstance(item, dict | list) for item in value)
-    return False

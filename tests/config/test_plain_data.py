@@ -125,7 +125,7 @@ def test_what_cannot_be_saved_is_a_warning(
 ) -> None:
     cfg = ConfigDict(a=LazyCall(dict)(1, b=[0, {"x": value}]), e=[1])
     loaded = round_trip(cfg, tmp_path)
-    assert "The saved config lacks a.b.1.x." in caplog.text
+    assert "The saved config lacks a.b = " in caplog.text
     assert loaded.e == [1]
     with pytest.raises(ValueError, match="NOT SAVED"):
         instantiate(loaded.a)
@@ -158,5 +158,5 @@ def test_to_py_lists_dotted_keys() -> None:
         "cfg.train.lr = 0.1",
         "cfg.train.empty = {}",
         "cfg.train.steps = [1, 2]",
-        "cfg.hooks.0.f = 'x'",
+        "cfg.hooks = [{'f': 'x'}]",
     ]
