@@ -28,32 +28,35 @@ class CallbackHook(HookBase):
         after_backward: Callback | None = None,
         after_step: Callback | None = None,
     ) -> None:
-        self._before_train = before_train or _nothing
-        self._after_train = after_train or _nothing
-        self._before_step = before_step or _nothing
-        self._after_backward = after_backward or _nothing
-        self._after_step = after_step or _nothing
+        self._functions = {
+            "before_train": before_train,
+            "after_train": after_train,
+            "before_step": before_step,
+            "after_backward": after_backward,
+            "after_step": after_step,
+        }
 
     def before_train(self) -> None:
         """Call the function given for this event."""
-        self._before_train(self.trainer)
+        self._call("before_train")
 
     def after_train(self) -> None:
         """Call the function given for this event."""
-        self._after_train(self.trainer)
+        self._call("after_train")
 
     def before_step(self) -> None:
         """Call the function given for this event."""
-        self._before_step(self.trainer)
+        self._call("before_step")
 
     def after_backward(self) -> None:
         """Call the function given for this event."""
-        self._after_backward(self.trainer)
+        self._call("after_backward")
 
     def after_step(self) -> None:
         """Call the function given for this event."""
-        self._after_step(self.trainer)
+        self._call("after_step")
 
-
-def _nothing(_: Any) -> None:
-    pass
+    def _call(self, event: str) -> None:
+        function = self._functions[event]
+        if function is not None:
+            function(self.trainer)

@@ -38,10 +38,9 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if there is no schedule, one is of another optimizer or
-            is there twice, or one counts epochs and the trainer has no ``epoch_length``; if a
-            state of other schedulers was loaded; in a run, if a metric is not there after the
-            first evaluation.
+        ValueError: when training starts, if a schedule is of another optimizer or is there twice,
+            or counts epochs and the trainer has no ``epoch_length``; if a state of other schedulers
+            was loaded; in a run, if a metric is not there after the first evaluation.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -91,11 +90,7 @@ class LRScheduler(HookBase):
     def _given(self) -> dict[str, list[Any]]:
         """Lists of schedules, by the names of their optimizers."""
         if self.scheduler is None:
-            self.scheduler = getattr(self.trainer, "scheduler", None)
-        if self.scheduler is None:
-            raise ValueError(
-                "LRScheduler has no schedule: give scheduler=, after the optimizer"
-            )
+            self.scheduler = self.trainer.scheduler
         named = self.scheduler
         if not isinstance(named, Mapping):
             named = {"": named}
