@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
 from hooktrain.compat.schedulers import ReduceOnPlateauLR
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
+from hooktrain.engine.train_loop import STATE_PARTS
 from hooktrain.solver import (
     ConstantParamScheduler,
     CosineAnnealingLR,
@@ -175,7 +176,7 @@ def test_the_state_of_other_schedulers_is_refused(
         second.train(max_iter=4)
 
 
-@pytest.mark.parametrize("parts", [None, {"iteration", "hooks"}, {"iteration"}])
+@pytest.mark.parametrize("parts", [STATE_PARTS, {"iteration", "hooks"}, {"iteration"}])
 def test_a_multiplier_continues_where_it_was_even_without_the_optimizers_state(
     parts: Any,
 ) -> None:
