@@ -160,12 +160,23 @@ class Checkpointer(core.Checkpointer):
 class DetectionCheckpointer(Checkpointer):
     """A :class:`Checkpointer` that lets detectron2 read the files of its model zoo.
 
-    For ``.pkl`` and ``.pyth`` and for matching their names with the model's, detectron2 has to be
-    installed. To read such a file can run any code that it holds. ``?matching_heuristics=True``
-    after a path matches names too.
+    For these, ``.pkl`` and ``.pyth``, and for matching their names with the model's, detectron2
+    has to be installed. ``?matching_heuristics=True`` after a path matches names too.
+
+    Attributes:
+        trusted: whether such files are unpickled. Of others tensors and plain types are read.
+
+    Args:
+        args: those of the base class.
+        trusted: True where you trust the files: to unpickle one runs any code that it holds.
+        kwargs: those of the base class.
     """
 
     _matches_names = False
+
+    def __init__(self, *args: Any, trusted: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trusted = trusted
 
     def load(self, path: AnyPath | None, *args: Any, **kwargs: Any) -> State:
         """Load the model, and the checkpointables that the file has; see the base class."""
@@ -176,13 +187,25 @@ class DetectionCheckpointer(Checkpointer):
 
     def _load_file(self, filename: str) -> State:
         if filename.endswith((".pkl", ".pyth")):
-            reader: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
-            content: State = reader._load_file(self, filename)
+            content = self._load_of_zoo(filename)
         else:
             content = self._torch_load(filename)
         if self._matches_names:
             content["matching_heuristics"] = True
         return content
+
+    def _load_of_zoo(self, filename: str) -> State:
+        if self.trusted:
+            theirs: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
+            content: State = theirs._load_file(self, filename)
+            return content
+        try:
+            return self._torch_load(filename)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{error}. If you trust the file, and what code it may run: "
+                "DetectionCheckpointer(..., trusted=True)"
+            ) from error
 
     def _torch_load(self, f: Any) -> State:
         return super()._load_file(f)

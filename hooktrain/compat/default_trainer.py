@@ -45,7 +45,8 @@ class DefaultTrainer(TrainerBase):
     Attributes:
         cfg: the configuration.
         scheduler: what :meth:`build_lr_scheduler` has built.
-        checkpointer: saves and loads the model and this trainer.
+        checkpointer: saves and loads the model and this trainer. To start from a pickled file
+            of a model zoo, set its ``trusted`` first.
     """
 
     model = of_inner_trainer("model")

@@ -7,7 +7,7 @@ which says what takes its place.
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hooktrain import model as models
-from hooktrain.checkpoint import load_checkpoint as load_checkpoint
+from hooktrain import checkpoint, model as models
 from hooktrain.engine import *
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.model import *
@@ -27,6 +26,7 @@ from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
 from hooktrain.utils import comm, names, registry
 from hooktrain.utils.comm import on_main_process
+from hooktrain.utils.file_io import AnyPath
 
 # isort: split
 # Last, since they replace what has the same name above.
@@ -177,7 +177,8 @@ class BaseModule(nn.Module):
                 child.init_weights()  # type: ignore[operator]
         if self.init_cfg:
             prefix = self.init_cfg.get("prefix") or ""
-            load_checkpoint(self, self.init_cfg["checkpoint"], prefix=prefix)
+            path = self.init_cfg["checkpoint"]
+            checkpoint.load_checkpoint(self, path, prefix=prefix)
         self.is_init = True
 
 
@@ -428,6 +429,28 @@ def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> No
     if not isinstance(logger, logging.Logger):
         logger = MMLogger.get_current_instance()
     logger.log(level, message)
+
+
+def load_checkpoint(
+    model: nn.Module,
+    filename: AnyPath,
+    map_location: Any = None,
+    strict: bool = False,
+    logger: Any = None,
+    revise_keys: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """:func:`hooktrain.checkpoint.load_checkpoint` with MMEngine's arguments.
+
+    Args:
+        model: see there.
+        filename: see there.
+        map_location: see there; None is the CPU.
+        strict: see there.
+        logger: not used. This package's logger warns of what does not fit.
+        revise_keys: see there.
+    """
+    where = map_location or "cpu"
+    return checkpoint.load_checkpoint(model, filename, where, strict, revise_keys)
 
 
 def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:

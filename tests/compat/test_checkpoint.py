@@ -1,5 +1,7 @@
 """Subclasses of fvcore's and detectron2's checkpointers, and files by address."""
 
+import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from torch import nn
 
 from gloo import run_ranks
 from hooktrain import checkpoint as core
-from hooktrain.checkpoint import save_file
+from hooktrain.checkpoint import CorruptCheckpointError, save_file
 from hooktrain.compat.detectron2 import (
     Checkpointer,
     DetectionCheckpointer,
@@ -220,11 +222,10 @@ def test_what_the_path_manager_has_downloaded_cannot_be_changed(
     assert Path(PathManager.get_local_path(address)).read_text() == "text"
 
 
-def test_detectron2_reads_the_files_of_its_model_zoo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def put_detectron2_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of it as reads files of its model zoo."""
+
     def read(self: Checkpointer, filename: str) -> State:
-        assert filename == "zoo.pkl"
         return {"model": {"w": np.ones((1, 1), "f4")}, "matching_heuristics": True}
 
     def align(model: State, state: State, c2_conversion: bool) -> State:
@@ -232,19 +233,47 @@ def test_detectron2_reads_the_files_of_its_model_zoo(
         assert not c2_conversion
         return dict(zip(model, state.values(), strict=True))
 
-    theirs = SimpleNamespace(
-        DetectionCheckpointer=type("Theirs", (), {"_load_file": read})
-    )
-    matching = SimpleNamespace(align_and_update_state_dicts=align)
-    name = "detectron2.checkpoint"
-    monkeypatch.setitem(sys.modules, name, theirs)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, f"{name}.c2_model_loading", matching)  # type: ignore[arg-type]
+    modules: dict[str, Any] = {
+        "": SimpleNamespace(
+            DetectionCheckpointer=type("Theirs", (), {"_load_file": read})
+        ),
+        ".c2_model_loading": SimpleNamespace(align_and_update_state_dicts=align),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"detectron2.checkpoint{name}", module)
+
+
+def test_detectron2_reads_the_files_of_its_model_zoo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_detectron2_beside(monkeypatch)
     save_file({"model": {"w": torch.full((1, 1), 2.0)}}, tmp_path / "x.pth")
     paths = {"zoo.pkl": 1.0, f"{tmp_path}/x.pth?matching_heuristics=True": 2.0}
     for path, expected in paths.items():
         model = linear()
-        DetectionCheckpointer(model).load(path)
+        DetectionCheckpointer(model, trusted=True).load(path)
         assert model.weight.item() == expected
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize("name", ["zoo.pkl", "zoo.pyth"])
+def test_a_file_of_the_model_zoo_runs_no_code_unless_it_is_trusted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_detectron2_beside(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(pickle.dumps({"model": Harmful()}))
+    with pytest.raises(CorruptCheckpointError, match=f"{name}.*trusted=True"):
+        DetectionCheckpointer(linear()).load(name)
+    torch.save({"model": {"weight": torch.ones(1, 1)}}, name)
+    model = linear()
+    DetectionCheckpointer(model).load(name)
+    assert model.weight.item() == 1.0
+    assert not Path("harmed").exists()
 
 
 def outcomes_on_a_rank(folder: Path) -> tuple[str, float]:

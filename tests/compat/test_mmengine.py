@@ -1,5 +1,6 @@
 """Code for MMEngine after tools/from_mmengine.sed: models, hooks, metrics, strategies."""
 
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,19 @@ def test_init_cfg_loads_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     part = Part(0.0, {"type": "Pretrained", "checkpoint": path, "prefix": "a."})
     part.init_weights()
     assert part.linear.weight.tolist() == [[1, 1]]
+
+
+def test_load_checkpoint_takes_mmengines_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "x.pth"
+    torch.save(
+        {"state_dict": {"a.weight": torch.ones(1, 2)}, "meta": {"epoch": 3}}, path
+    )
+    model = nn.Linear(2, 1, bias=False)
+    logger, keys = logging.getLogger("mine"), [(r"^a\.", "")]
+    rest = mmengine.load_checkpoint(model, path, None, True, logger, keys)
+    assert model.weight.tolist() == [[1, 1]]
+    assert rest["meta"] == {"epoch": 3}
+    mmengine.load_checkpoint(model, path, logger="current", revise_keys=keys)
 
 
 @pytest.mark.parametrize("init_cfg", [{"type": "Normal"}, [{"type": "Normal"}]])
