@@ -130,6 +130,7 @@ for _name in (
     "DATASETS",
     "DATA_SAMPLERS",
     "FUNCTIONS",
+    "HOOKS",
     "METRICS",
     "TASK_UTILS",
     "TRANSFORMS",
