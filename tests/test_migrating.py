@@ -22,7 +22,7 @@ from hooktrain import (
     solver,
     strategy,
 )
-from hooktrain.compat import mmengine
+from hooktrain.compat import detectron2, mmengine
 from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
 from hooktrain.utils import comm, env, events, logger, registry
@@ -107,7 +107,7 @@ def test_every_script_of_the_guide_is_valid_python(name: str) -> None:
 # Where a name in the tables' right column can be from, in this order.
 MODULES: list[ModuleType] = [
     *(engine, hooks, solver, model, data, checkpoint, evaluation, config),
-    *(param_scheduler, registry, events, env, logger, strategy, mmengine),
+    *(param_scheduler, registry, events, env, logger, strategy, mmengine, detectron2),
     *(torch, nn.parallel, torch.amp, torch.utils.data, torch.optim.lr_scheduler),
 ]
 
