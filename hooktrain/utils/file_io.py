@@ -55,7 +55,7 @@ def lock_folder(folder: AnyPath) -> None:
     try:
         lock.acquire()
     except Timeout:
-        owner = path.read_text(errors="replace")[:300] or "unknown"
+        owner = path.read_text()
         raise RuntimeError(
             f"the folder {str(folder)!r} is in use by another run (process {owner}); "
             "wait for its end, or choose another output folder"
@@ -212,7 +212,7 @@ def _warn_of_power_cuts(folder: Path, reason: str) -> None:
     logger.warning(message, folder, reason)
 
 
-def is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether an exception says that the disk, a quota or the largest allowed file is full."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 

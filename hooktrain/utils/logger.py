@@ -20,7 +20,27 @@ LEVELS = {
 }
 
 
-class _TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
+    """Says once that it cannot write; what follows goes nowhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        name = self.stream.name
+        nowhere = open(os.devnull, "w")  # noqa: SIM115
+        if self.stream is sys.stdout:  # as after "| head", for those who print
+            sys.stdout = nowhere
+        self.stream = nowhere
+        logging.getLogger(record.name).error("Cannot write to %s: %s", name, error)
+
+
+class _FileHandler(_Handler, logging.FileHandler):
+    pass
+
+
+class _TerminalHandler(_Handler):
     """Writes to what ``sys.stdout`` is now, not to what it was when this was made."""
 
     def __init__(self, header: str, color: bool) -> None:
@@ -47,30 +67,6 @@ class _TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not 
             self.stream = sys.stdout
             _draw("")
             super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """After a closed pipe, as of ``| head``, what is printed goes nowhere."""
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            logging.getLogger(record.name).error("Cannot write to stdout: %s", error)
-        else:
-            super().handleError(record)
-
-
-class _FileHandler(logging.FileHandler):
-    """Says once that it cannot write, and the program goes on."""
-
-    failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self.failed:
-            self.failed = True
-            text = "Cannot write to %s: %s"
-            logging.getLogger(record.name).error(text, self.baseFilename, error)
 
 
 def setup_logger(
@@ -143,7 +139,7 @@ def close_logger(name: str = "hooktrain") -> None:
     """Undo ``setup_logger``: remove its handlers and close its file."""
     logger = logging.getLogger(name)
     for handler in list(logger.handlers):
-        if isinstance(handler, _TerminalHandler | _FileHandler):
+        if isinstance(handler, _Handler):
             logger.removeHandler(handler)
             handler.close()
     logger.setLevel(logging.NOTSET)

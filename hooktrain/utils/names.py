@@ -77,8 +77,9 @@ def locate(name: str) -> Any:
     outer, _, last = name.rpartition(".")
     if not outer:
         return importlib.import_module(name)
+    package = locate(outer)
     # The second is a module that an attribute of its package hides.
-    for holder in (locate(outer), sys.modules.get(outer)):
+    for holder in (package, sys.modules.get(outer)):
         if hasattr(holder, last):
             return getattr(holder, last)
     try:
@@ -86,7 +87,7 @@ def locate(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not name.startswith(str(error.name)):  # what the module imports is missing
             raise
-        public = [each for each in dir(locate(outer)) if not each.startswith("_")]
+        public = [each for each in dir(package) if not each.startswith("_")]
         text = f"cannot locate {name!r}: {outer!r} has no {last!r}"
         raise ImportError(text + did_you_mean(last, public)) from None
 
@@ -109,7 +110,8 @@ def importable_name(obj: Any) -> tuple[str, str]:
     home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
     name = name.removeprefix("_VariableFunctionsClass.")  # torch.tanh calls itself so
-    for module in accumulate(home.split("."), "{}.{}".format):
+    modules = accumulate(home.split("."), "{}.{}".format)
+    for module in modules:
         with suppress(ImportError, AttributeError, ValueError):
             found = pkgutil.resolve_name(f"{module}:{name}")
             # Each access gives a new class method: the same one is equal, not identical.

@@ -135,9 +135,6 @@ class Registry:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self._objects.items())
 
-    def __repr__(self) -> str:
-        return f"Registry of {self.name}: {self._objects}"
-
 
 # What a configuration may choose by ``type``. Each part of the package registers what it
 # has when it is imported; add your own with ``@MODELS.register_module()``.

@@ -190,13 +190,13 @@ print("printed", flush=True)
             10**6,
             "| true",
             "log.txt",
-            ["Cannot write to stdout: [Errno 32] Broken pipe"],
+            ["Cannot write to <stdout>: [Errno 32] Broken pipe"],
         ),
         (
             10**6,
             "> /dev/full",
             "log.txt",
-            ["Cannot write to stdout: [Errno 28] No space left"],
+            ["Cannot write to <stdout>: [Errno 28] No space left"],
         ),
         (10**6, ">&-", "log.txt", []),
         (
