@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    args = default_argument_parser().parse_args()
+    args = default_argument_parser().parse_intermixed_args()
     launch(
         main,
         args.num_gpus,

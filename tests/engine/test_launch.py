@@ -37,10 +37,8 @@ def place() -> tuple[int, int, int, int]:
     )
 
 
-def place_and_sum(value: int) -> tuple[Any, ...]:
-    tensor = torch.tensor(value + comm.get_rank())
-    dist.all_reduce(tensor)
-    return place(), tensor, dist.get_backend(), os.getppid(), torch.get_num_threads()
+def place_and_more(value: int) -> tuple[Any, ...]:
+    return place(), value, os.getppid(), torch.get_num_threads()
 
 
 def test_a_single_process_is_a_plain_call_with_its_result() -> None:
@@ -94,13 +92,12 @@ def test_processes_give_back_their_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    results = launch(
-        place_and_sum, 2, args=(10,), timeout=timedelta(seconds=LIMIT_SECONDS)
-    )
-    assert [r[0] for r in results] == [(0, 2, 0, 2), (1, 2, 1, 2)]
-    assert all(torch.equal(r[1], torch.tensor(21)) for r in results)
-    assert all(r[2:4] == ("gloo", os.getpid()) for r in results)
-    assert all(r[4] == max(1, len(os.sched_getaffinity(0)) // 2) for r in results)
+    results = launch(place_and_more, 2, args=(10,))
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert results == [
+        ((0, 2, 0, 2), 10, os.getpid(), threads),
+        ((1, 2, 1, 2), 10, os.getpid(), threads),
+    ]
 
 
 def fail_in_rank_1_alone() -> None:
@@ -113,9 +110,9 @@ def fail_in_rank_1_alone() -> None:
     dist.barrier()
 
 
-def die_in_rank_1_alone(number: int) -> None:
+def die_in_rank_1_alone() -> None:
     if comm.get_rank() == 1:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
@@ -162,14 +159,10 @@ def test_the_error_of_the_first_rank_that_fails_comes_back(
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("number", "name"), [(9, "SIGKILL"), (35, "<Unknown signal 35>")]
-)
-def test_a_rank_that_is_killed_is_named_with_its_signal(number: int, name: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=f"rank 1 failed: .* terminated with signal {name}"
-    ):
-        launch(die_in_rank_1_alone, 2, args=(number,))
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    message = "rank 1 failed: .* terminated with signal SIGKILL"
+    with pytest.raises(RuntimeError, match=message):
+        launch(die_in_rank_1_alone, 2)
 
 
 @pytest.mark.usefixtures("forked")

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from equality import assert_equal
 from hooktrain.checkpoint.loading import read_checkpoint
 from processes import LIMIT_SECONDS, end, run_program, start_program
 
@@ -37,13 +38,8 @@ SMALL = [
 def command(
     launcher: list[str], disturbance: str, rank: int, folder: Path, *options: str
 ) -> list[str]:
-    arguments = [
-        "--resume",
-        "--config-file",
-        CONFIG,
-        *SMALL,
-        f"train.output_dir={folder}",
-    ]
+    arguments = ["--resume", "--config-file", CONFIG, *SMALL]
+    arguments += [f"train.output_dir={folder}"]
     return [*launcher, SCRIPT, disturbance, str(rank), *arguments, *options]
 
 
@@ -63,20 +59,16 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:
-    a, b = weights(ours), weights(theirs)
-    assert list(a) == list(b)
-    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert_equal(weights(ours), weights(theirs))
 
 
 def processes_of(folder: Path) -> list[int]:
     """The processes that have this folder among their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(OSError):  # it has ended
             if str(folder).encode() in path.read_bytes():
                 found.append(int(path.parent.name))
-        except OSError:  # it has ended
-            continue
     return found
 
 
@@ -156,22 +148,24 @@ def test_a_signal_to_one_rank_saves(folder: Path, undisturbed: Path) -> None:
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_single_process_saves_on_sigterm(
-    folder: Path,
-) -> None:
+def test_a_single_process_saves_on_sigterm(folder: Path) -> None:
     code, printed = run([], "terminate", 0, folder)
     assert code == 143, printed
     assert (folder / "last_checkpoint").read_text() == "model_0000002.pth"
 
-    arguments = command([], "show", 0, folder / "second")
+
+def test_a_second_sigterm_ends_a_process_that_does_not_come_to_save(
+    folder: Path,
+) -> None:
+    arguments = command([], "show", 0, folder)
     process = start_program(*arguments, output=folder / "printed")
     deadline = time.monotonic() + LIMIT_SECONDS
     while process.is_alive() and time.monotonic() < deadline:
-        if (folder / "second" / "pid").exists():
+        if (folder / "pid").exists():
             process.terminate()
         time.sleep(0.1)
     assert end(process) == -signal.SIGTERM
-    assert (folder / "second" / "last_checkpoint").read_text() == "model_0000001.pth"
+    assert (folder / "last_checkpoint").read_text() == "model_0000001.pth"
 
 
 def two_agents(

@@ -80,19 +80,15 @@ def undisturbed(
     return train(images, tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_a_run_is_judged_by_the_five_highest(
-    undisturbed: DefaultTrainer,
-) -> None:
+def test_a_run_is_judged_by_the_five_highest(undisturbed: DefaultTrainer) -> None:
     folder = Path(undisturbed.cfg.train.output_dir)
     losses = [line["loss_cls"] for line in metrics(folder) if "loss_cls" in line]
     assert losses[-1] < losses[0]
     assert undisturbed.ema is not None
     results = undisturbed.last_results
     averaged = undisturbed.ema.average.module
-    for found, model in (
-        (results, undisturbed.model.eval()),
-        (results["ema"], averaged),
-    ):
+    raw = undisturbed.model.eval()
+    for found, model in ((results, raw), (results["ema"], averaged)):
         batches = list(instantiate(undisturbed.cfg.dataloader.test))
         logits = torch.cat([model(batch) for batch in batches])
         labels = torch.cat([labels for _, labels in batches])
@@ -129,12 +125,8 @@ def test_norms_and_biases_do_not_decay(undisturbed: DefaultTrainer) -> None:
 
 
 def test_the_rate_climbs_before_it_falls(images: Path, tmp_path: Path) -> None:
-    full = [
-        "train.epoch_length=1252",
-        "optimizer.lr=0.1",
-        "dataloader.train.total_batch_size=1024",
-        "train.max_epochs=90",
-    ]
+    full = ["train.epoch_length=1252", "train.max_epochs=90", "optimizer.lr=0.1"]
+    full += ["dataloader.train.total_batch_size=1024"]
     trainer = DefaultTrainer(config(images, tmp_path, *full))
     cfg = LazyConfig.load(CONFIG)
     for key in ("optimizer", "lr_multiplier"):

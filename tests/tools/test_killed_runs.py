@@ -77,12 +77,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("workers", "kills"),
     [
-        (0, ["after_backward 5", "after_step 23"]),  # before any checkpoint; at one
-        (
-            2,
-            ["before_step 17", "after_backward 45"],
-        ),  # in the first and in the second epoch
-        (2, ["after_step 31", "after_train 60"]),  # at one; after the final evaluation
+        # Before any checkpoint; at one.
+        (0, ["after_backward 5", "after_step 23"]),
+        # In the first and in the second epoch.
+        (2, ["before_step 17", "after_backward 45"]),
+        # At one; after the final evaluation.
+        (2, ["after_step 31", "after_train 60"]),
     ],
 )
 def test_a_run_that_is_killed_twice_ends_bit_for_bit_like_an_undisturbed_one(
@@ -95,9 +95,7 @@ def test_a_run_that_is_killed_twice_ends_bit_for_bit_like_an_undisturbed_one(
     assert [line["iteration"] for line in metrics(tmp_path)][-2:] == [59, 60]
 
 
-def test_all_parts_of_the_run_really_take_part(
-    undisturbed: Path,
-) -> None:
+def test_all_parts_of_the_run_really_take_part(undisturbed: Path) -> None:
     assert final_checkpoint(undisturbed)["trainer"]["data"]["loader"]["batches"] == 60
     before_last, last = metrics(undisturbed)[-2:]
     assert "grad_norm" in before_last
@@ -105,9 +103,7 @@ def test_all_parts_of_the_run_really_take_part(
     assert "ema/classification/accuracy" in last
 
 
-def test_running_a_complete_run_again_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_running_a_complete_run_again_changes_nothing(tmp_path: Path) -> None:
     short = ["train.max_iter=10"]
     run(tmp_path, extra=short)
     before = metrics(tmp_path)

@@ -28,14 +28,9 @@ TINY = [
 
 
 def run(folder: Path, *args: str, exit_code: int = 0) -> str:
-    flags, overrides = (
-        [a for a in args if a[:2] == "--"],
-        [a for a in args if a[:2] != "--"],
-    )
-    done = run_program(
-        *(ROOT / "tools" / "train_net.py", "--config-file", CONFIG, *flags, *TINY),
-        *(f"train.output_dir={folder}", *overrides),
-    )
+    script = ROOT / "tools" / "train_net.py"
+    settings = [*TINY, f"train.output_dir={folder}", *args]
+    done = run_program(script, "--config-file", CONFIG, *settings)
     assert done.returncode == exit_code, done.stdout
     return done.stdout
 
@@ -50,9 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(folder)
 
 
-def test_a_run_learns_to_write(
-    undisturbed: tuple[Path, str],
-) -> None:
+def test_a_run_learns_to_write(undisturbed: tuple[Path, str]) -> None:
     folder, printed = undisturbed
     lines = metrics(folder)
     losses = [line["loss_lm"] for line in lines if "loss_lm" in line]

@@ -1,10 +1,8 @@
 """The configuration of the GAN, run by the script as a user runs it."""
 
-import json
 from pathlib import Path
 
-import pytest
-
+from equality import metrics
 from processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
@@ -17,36 +15,21 @@ SETTINGS = [
 ]
 
 
-def run(folder: Path, *args: str) -> str:
-    config = ["--config-file", ROOT / "configs" / "digits_gan.py"]
-    done = run_program(
-        ROOT / "tools" / "train_net.py",
-        *args,
-        *config,
-        f"train.output_dir={folder}",
-        *SETTINGS,
-    )
+def run(folder: Path) -> str:
+    script = ROOT / "tools" / "train_net.py"
+    config = ROOT / "configs" / "digits_gan.py"
+    settings = [*SETTINGS, f"train.output_dir={folder}"]
+    done = run_program(script, "--config-file", config, *settings)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder)
-
-
-def test_it_says_what_a_classifier_recognises(
-    whole: tuple[Path, str],
-) -> None:
-    folder, printed = whole
-    samples = sorted(path.name for path in (folder / "samples").iterdir())
+def test_it_says_what_a_classifier_recognises(tmp_path: Path) -> None:
+    printed = run(tmp_path)
+    samples = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert samples == ["0000001.png", "0000003.png", "0000005.png"]
-    last = json.loads((folder / "metrics.json").read_text().splitlines()[-1])
-    for task in (
-        "samples",
-        "ema/samples",
-    ):  # of the raw weights and of the averaged ones
+    last = metrics(tmp_path)[-1]
+    for task in ("samples", "ema/samples"):  # of the raw weights and of the averages
         assert last[f"{task}/count"] == 500
         assert last[f"{task}/classifier_accuracy"] > 0.97
         assert f"{task}/confidence: {last[f'{task}/confidence']:.4g}" in printed
