@@ -144,7 +144,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         rule: ``"less"`` if less is better, ``"greater"`` if more is.
         factor: what to multiply by, below 1.
         patience: how many values in a row may be no improvement.
-        threshold: by how much a value must be better than the best one.
+        threshold: by how much a value must be better than the best one, at least 0.
         threshold_rule: ``"rel"``, a share of the best value, or ``"abs"``.
         cooldown: how many values after a reduction do not count as bad.
         min_value: the least value to reduce to; or one for each parameter group.
@@ -191,6 +191,8 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
                 "rule must be 'less' or 'greater', and threshold_rule 'rel' or 'abs': "
                 f"{self!r}"
             )
+        if self.threshold < 0:
+            raise ValueError(f"threshold must not be negative: {self!r}")
         if not self.by_epoch:
             raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
 

@@ -108,9 +108,9 @@ class GroupParamScheduler:
 
     def _check_arguments(self) -> None:
         """Refuse impossible arguments, before anything is written."""
-        if not 0 <= self.begin < self.end:
+        if not 0 <= self.begin < self.end or self.last_step < -1:
             raise ValueError(
-                f"0 <= begin < end must hold: begin={self.begin!r}, end={self.end!r}"
+                f"0 <= begin < end and last_step >= -1 must hold, but not in {self!r}"
             )
 
     def _read(self, group: ParamGroup) -> Any:

@@ -143,6 +143,7 @@ def test_the_last_step_has_exactly_the_final_value() -> None:
     ("make", "message"),
     [
         (lambda o: StepLR(o, 2, begin=5, end=5), "begin=5, end=5"),
+        (lambda o: StepLR(o, 2, last_step=-2), "last_step=-2"),
         (
             lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
             "epoch_length=0",
