@@ -176,6 +176,13 @@ def test_a_schedule_of_ones_own_needs_one_method_only() -> None:
 ONE = ConstantParamScheduler(1.0)
 
 
+@pytest.mark.parametrize("values", [{0: 1.0, 30: 0.1}, {1.0, 0.1}])
+@pytest.mark.parametrize("kind", [StepParamScheduler, MultiStepParamScheduler])
+def test_values_without_an_order_are_refused(kind: Any, values: Any) -> None:
+    with pytest.raises(TypeError, match=r"values must be a list, .*but got {.*0\.1"):
+        kind(num_updates=90, values=values)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
