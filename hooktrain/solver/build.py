@@ -21,7 +21,7 @@ from hooktrain.solver.param_groups import (
 )
 from hooktrain.solver.param_scheduler import INF, GroupParamScheduler, Schedulable
 from hooktrain.solver.schedule import ParamScheduler
-from hooktrain.utils.names import call
+from hooktrain.utils.names import call, did_you_mean
 from hooktrain.utils.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
@@ -133,7 +133,8 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
         TypeError: for anything else, or for arguments that an optimizer or a wrapper
             does not take.
         KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
-        ValueError: if a configuration needs a model or an optimizer that is missing.
+        ValueError: if a configuration needs a model, a submodule or an optimizer that
+            is missing.
     """
     return _build_wrapper(model, "", instantiate(cfg))
 
@@ -163,8 +164,11 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
     rules = rest.pop("paramwise_cfg", None)
     target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
     constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
-    module = unwrap_model(model).get_submodule(part)
-    return constructor(module)  # type: ignore[no-any-return]
+    modules = dict(unwrap_model(model).named_modules(remove_duplicate=False))
+    if part not in modules:
+        hint = did_you_mean(part, modules)
+        raise ValueError(f"the model has no {part!r}{hint}")
+    return constructor(modules[part])  # type: ignore[no-any-return]
 
 
 def build_param_scheduler(

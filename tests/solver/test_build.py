@@ -238,6 +238,12 @@ def test_what_cannot_be_meant_is_refused(cfg: Any, error: Any, message: str) -> 
         build_optim_wrapper(GAN(), cfg)
 
 
+def test_an_optimizer_of_a_part_that_the_model_lacks_is_refused() -> None:
+    cfg = {"generater": {"optimizer": SGD}}
+    with pytest.raises(ValueError, match="no 'generater'; did you mean 'generator'"):
+        build_optim_wrapper(GAN(), cfg)
+
+
 # Schedulers
 
 
