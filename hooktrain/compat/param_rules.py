@@ -132,6 +132,7 @@ def paramwise_param_groups(
         base_wd: the optimizer's weight decay; None leaves it out of the groups.
 
     Raises:
+        TypeError: for ``custom_keys`` that are no dict of dicts.
         ValueError: for an unknown rule, or a multiplier of a base that is None; or if a
             parameter has two names for which the rules differ.
     """
@@ -161,10 +162,16 @@ def _check_rules(rules: Rules, model: nn.Module) -> None:
             raise ValueError(
                 f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
             )
+    custom_keys = rules.get("custom_keys", {})
+    settings = [custom_keys]
+    if isinstance(custom_keys, Mapping):
+        settings = [*custom_keys.values()]
+    if not all(isinstance(each, Mapping) for each in settings):
+        raise TypeError(f"custom_keys must be a dict of dicts: {custom_keys!r}")
     known: list[str] = []
     for names, _, _ in walk_parameters(model):
         known += map(_dotted, names)
-    for key, custom in rules.get("custom_keys", {}).items():
+    for key, custom in custom_keys.items():
         # Other names are options of the optimizer, or of whoever looks at its groups.
         for name in custom:
             near = get_close_matches(name, _MULTIPLIED, n=1, cutoff=0.8)

@@ -92,6 +92,14 @@ def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(
         constructor(nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("keys", [["head"], {"head": 0.1}])
+def test_custom_keys_are_a_dict_of_dicts(keys: Any) -> None:
+    rules = {"custom_keys": keys}
+    constructor = DefaultOptimWrapperConstructor({"optimizer": {"type": "Adam"}}, rules)
+    with pytest.raises(TypeError, match="custom_keys must be a dict of dicts: "):
+        constructor(nn.Linear(1, 1))
+
+
 def test_a_configuration_has_rules_once_the_module_is_imported(tmp_path: Any) -> None:
     rules = {"custom_keys": {"bias": {"tags": ["a", {"b": 1}]}}}
     cfg = ConfigDict(
