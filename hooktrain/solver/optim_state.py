@@ -132,8 +132,13 @@ def load_optimizer_state(
     state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        members = [name for name, (own, _) in here.items() if own == number]
-        origins = [saved[name][0] for name in members if name in saved]
+        members = []
+        origins = []
+        for name, (own_number, _) in here.items():
+            if own_number == number:
+                members.append(name)
+                if name in saved:
+                    origins.append(saved[name][0])
         settings = settings_of(group)
         if origins:
             origin = state_dict["param_groups"][mode(origins)]

@@ -33,6 +33,12 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             wrapper.prefix = f"{name}."
         super().__init__(wrappers)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"an OptimWrapperDict has no {name!r}: call optim_wrapper[name].{name}, "
+            f"where the name is one of {[*self]}"
+        )
+
     @property
     def param_groups(self) -> dict[str, list[ParamGroup]]:
         """The parameter groups of each."""

@@ -374,6 +374,15 @@ def test_the_state_of_several_optimizers_goes_by_name() -> None:
         others.check_state_dict({"a": wrappers["a"].state_dict()})
 
 
+@pytest.mark.parametrize("name", ["step", "backward", "update_params"])
+def test_what_only_one_optimizer_does_says_what_to_call(name: str) -> None:
+    _, _, wrappers = several()
+    message = rf"call optim_wrapper\[name\]\.{name}, .* one of \['a', 'b'\]"
+    with pytest.raises(AttributeError, match=message):
+        getattr(wrappers, name)()
+    assert copy.deepcopy(wrappers).get_lr() == wrappers.get_lr()
+
+
 def test_a_member_must_be_a_wrapper() -> None:
     with pytest.raises(TypeError, match="'a' must be an OptimWrapper: SGD"):
         OptimWrapperDict(a=sgd(LinearLoss()))  # type: ignore[arg-type]
