@@ -22,7 +22,7 @@ from hooktrain.solver import (
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
-from hooktrain.utils.tensors import mover_to, non_finite
+from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -207,14 +207,20 @@ class ModelTrainer(TrainerBase):
             )
 
     def check_weights(self) -> None:
-        """Refuse weights that have become infinite or NaN in this run."""
+        """Refuse what has become infinite or NaN in this run: weights, the optimizer."""
         if self._meant_so is None:  # no run has begun
             return
-        broken = non_finite(self.model.state_dict()) - self._meant_so
+        saved = dict(self.model.state_dict())
+
+        def add(keys: tuple[Any, ...], leaf: Any) -> None:
+            saved[".".join(map(str, keys))] = leaf
+
+        map_leaves(add, self.optim_wrapper.state_dict(), ("optimizer",))
+        broken = non_finite(saved) - self._meant_so
         if broken:
             raise FloatingPointError(
-                f"Weights or buffers are infinite or NaN at iteration={self.iter}, and are "
-                f"not saved: {sorted(broken)[:10]}\n{LOOK_AGAIN}"
+                f"Infinite or NaN at iteration={self.iter}, and not saved: "
+                f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
             )
 
     def step_state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from itertools import compress, count
+from itertools import count
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ def load_full_state_dict(
 
 
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
-    """The names of the tensors that hold infinity or NaN.
+    """What holds infinity or NaN, such as ``{"mask is inf", "fc.weight is nan"}``.
 
     Of a sharded one, this rank's shard is looked at. Tensors without data, those of one
     byte a number and what is no tensor are left out.
@@ -175,9 +175,12 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     largest = torch._foreach_norm(values, math.inf)
     device = largest[0].device
     norms = [norm.to(device) for norm in largest]
-    good = torch.stack(norms).isfinite()
-    bad = (~good).tolist()  # host-device synchronisation
-    return set(compress(names, bad))
+    together = torch.stack(norms).tolist()  # host-device synchronisation
+    found = set()
+    for name, value in zip(names, together, strict=True):
+        if not math.isfinite(value):
+            found.add(f"{name} is {value}")
+    return found
 
 
 def _numbers(tensor: Any) -> Tensor | None:

@@ -174,7 +174,7 @@ def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None
 
 def test_a_poisoned_buffer_ends_the_run() -> None:
     with pytest.raises(
-        FloatingPointError, match=r"not finite any more: \['norm.running_mean'"
+        FloatingPointError, match=r"not finite any more: \['norm.running_mean is nan'"
     ):
         run(Square(norm=True), data({1}))
     model = Square()

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine import HookBase
+from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
     PeriodicCheckpointer,
     Preemption,
 )
-from toys import Idle, linear_trainer
+from toys import Idle, LinearLoss, batches, linear_trainer
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "in the background"])
@@ -129,8 +129,16 @@ def test_inside_of_an_accumulation_a_save_is_put_off(
 
 
 @pytest.mark.parametrize("max_iter", [6, 4], ids=["a period", "the end"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["fc.bias", "statistic"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fc.bias", math.nan),
+        ("fc.bias", math.inf),
+        ("statistic", math.nan),
+        ("statistic", math.inf),
+        ("mask", math.nan),
+    ],
+)
 def test_what_has_become_infinite_or_nan_is_never_saved(
     name: str, value: float, max_iter: int, tmp_path: Path
 ) -> None:
@@ -142,13 +150,36 @@ def test_what_has_become_infinite_or_nan_is_never_saved(
     def spoil(trainer: Any) -> None:  # the losses are finite
         if trainer.iter == 3:
             model = trainer.model
-            spoilt = model.statistic if name == "statistic" else model.fc.bias.grad
+            spoilt = model.fc.bias.grad if "." in name else getattr(model, name)
             spoilt[0] = value
 
     hook = CallbackHook(before_train=begin, after_backward=spoil)
-    with pytest.raises(FloatingPointError, match=rf"iteration=3, .*'{name}'"):
+    with pytest.raises(
+        FloatingPointError, match=rf"iteration=3, .*'{name} is {value}'"
+    ):
         run(tmp_path, max_iter, hook, period=2, max_to_keep=1)
     assert names(tmp_path) == ["model_0000001.pth"]
+
+
+def test_an_optimizer_that_one_spike_has_made_infinite_is_never_saved(
+    tmp_path: Path,
+) -> None:
+    def spoil(
+        trainer: Any,
+    ) -> None:  # the loss, the gradient and the weights are finite
+        if trainer.iter == 3:
+            trainer.model.fc.bias.grad[0] = 1e22
+
+    model = LinearLoss()
+    trainer = SimpleTrainer(model, batches(4), torch.optim.Adam(model.parameters()))
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    saving = PeriodicCheckpointer(saver, period=2)
+    trainer.register_hooks([CallbackHook(after_backward=spoil), saving])
+    broken = r"iteration=3, .*\['optimizer\.state\.fc\.bias\.exp_avg_sq is inf'\]"
+    with pytest.raises(FloatingPointError, match=broken):
+        trainer.train(0, 6)
+    assert names(tmp_path) == ["model_0000001.pth"]
+    assert all(value.isfinite().all() for value in model.parameters())
 
 
 class WithState(HookBase):
