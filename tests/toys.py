@@ -149,12 +149,12 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.two = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.one, self.two = nn.Linear(4, 1), nn.Linear(4, 1)
 
     def train_step(
         self, batch: Tensor, wrappers: OptimWrapperDict
     ) -> dict[str, Tensor]:
-        loss_one = self.one(torch.ones(2, 3)).square().mean()
+        loss_one = self.one(torch.ones(2, 4)).square().mean()
         wrappers["one"].update_params(loss_one)
         loss_two = self.two(batch).square().mean()
         wrappers["two"].update_params(loss_two)

@@ -1,17 +1,14 @@
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain.compat.mmengine import MomentumAnnealingEMA
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import EMA, CallbackHook, PreciseBN
 from hooktrain.model import (
-    BaseAveragedModel,
     BaseModel,
     StochasticWeightAverage,
 )
@@ -61,23 +58,11 @@ def test_until_it_begins_the_average_is_a_copy() -> None:
     torch.testing.assert_close(seen[5], (weights[2] + weights[4]) / 2)
 
 
-AVERAGES: dict[str, Callable[[nn.Module], BaseAveragedModel | None]] = {
-    "usual": lambda model: None,
-    "annealing": lambda model: MomentumAnnealingEMA(model, 0.4, 2, interval=2),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "begin_iter"), [("usual", 1), *(("annealing", i) for i in (1, 3, 4, 5, 6))]
-)
-def test_any_average_resumes_exactly_before_and_after_it_begins(
-    kind: str, begin_iter: int
-) -> None:
+@pytest.mark.parametrize("begin_iter", [1, 3, 4, 5, 6])
+def test_an_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
         trainer = linear_trainer()
-        hook = EMA(
-            trainer.model, average=AVERAGES[kind](trainer.model), begin_iter=begin_iter
-        )
+        hook = EMA(trainer.model, begin_iter=begin_iter)
         trainer.register_hooks([hook])
         return hook, trainer
 
@@ -90,12 +75,6 @@ def test_any_average_resumes_exactly_before_and_after_it_begins(
     resumed_trainer.train(max_iter=10)
     assert resumed.average.steps == whole.average.steps == 11 - begin_iter
     assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
-    raw = resumed_trainer.model.fc.weight.detach().clone()
-    with resumed.swap():
-        assert torch.equal(
-            resumed_trainer.model.fc.weight, resumed.average.module.fc.weight
-        )
-    assert torch.equal(resumed_trainer.model.fc.weight, raw)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +119,6 @@ def test_what_the_model_records_while_measuring_is_not_part_of_the_run() -> None
     trainer = make([torch.randn(8, 2)], period=0, num_iter=7)
     trainer.train(0, 2)
     assert len(trainer.storage.history("seen").values()) == 2
-
-
-def test_batch_norm_in_evaluation_mode_is_left_alone() -> None:
-    trainer = make([torch.randn(8, 2)], period=0, num_iter=2)
-    trainer.model.bn.eval()
-    trainer.train(0, 1)
-    assert torch.equal(trainer.model.bn.running_mean, torch.zeros(2))
 
 
 @pytest.mark.parametrize("num_iter", [3, 5])

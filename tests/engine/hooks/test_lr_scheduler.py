@@ -111,7 +111,7 @@ def test_several_optimizers_have_schedulers_by_name() -> None:
     model = Two()
     one = OptimWrapper(sgd(model.one, lr=0.5))
     wrappers = OptimWrapperDict(one=one, two=OptimWrapper(sgd(model.two, lr=2.0)))
-    trainer = StepTrainer(model, [torch.zeros(2, 3)], wrappers)
+    trainer = StepTrainer(model, [torch.zeros(2, 4)], wrappers)
     warm_up = [
         LinearLR(one, 0.25, by_epoch=False, end=4),
         StepLR(one, 2, gamma=0.5, by_epoch=False, begin=4),
