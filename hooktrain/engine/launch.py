@@ -68,8 +68,8 @@ def launch(
         num_gpus_per_machine: processes on each machine; without CUDA they share the CPU.
         num_machines: the number of machines.
         machine_rank: the number of this machine, from 0.
-        dist_url: where the processes meet, such as "tcp://192.168.1.7:29500", an address of
-            machine 0. With one machine None or "auto" find a free port.
+        dist_url: where several machines meet, such as "tcp://192.168.1.7:29500", an address
+            of machine 0. The processes of one machine find a free port by themselves.
         args: passed to ``main_func``, pickled when processes are started.
         timeout: of the collectives.
         backend: of the process group; None is nccl with CUDA and gloo without.
@@ -107,7 +107,7 @@ def _meeting_place(
     dist_url: str | None, num_machines: int
 ) -> tuple[dict[str, str], Any]:
     """The variables that say where the processes meet, and the store there, if it is ours."""
-    if num_machines > 1 or dist_url not in (None, "auto"):
+    if num_machines > 1:
         url = urlparse(dist_url or "")
         if url.scheme != "tcp" or not url.hostname or not url.port:
             raise ValueError(
@@ -196,9 +196,8 @@ def _child(
     # A rank that waits for the others to come knows no KeyboardInterrupt.
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it has died before
-        os._exit(1)
+    if not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
+        os._exit(1)  # it has died before
     # Out of the terminal's group: Ctrl-C reaches the parent only, which passes it on once.
     os.setpgrp()
     os.environ.update(variables, RANK=str(ranks[index]), LOCAL_RANK=str(index))

@@ -12,9 +12,12 @@ from torch import nn
 
 from hooktrain.checkpoint.files import load_file, save_file
 
+Tool = Callable[..., int]  # the script with its arguments; gives the exit code
+Capture = pytest.CaptureFixture[str]
+
 
 @pytest.fixture(scope="module")
-def tool() -> Callable[..., int]:
+def tool() -> Tool:
     module = load_tool("checkpoint")
     return lambda *arguments: module.main([str(argument) for argument in arguments])
 
@@ -41,23 +44,20 @@ def file(state: dict[str, Any], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(file: Path, tool: Callable[..., int], tmp_path: Path) -> Path:
+def folder(file: Path, tool: Tool, tmp_path: Path) -> Path:
     assert tool("to-sharded", file, tmp_path / "a") == 0
     return tmp_path / "a"
 
 
 def test_there_and_back_the_file_is_the_same_to_the_byte(
-    file: Path, folder: Path, tool: Callable[..., int], tmp_path: Path
+    file: Path, folder: Path, tool: Tool, tmp_path: Path
 ) -> None:
     assert tool("to-file", folder, tmp_path / "b.pth") == 0
     assert (tmp_path / "b.pth").read_bytes() == file.read_bytes()
 
 
 def test_inspect_prints_the_same_tables_for_file_and_folder(
-    file: Path,
-    folder: Path,
-    tool: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    file: Path, folder: Path, tool: Tool, capsys: Capture
 ) -> None:
     assert tool("inspect", file) == 0
     printed = capsys.readouterr().out
@@ -72,10 +72,7 @@ def test_inspect_prints_the_same_tables_for_file_and_folder(
 
 
 def test_verify_says_what_is_intact(
-    file: Path,
-    folder: Path,
-    tool: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    file: Path, folder: Path, tool: Tool, capsys: Capture
 ) -> None:
     assert tool("verify", file) == 0
     assert tool("verify", folder) == 0
@@ -87,12 +84,7 @@ def test_verify_says_what_is_intact(
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 @pytest.mark.parametrize("broken", ["file", "folder"])
 def test_what_is_broken_gives_exit_code_1(
-    command: str,
-    broken: str,
-    file: Path,
-    folder: Path,
-    tool: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    command: str, broken: str, file: Path, folder: Path, tool: Tool, capsys: Capture
 ) -> None:
     path = file if broken == "file" else folder / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
@@ -103,10 +95,7 @@ def test_what_is_broken_gives_exit_code_1(
 
 
 def test_a_conversion_replaces_nothing(
-    file: Path,
-    folder: Path,
-    tool: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    file: Path, folder: Path, tool: Tool, capsys: Capture
 ) -> None:
     before = file.read_bytes()
     assert tool("to-file", folder, file) == 1
@@ -117,20 +106,17 @@ def test_a_conversion_replaces_nothing(
 
 def test_what_is_read_may_be_at_an_address(
     file: Path,
-    tool: Callable[..., int],
+    tool: Tool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(sys.modules, "s3fs", None)
     assert tool("weights", f"file://{file}", tmp_path / "b.pth") == 0
     assert torch.load(tmp_path / "b.pth").keys() == load_file(file)["model"].keys()
-    for arguments in (
-        ["verify", "s3://bucket/a.pth"],
-        ["weights", file, "s3://bucket/a.pth"],
-    ):
-        assert tool(*arguments) == 1
+    assert tool("verify", "s3://bucket/a.pth") == 1
+    assert tool("weights", file, "s3://bucket/a.pth") == 1
     first, second = capsys.readouterr().err.splitlines()
     assert "Install s3fs" in first
     assert "cannot write to 's3://bucket/a.pth'" in second
@@ -141,15 +127,13 @@ def test_the_model_alone_loads_into_a_plain_model(
     command: str,
     state: dict[str, Any],
     file: Path,
-    tool: Callable[..., int],
+    tool: Tool,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     assert tool("average", file, tmp_path / "none.pth") == 1
-    assert (
-        "has no averaged model, only the states of ['EvalHook']"
-        in capsys.readouterr().err
-    )
+    message = "has no averaged model, only the states of ['EvalHook']"
+    assert message in capsys.readouterr().err
     averaged = {f"module.{name}": 2 * tensor for name, tensor in state["model"].items()}
     state["trainer"]["hooks"]["EMA"] = {**averaged, "steps": torch.tensor(3)}
     save_file(state, file)
