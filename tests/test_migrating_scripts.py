@@ -101,27 +101,21 @@ class MMCVRunner:
     def __init__(
         self, model: Any, optimizer: Any, max_epochs: int, **kwargs: Any
     ) -> None:
-        self.model, self.optimizer, self.max_epochs = model, optimizer, max_epochs
+        self.model = model
+        self.optimizer = optimizer
+        self.max_epochs = max_epochs
 
-    def register_training_hooks(
-        self,
-        lr_config: Any,
-        optimizer_config: Any,
-        checkpoint_config: Any,
-        log_config: Any,
-    ) -> None:
-        assert lr_config.pop("policy") == "step"
-        assert optimizer_config == {"grad_clip": None}
-        self.milestones = lr_config.pop("step")
-        assert not lr_config
+    def register_training_hooks(self, lr_config: Any, **others: Any) -> None:
+        assert others["optimizer_config"] == {"grad_clip": None}
+        assert lr_config == {"policy": "step", "step": [2, 3]}
 
     def run(self, loaders: list[Any], workflow: list[tuple[str, int]]) -> None:
-        assert workflow == [("train", 1)]
+        (loader,) = loaders
         (group,) = self.optimizer.param_groups
-        base_lr = group["lr"]
         for epoch in range(self.max_epochs):
-            group["lr"] = base_lr * 0.1 ** sum(epoch >= m for m in self.milestones)
-            for data in loaders[0]:
+            if epoch in (2, 3):
+                group["lr"] *= 0.1
+            for data in loader:
                 outputs = self.model.train_step(data, self.optimizer)
                 self.optimizer.zero_grad()
                 outputs["loss"].backward()

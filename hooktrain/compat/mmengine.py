@@ -445,13 +445,14 @@ def load_checkpoint(
     Args:
         model: see there.
         filename: see there.
-        map_location: see there; None is the CPU.
+        map_location: see there; None is where each tensor was.
         strict: see there.
         logger: not used. This package's logger warns of what does not fit.
         revise_keys: see there.
     """
-    where = map_location or "cpu"
-    return checkpoint.load_checkpoint(model, filename, where, strict, revise_keys)
+    return checkpoint.load_checkpoint(
+        model, filename, map_location, strict, revise_keys
+    )
 
 
 def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
