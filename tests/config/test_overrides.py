@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from hooktrain.config import ConfigDict, LazyCall, apply_overrides
 
@@ -110,23 +109,3 @@ def test_a_text_in_the_place_of_something_else_is_refused(override: str) -> None
     with pytest.raises(ValueError, match="put quotes around a text") as err:
         apply_overrides(config(), [override])
     assert repr(override) in str(err.value)
-
-
-# Without references, which would be resolved.
-TEXTS = st.text().filter(lambda text: "${" not in text)
-SCALARS = st.none() | st.booleans() | st.integers() | TEXTS
-LITERALS = st.recursive(
-    SCALARS | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: (
-        st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(deadline=None, max_examples=100, database=None)
-@given(LITERALS)
-def test_the_repr_of_any_value_is_read_back(value: Any) -> None:
-    raw = apply_overrides(ConfigDict(a=None), [f"a={value!r}"])["a"]
-    assert raw == value
-    assert repr(raw) == repr(value)

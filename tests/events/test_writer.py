@@ -4,18 +4,10 @@ from typing import Any
 
 import pytest
 
-from hooktrain.events import EventStorage, EventWriter, FunctionWriter
+from hooktrain.events import EventStorage, FunctionWriter
 from hooktrain.utils import comm
 
 Log = list[tuple[dict[str, float], int]]
-
-
-def test_a_writer_needs_nothing_but_write() -> None:
-    writer = EventWriter()
-    writer.rewind(0)
-    writer.close()
-    with pytest.raises(NotImplementedError):
-        writer.write()
 
 
 @pytest.fixture

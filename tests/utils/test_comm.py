@@ -139,10 +139,3 @@ def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     reduced = comm.reduce_dict({"loss": torch.tensor(2.0, requires_grad=True)})
     assert reduced == {"loss": torch.tensor(2.0)}
     assert not reduced["loss"].requires_grad
-
-
-def test_the_shared_seed_of_a_single_process_comes_from_numpys_generator() -> None:
-    np.random.seed(5)
-    seed = comm.shared_random_seed()
-    assert seed == np.random.RandomState(5).randint(2**31)
-    assert comm.shared_random_seed() != seed

@@ -24,15 +24,16 @@ def test_epochs_become_iterations(
 
 
 @pytest.mark.parametrize(
-    "text", ["20", "epoch", "1epoch", "-1 epochs", "1 epoch ", "one epoch"]
+    ("text", "length", "message"),
+    [
+        ("20", 10, "a number of iterations, or a text like '1 epoch', not '20'"),
+        ("-1 epochs", 10, "a number of iterations"),
+        ("1 epoch ", 10, "a number of iterations"),
+        ("2 epochs", None, "'2 epochs' are: the loader has no length"),
+    ],
 )
-def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(
-        ValueError, match="a number of iterations, or a text like '1 epoch', not"
-    ):
-        in_iterations(text, 10)
-
-
-def test_epochs_of_unknown_length_are_refused_with_what_to_set() -> None:
-    with pytest.raises(ValueError, match="'2 epochs' are: the loader has no length"):
-        in_iterations("2 epochs", None)
+def test_another_text_and_an_unknown_length_are_refused(
+    text: str, length: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        in_iterations(text, length)

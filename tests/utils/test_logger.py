@@ -143,22 +143,27 @@ def test_handlers_of_others_stay(tmp_path: Path) -> None:
         handler.close()
 
 
-@pytest.mark.parametrize("output", ["log.txt", "run.log"])
-def test_a_bare_file_name_is_a_file_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+@pytest.mark.parametrize(
+    ("output", "rank", "file"),
+    [
+        ("run.log", 0, "run.log"),
+        (".", 0, "log.txt"),
+        (".", 3, "log.txt.rank3"),
+    ],
+)
+def test_each_rank_has_a_file_and_the_first_the_terminal(
+    output: str,
+    rank: int,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    setup_logger(output, name=NAME).info("hello")
-    assert "hello" in (tmp_path / output).read_text()
-
-
-def test_other_ranks_write_to_files_of_their_own_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    setup_logger(tmp_path, distributed_rank=3, name=NAME).info("hello")
-    assert capsys.readouterr().out == ""
-    assert [p.name for p in tmp_path.iterdir()] == ["log.txt.rank3"]
-    assert "hello" in (tmp_path / "log.txt.rank3").read_text()
+    setup_logger(output, distributed_rank=rank, name=NAME).info("hello")
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+    assert "hello" in (tmp_path / file).read_text()
+    assert ("hello" in capsys.readouterr().out) == (rank == 0)
 
 
 def test_lines_go_to_what_stdout_is_at_the_time(
