@@ -26,6 +26,8 @@ from hooktrain.utils.names import call
 
 Keys = str | Sequence[str] | None
 
+_running: list[Path] = []  # the files that are being run, each loaded by the one before
+
 
 class LazyCall:
     """Writes a call down as a config, to be made by `instantiate`.
@@ -112,7 +114,7 @@ class LazyConfig:
         Returns:
             Without ``keys``, a ConfigDict of the public global dicts and lists of the file. With
             ``keys``, that object or the tuple of them. References are resolved in the whole
-            config.
+            config, when all files have run; what a file loads or imports has them as texts.
 
         Raises:
             ValueError: If the file is neither, or a reference names nothing.
@@ -129,7 +131,9 @@ class LazyConfig:
                     cfg[name] = value
         else:
             names = cfg = _read_json(path)
-        dict.update(names, resolve(cfg))
+        if not _running:
+            resolve(cfg)
+        dict.update(names, cfg)
         if keys is None:
             return cfg
         if isinstance(keys, str):
@@ -210,10 +214,14 @@ def _run(path: Path) -> ConfigDict:
 
     # The file's own copy of the builtins: only this file sees the other __import__.
     own_builtins = {**vars(builtins), "__import__": import_}
-    names = runpy.run_path(
-        str(path),
-        init_globals={"__builtins__": own_builtins},
-        run_name=f"config:{path}",
-    )
+    _running.append(path)
+    try:
+        names = runpy.run_path(
+            str(path),
+            init_globals={"__builtins__": own_builtins},
+            run_name=f"config:{path}",
+        )
+    finally:
+        _running.pop()
     del names["__builtins__"]
     return ConfigDict(names)

@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import PurePath
@@ -24,7 +25,8 @@ def to_data(value: Any) -> Any:
 
     Tuples become lists. A class or a function becomes its dotted name where that is understood,
     as ``_target_`` and ``type``, and elsewhere a call that imports it. Partial functions, paths,
-    devices, ranges, and dicts with other keys become calls too; `instantiate` makes them.
+    devices, ranges, dataclasses, and dicts with other keys become calls too; `instantiate` makes
+    them.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -42,6 +44,12 @@ def to_data(value: Any) -> Any:
             *value.args,
             **value.keywords,
         )
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {}
+        for field in fields(value):
+            if field.init:
+                items[field.name] = getattr(value, field.name)
+        return _call_data(kind, **items)
     if isinstance(value, Enum | range | PurePath | torch.device):
         # As pickle makes them again: what to call, and its arguments.
         reduced: Any = value.__reduce_ex__(2)

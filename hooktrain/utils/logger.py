@@ -113,7 +113,9 @@ def setup_logger(
     logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
     if configure_stdout and distributed_rank == 0:
-        header = "%(asctime)s %(name)s" if level == "debug" else "%(asctime)s"
+        header = "%(asctime)s"
+        if level == "debug":
+            header += " %(name)s"
         terminal = _TerminalHandler(header, color)
         terminal.setLevel(LEVELS[level])
         logger.addHandler(terminal)

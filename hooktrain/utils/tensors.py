@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -95,11 +95,12 @@ def map_leaves(
         make = getattr(type(data), "_make", type(data))  # namedtuples have _make
         return make(items)
     if is_dataclass(data) and not isinstance(data, type):
-        changes = {}
+        changed = copy.copy(data)
         for field in fields(data):
             item = getattr(data, field.name)
-            changes[field.name] = inside(field.name, item)
-        return replace(data, **changes)
+            item = inside(field.name, item)
+            object.__setattr__(changed, field.name, item)  # it may be frozen
+        return changed
     return function(path, data)
 
 

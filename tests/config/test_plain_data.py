@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,13 @@ from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, reso
 
 class Precision(Enum):
     HALF = "half"
+
+
+@dataclass(frozen=True)
+class Size:
+    height: int
+    width: int = 3
+    area: int = field(init=False, default=0)
 
 
 class Backbone(torch.nn.Module):
@@ -71,7 +79,7 @@ def test_to_load_a_saved_file_runs_and_imports_nothing(tmp_path: Path) -> None:
 
 
 NAMED = [Backbone, Backbone.Block, Backbone.small, Precision.HALF, torch.tanh, len]
-CALLS = [Path("a/b"), torch.device("cuda", 1), range(1, 9, 2), {3: 4, None: 5}]
+CALLS = [Size(2), Path("a/b"), torch.device("cuda", 1), range(1, 9, 2), {3: 4, None: 5}]
 PLAIN = [-math.inf, "${", "é😀\u2028"]
 
 
@@ -81,6 +89,17 @@ def test_a_saved_value_is_made_again(value: Any, tmp_path: Path) -> None:
     made = instantiate(loaded.a)["found"][0]
     assert type(made) is type(value)
     assert made == value
+
+
+def test_a_class_of_the_script_is_saved_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = type("Net", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Net", net, raising=False)
+    loaded = round_trip(ConfigDict(model=LazyCall(net)(), kind=net), tmp_path)
+    assert loaded.model["_target_"] == "__main__.Net"
+    assert type(instantiate(loaded.model)) is net
+    assert instantiate(loaded.kind) is net
 
 
 def test_partials_and_numbers_of_numpy_are_made_again(tmp_path: Path) -> None:

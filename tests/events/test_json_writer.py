@@ -92,18 +92,19 @@ def test_each_value_without_smoothing_has_its_line_unless_another_follows(
     ]
 
 
-def test_nan_and_infinities_come_back_from_valid_json(path: Path) -> None:
+def test_any_name_and_number_comes_back_from_valid_json(path: Path) -> None:
     writer = JSONWriter(path)
     with EventStorage(3) as storage:
-        storage.put_scalars(a=math.nan, b=math.inf, c=-math.inf, d=0.1)
+        storage.put_scalars(a=math.nan, b=math.inf, c=-math.inf)
+        storage.put_scalar('"two\n lines,', 0.1)
         writer.write()
     writer.close()
     assert lines(path) == [
-        {"a": "nan", "b": "inf", "c": "-inf", "d": 0.1, "iteration": 3}
+        {"a": "nan", "b": "inf", "c": "-inf", '"two\n lines,': 0.1, "iteration": 3}
     ]
     (line,) = load_json_metrics(path)
     assert math.isnan(line.pop("a"))
-    assert line == {"b": math.inf, "c": -math.inf, "d": 0.1, "iteration": 3}
+    assert line == {"b": math.inf, "c": -math.inf, '"two\n lines,': 0.1, "iteration": 3}
 
 
 def test_what_could_not_be_written_comes_with_the_next_write(path: Path) -> None:

@@ -98,13 +98,19 @@ def test_defaults_are_for_keys_that_the_configuration_lacks(registry: Registry) 
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        ({"kind": 1}, KeyError, "the registry 'things' needs 'type', got {'kind': 1}"),
+        (["Strict"], TypeError, r"needs a dict with 'type', got \['Strict'\]"),
+        ("Strict", TypeError, "needs a dict with 'type', got 'Strict'"),
+        (
+            {"kind": 1},
+            KeyError,
+            "the registry 'things' needs a dict with 'type', got {'kind': 1}",
+        ),
         ({"type": "Recoder"}, KeyError, "no 'Recoder' in .* 'things'; .*'Recorder'"),
         ({"type": "torch.nn.Liner"}, ImportError, "no 'Liner'; .* 'Linear'"),
     ],
 )
-def test_a_type_that_is_missing_or_unknown_is_refused(
-    registry: Registry, cfg: dict[str, Any], error: type[Exception], message: str
+def test_a_config_without_a_known_type_is_refused(
+    registry: Registry, cfg: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         registry.build(cfg)

@@ -2,7 +2,7 @@
 
 import math
 from collections import UserDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ class Pair(NamedTuple):
 class Sample:
     image: Tensor
     size: tuple[int, int]
+    known: bool = field(init=False, default=True)
 
 
 class Encoding(UserDict[str, Tensor]):
