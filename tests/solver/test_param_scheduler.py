@@ -158,11 +158,6 @@ def test_a_wrong_argument_writes_nothing(make: Any, message: str) -> None:
     assert [*optimizer.param_groups[0].items()] == before
 
 
-def test_a_parameter_that_the_groups_lack_is_named() -> None:
-    with pytest.raises(KeyError, match="weight_decya"):
-        LinearParamScheduler(sgd(0.1), "weight_decya")
-
-
 class SawToothLR(GroupParamScheduler):
     def __init__(self, optimizer: Any, period: int, **kwargs: Any) -> None:
         self.period = period

@@ -164,15 +164,6 @@ def test_a_warm_up_covers_the_beginning_or_comes_before_it(
     assert values(scheduler, 10) == pytest.approx(expected)
 
 
-def test_a_schedule_of_ones_own_needs_one_method_only() -> None:
-    class Triangle(ParamScheduler):
-        def __call__(self, where: float) -> float:
-            return 1 - abs(2 * where - 1)
-
-    scheduler = WarmupParamScheduler(Triangle(), 1.0, 0.25)
-    assert [scheduler(w) for w in (0.25, 0.5, 1.0)] == [0.5, 1.0, 0.0]
-
-
 ONE = ConstantParamScheduler(1.0)
 
 
