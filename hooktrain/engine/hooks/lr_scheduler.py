@@ -128,18 +128,21 @@ class LRScheduler(HookBase):
                 return scheduler
         if isinstance(scheduler, ReduceLROnPlateau) and self._metric is not None:
             self._watched.append((self._metric, scheduler.step))
-            return scheduler
-        by_epoch = self._by_epoch and not is_multiplier
+        else:
+            self._steps.append((self._period_of(scheduler), scheduler.step))
+        return scheduler
+
+    def _period_of(self, scheduler: Any) -> int:
+        by_epoch = self._by_epoch and not isinstance(scheduler, LRMultiplier)
         if isinstance(scheduler, GroupParamScheduler):
             by_epoch = scheduler.by_epoch
-        period = self.trainer.epoch_length if by_epoch else 1
+        period: int | None = self.trainer.epoch_length if by_epoch else 1
         if not period:
             raise ValueError(
                 f"{scheduler!r} counts epochs, and the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
-        self._steps.append((period, scheduler.step))
-        return scheduler
+        return period
 
     def _refuse_twice(self) -> None:
         """Two multipliers of one rate: the last one would win. One schedule twice: too fast."""
