@@ -73,10 +73,12 @@ class LossRecorder:
     would have to wait, so :meth:`check` does it at the end of a period.
 
     Args:
+        storage: takes the losses.
         iteration: the first iteration of the run.
     """
 
-    def __init__(self, iteration: int = 0) -> None:
+    def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
+        self._storage = storage
         self._alone = comm.get_world_size() == 1
         self._waiting = EventStorage()
         self._data_times: dict[int, float] = {}  # by iteration; they wait too
@@ -94,7 +96,6 @@ class LossRecorder:
 
     def record(
         self,
-        storage: EventStorage,
         iteration: int,
         losses: Mapping[str, Any],
         data_time: float,
@@ -104,7 +105,6 @@ class LossRecorder:
         """Record one step.
 
         Args:
-            storage: the trainer's storage.
             iteration: the iteration.
             losses: numbers, or tensors with one element, by name.
             data_time: seconds that the step waited for data.
@@ -136,22 +136,21 @@ class LossRecorder:
         elif iteration not in self._tolerated:
             _refuse_non_finite(checked, values, iteration)
             self._checked = iteration + 1
-        target = storage if self._alone else self._waiting
+        target = self._storage if self._alone else self._waiting
         for name, value in values.items():
             target.put_scalar(name, value, True, iteration)
         if self._alone:
-            storage.put_scalar("data_time", data_time, True, iteration)
+            self._storage.put_scalar("data_time", data_time, True, iteration)
         else:
-            storage.put_scalar("rank_data_time", data_time, True, iteration)
+            self._storage.put_scalar("rank_data_time", data_time, True, iteration)
             self._data_times[iteration] = data_time
 
-    def exchange(self, storage: EventStorage, finished: int, asks: bool) -> int:
+    def exchange(self, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
         A collective of two calls: :meth:`_agree`, by a maximum, and a sum.
 
         Args:
-            storage: the trainer's storage.
             finished: the number of finished iterations.
             asks: whether this rank asks for something.
 
@@ -174,10 +173,10 @@ class LossRecorder:
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
-                    storage.put_scalar(name, total / ranks, cur_iter=i)
+                    self._storage.put_scalar(name, total / ranks, cur_iter=i)
         for i, seconds in enumerate(slowest, first):
             if seconds >= 0:
-                storage.put_scalar("data_time", seconds, cur_iter=i)
+                self._storage.put_scalar("data_time", seconds, cur_iter=i)
         return asking
 
     def _agree(
@@ -200,7 +199,7 @@ class LossRecorder:
             for name in comm.broadcast(new, int(speaker)):
                 self._columns[name] = len(self._columns)
 
-    def check(self, storage: EventStorage, finished: int) -> None:
+    def check(self, finished: int) -> None:
         """Check what was not checked yet of the finished iterations.
 
         Raises:
@@ -209,7 +208,7 @@ class LossRecorder:
         if self._checked >= finished or not self._to_check:
             return
         losses: dict[int, dict[str, float]] = {}  # by iteration
-        for source in (storage, self._waiting):
+        for source in (self._storage, self._waiting):
             # Host-device synchronisation: reads what was recorded since the last time.
             for name, history in source.histories().items():
                 if is_loss(name) or name in self._to_check:

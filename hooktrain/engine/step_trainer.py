@@ -50,7 +50,6 @@ class StepTrainer(ModelTrainer):
         outputs = self._call_step(self.last_batch)
         self.last_outputs = outputs
         self._losses.record(
-            self.storage,
             self.storage.iter,
             outputs,
             data_time,

@@ -144,7 +144,7 @@ class TrainerBase:
         self._hooks: list[HookBase] = []
         self.storage = EventStorage()
         self.meta: dict[str, Any] = {}
-        self._losses = LossRecorder()
+        self._losses = LossRecorder(self.storage)
 
     # The loop.
 
@@ -226,7 +226,7 @@ class TrainerBase:
         self._stop_request = None
         self._late_error = None
         self._finished = self.start_iter
-        self._losses = LossRecorder(self.start_iter)
+        self._losses = LossRecorder(self.storage, self.start_iter)
         self.sync_period = self._steps.sync_period
         self.epoch_length = self.epoch_length or self._steps.epoch_length
         self._agree()
@@ -347,11 +347,11 @@ class TrainerBase:
         """Exchange metrics and requests, and check the losses. A collective."""
         if comm.get_world_size() > 1:
             asks = self._stop_request is not None
-            rank = self._losses.exchange(self.storage, self._finished, asks)
+            rank = self._losses.exchange(self._finished, asks)
             if rank >= 0 and self.stop_reason is None:
                 self.stop_reason = comm.broadcast(self._stop_request, rank)
                 logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
-        self._losses.check(self.storage, self._finished)
+        self._losses.check(self._finished)
 
     def prepare_save(self, on_every_rank: bool = True) -> None:
         """Before a save, let all ranks know of what must not be saved.
@@ -367,7 +367,7 @@ class TrainerBase:
             on_all_ranks(self._check_finite)
 
     def _check_finite(self) -> None:
-        self._losses.check(self.storage, self._finished)
+        self._losses.check(self._finished)
         self._steps.check_weights()
 
     # What a trainer with steps of its own overrides.

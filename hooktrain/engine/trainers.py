@@ -147,7 +147,7 @@ class ModelTrainer(TrainerBase):
         self.data_loader = data_loader
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        self._move: Callable[[Any], Any] | None = None
+        self._move = mover_to(model)
         # Such as masks: what is not finite when the run begins.
         self._meant_so: set[str] | None = None
 
@@ -184,8 +184,6 @@ class ModelTrainer(TrainerBase):
 
     def prepare_batch(self, data: Any) -> Any:
         """Bring a batch to the model's device. Override it to do more."""
-        if self._move is None:
-            self._move = mover_to(self.model)
         return self._move(data)
 
     def preflight(self) -> None:
@@ -195,7 +193,7 @@ class ModelTrainer(TrainerBase):
 
     def begin_steps(self) -> None:
         """Start the loader, which may draw random numbers."""
-        self._move = None  # the model may have been moved between two runs
+        self._move = mover_to(self.model)  # which may have moved since the last run
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()
@@ -329,7 +327,6 @@ class SimpleTrainer(ModelTrainer):
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}
         self._losses.record(
-            self.storage,
             self.storage.iter if iter is None else iter,
             loss_dict,
             data_time,

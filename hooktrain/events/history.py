@@ -1,11 +1,9 @@
 """The values of one metric."""
 
 import math
-import operator
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -59,10 +57,14 @@ class HistoryBuffer:
         """Add pairs (value, iteration), in order."""
         self._data.extend(entries)
         self.count += len(entries)
-        finite = list(filter(math.isfinite, _values(entries)))
-        self._finite_count += len(finite)
-        # One after the other: sum() rounds otherwise in later versions of Python.
-        self._finite_sum = reduce(operator.add, finite, self._finite_sum)
+        count = self._finite_count
+        total = self._finite_sum
+        for value, _ in entries:
+            if math.isfinite(value):
+                count += 1
+                total += value
+        self._finite_count = count
+        self._finite_sum = total
 
     def latest(self) -> float:
         """The value that was added last.
@@ -110,8 +112,12 @@ class HistoryBuffer:
     def recent(self, window_size: int) -> list[float]:
         """The values of the last ``window_size`` iterations, up to the last value."""
         _, last = self._data[-1]
-        first = last - window_size + 1
-        return _values(self.since(first))
+        newest_first = []
+        for value, iteration in reversed(self._data):
+            if iteration <= last - window_size:
+                break
+            newest_first.append(value)
+        return newest_first[::-1]
 
     def recent_median(self, window_size: int) -> float:
         """The median of :meth:`recent`; NaN if one of the values is."""

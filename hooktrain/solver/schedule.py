@@ -391,7 +391,9 @@ class LRMultiplier(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float a group."""
         where = self.last_epoch / self._max_iter
-        factor = self._multiplier(min(where, 1.0))
+        if where > 1.0:  # min() takes longer, in each step
+            where = 1.0
+        factor = self._multiplier(where)
         rates = []
         for group in self.optimizer.param_groups:
             if "initial_lr" not in group:

@@ -11,6 +11,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_python_generator = random._inst
+_seed_python = super(random.Random, _python_generator).seed
+
 
 def seed_all_rng(seed: int | None = None) -> int:
     """Seed the global generators of Python, numpy and torch, on the CPU and on all devices.
@@ -43,7 +46,9 @@ def seed_on_host(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
+    # As random.seed(seed), which first checks the type of its argument at some length.
+    _seed_python(seed)
+    _python_generator.gauss_next = None  # type: ignore[attr-defined]
 
 
 def seed_step(

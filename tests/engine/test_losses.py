@@ -26,37 +26,36 @@ Values = list[tuple[float, int]]
 
 
 def test_the_first_of_several_bad_iterations_is_named() -> None:
-    recorder, storage = LossRecorder(), EventStorage()
+    recorder = LossRecorder(EventStorage())
     for i, (a, b) in enumerate([(1.0, 1.0), (2.0, math.inf), (math.nan, 3.0)]):
-        recorder.record(
-            storage, i, {"loss_a": a, "loss_b": b}, 0.0, total=None, check_now=False
-        )
+        recorder.record(i, {"loss_a": a, "loss_b": b}, 0.0, total=None, check_now=False)
     with pytest.raises(
         FloatingPointError, match=r"iteration=1!\n.*'loss_a': 2.0, 'loss_b': inf"
     ):
-        recorder.check(storage, 3)
+        recorder.check(3)
 
 
 class Period:
     """Records and exchanges as one of four ranks; notes the collectives and the result."""
 
     def __init__(self) -> None:
-        self.recorder, self.finished = LossRecorder(), 0
+        self.storage, self.finished = EventStorage(), 0
+        self.recorder = LossRecorder(self.storage)
         self.seen: dict[str, tuple[list[str], int, dict[str, Values]]] = {}
 
     def exchange(self, name: str, *steps: dict[str, float], asks: bool = False) -> None:
-        storage, rank = EventStorage(), comm.get_rank()
+        start, rank = self.finished, comm.get_rank()
         for losses in steps:
             self.recorder.record(
-                storage, self.finished, losses, 0.5 + rank, total=None, check_now=False
+                self.finished, losses, 0.5 + rank, total=None, check_now=False
             )
             self.finished += 1
         with Collectives() as collectives:
-            asking = self.recorder.exchange(storage, self.finished, asks)
+            asking = self.recorder.exchange(self.finished, asks)
         values = {
-            n: h.values()
-            for n, h in storage.histories().items()
-            if n != "rank_data_time"
+            n: h.since(start)
+            for n, h in self.storage.histories().items()
+            if n != "rank_data_time" and h.since(start)
         }
         self.seen[name] = (collectives.seen, asking, values)
 
