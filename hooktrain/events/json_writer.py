@@ -24,8 +24,6 @@ class JSONWriter(EventWriter):
     are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
     back, and so does ``pandas.read_json(file, lines=True)``.
 
-    What ``write()`` has written survives the process.
-
     Args:
         json_file: the file.
         window_size: how many iterations to smooth over, at least 1.
@@ -75,8 +73,8 @@ class JSONWriter(EventWriter):
     def rewind(self, iteration: int) -> None:
         """Remove what was written after the storage was saved, or from ``iteration`` on.
 
-        Incomplete lines of a killed run are removed too. What the file has lost, as in a
-        power cut, stays lost, and is an error in the log.
+        Incomplete lines are removed too. What the file has lost in a power cut stays
+        lost, and the log says so.
         """
         if not comm.is_main_process():
             return

@@ -23,11 +23,7 @@ _entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", defaul
 
 
 def get_event_storage() -> "EventStorage":
-    """The storage of the innermost ``with storage:`` block.
-
-    Raises:
-        RuntimeError: if there is none.
-    """
+    """The storage of the innermost ``with storage:`` block, else a RuntimeError."""
     entered = _entered.get()
     if not entered:
         raise RuntimeError(
@@ -46,7 +42,7 @@ class EventStorage:
     """The metrics of a run, by name and iteration.
 
     Putting never waits for a device. All tensors are fetched in one transfer when
-    somebody reads, or when 4096 values of a metric wait. So read once in a while.
+    somebody reads, or when 4096 values of a metric wait.
 
     Example::
 
@@ -85,10 +81,9 @@ class EventStorage:
         Args:
             name: the metric; the current :meth:`name_scope` is put before it.
             value: a number, or a tensor with one element, on any device.
-            smoothing_hint: whether writers should show the median of the last
-                iterations (of a noisy loss) or each value (of an evaluation). The same
-                at each call for a metric.
-            cur_iter: when it was measured; None means the current iteration.
+            smoothing_hint: whether writers show medians (of a noisy loss) or each value
+                (of an evaluation). The same at each call for a metric.
+            cur_iter: when it was measured; None is the current iteration.
 
         Raises:
             TypeError: if ``value`` is not one real number.
@@ -136,11 +131,8 @@ class EventStorage:
 
         Args:
             img_name: as for :meth:`put_scalar`.
-            img_tensor: of shape (1 or 3 channels, height, width); uint8 in 0..255, or
-                floating point in 0..1.
-
-        Raises:
-            ValueError: for another shape.
+            img_tensor: of shape (1 or 3, height, width), else a ValueError; uint8 in
+                0..255, or floating point in 0..1.
         """
         name = self._current_prefix + img_name
         image = media.new_image(name, img_tensor, self.iter)
@@ -160,18 +152,14 @@ class EventStorage:
             bins: how many intervals of equal width.
 
         Raises:
-            ValueError: without elements, for one that is not finite, or ``bins`` below 1.
+            ValueError: for no elements, one that is not finite, or ``bins`` below 1.
         """
         name = self._current_prefix + hist_name
         histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
         self._histograms.append(histogram)
 
     def history(self, name: str) -> HistoryBuffer:
-        """The values of one metric.
-
-        Raises:
-            KeyError: if there is no such metric.
-        """
+        """The values of one metric, else a KeyError."""
         self._fetch_pending()
         if name not in self._histories:
             hint = did_you_mean(name, self._histories)
@@ -211,11 +199,7 @@ class EventStorage:
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """How many values of a metric the last ``window_size`` iterations have.
-
-        Raises:
-            KeyError: if there is no such metric.
-        """
+        """How many values of a metric the last ``window_size`` iterations have."""
         return len(self.history(name).recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
@@ -231,11 +215,11 @@ class EventStorage:
         return list(self._histograms)
 
     def clear_images(self) -> None:
-        """Forget the queued images, when a writer has shown them."""
+        """Forget the queued images."""
         self._vis_data.clear()
 
     def clear_histograms(self) -> None:
-        """Forget the queued histograms, when a writer has shown them."""
+        """Forget the queued histograms."""
         self._histograms.clear()
 
     def step(self) -> None:

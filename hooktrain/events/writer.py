@@ -57,11 +57,11 @@ class UnwrittenScalars:
 
     def _new_entries(self, history: HistoryBuffer) -> list[Entry]:
         new_count = history.count - self._counts.get(history, 0)
-        new = history.tail(new_count)
-        if new and history.smoothing_hint:
-            _, last = new[-1]
+        if new_count > 0 and history.smoothing_hint:
+            ((_, last),) = history.tail(1)
             median = history.recent_median(self._window_size)
             return [(median, last)]
+        new = history.tail(new_count)
         iterations = {iteration for _, iteration in new}
         last_of_series = []
         for value, iteration in new:
