@@ -1,6 +1,7 @@
 """Averages of the weights that a model has during training."""
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils.tensors import local_tensor
+
+logger = logging.getLogger(__name__)
 
 Tensors: TypeAlias = dict[str, Tensor]
 
@@ -152,7 +155,8 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
     Args:
         model: see :class:`BaseAveragedModel`.
-        momentum: in (0, 1]; 1 keeps a plain copy. Others call ``1 - momentum`` the decay.
+        momentum: in (0, 1]; 1 keeps a plain copy. Others call ``1 - momentum`` the decay:
+            it is probably meant where this is above 0.5, which is warned of.
         interval: see :class:`BaseAveragedModel`.
         device: see :class:`BaseAveragedModel`.
         warmup: use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets the
@@ -174,6 +178,14 @@ class ExponentialMovingAverage(BaseAveragedModel):
         super().__init__(model, interval, device)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum must be in (0, 1]: {momentum!r}")
+        if 0.5 < momentum < 1:
+            logger.warning(
+                "momentum=%g is the weight of the new value, and forgets fast. For a decay "
+                "of %g give momentum=%g",
+                momentum,
+                momentum,
+                1 - momentum,
+            )
         self.momentum = momentum
         self.warmup = warmup
 

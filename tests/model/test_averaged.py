@@ -177,6 +177,18 @@ def test_a_momentum_outside_of_its_range_is_refused(momentum: float) -> None:
         ExponentialMovingAverage(nn.Linear(1, 1), momentum)
 
 
+def test_a_momentum_that_is_a_decay_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for fine in (0.5, 1.0):
+        ExponentialMovingAverage(nn.Linear(1, 1), fine)
+    assert not caplog.messages
+    ExponentialMovingAverage(nn.Linear(1, 1), 0.99)
+    (message,) = caplog.messages
+    assert "momentum=0.99" in message
+    assert "momentum=0.01" in message
+
+
 def test_an_update_does_not_wait_for_the_device() -> None:
     model = Net()
     average = StochasticWeightAverage(model)
