@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     It writes ``log.txt`` (one more for each further rank) and ``config.json`` into the
     output folder, and locks the folder against a second run. A folder that has checkpoints
     is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
-    of the configuration have changed.
+    of the configuration have changed. A ``train.init_checkpoint`` in a renamed folder is
+    found there: a second stage may have the folder of the first.
 
     Args:
         cfg: a configuration; of it, ``train.output_dir``, ``train.seed`` and
@@ -131,6 +133,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if folder:
         folder = train["output_dir"] = on_disk(folder)
         aside = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
+        train["init_checkpoint"] = _find(train.get("init_checkpoint", ""), folder)
     level = getattr(args, "log_level", "normal")
     setup_logger(folder or None, distributed_rank=comm.get_rank(), level=level)
     if aside is not None:
@@ -161,6 +164,16 @@ def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
     aside = None if resumes else set_folder_aside(folder)
     lock_folder(folder)
     return aside
+
+
+def _find(checkpoint: str, folder: str) -> str:
+    """Where a checkpoint of the folder is now, which this or an earlier start has renamed."""
+    home = Path(folder).resolve()
+    path = Path(checkpoint).resolve()
+    if path.exists() or path.parent != home:
+        return checkpoint
+    found = home.parent.glob(f"{home.name}.*/{path.name}")
+    return str(max(found, key=os.path.getmtime, default=path))
 
 
 def _read(path: Path) -> str:

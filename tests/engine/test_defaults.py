@@ -1,9 +1,12 @@
 """What most scripts share, and the trainer that builds itself, also for models with a step."""
 
+import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from hooktrain.utils.events import (
     JSONWriter,
 )
 from hooktrain.utils.logger import close_logger, setup_logger
-from toys import LinearLoss, Pairs, ToyModel
+from toys import LinearLoss, Pairs, StopOnce, ToyModel
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 
@@ -122,12 +125,16 @@ def stop_at(count: int, trainer: Any) -> None:
         trainer.request_stop("to go on later")
 
 
+def train_up_to(count: int, trainer: DefaultTrainer) -> None:
+    trainer.register_hooks([hooks.CallbackHook(after_step=partial(stop_at, count))])
+    trainer.train()
+
+
 def resume_up_to(count: int, cfg: Any) -> DefaultTrainer:
     """Go on with the run in the output folder until so many iterations are done."""
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=True)
-    trainer.register_hooks([hooks.CallbackHook(after_step=partial(stop_at, count))])
-    trainer.train()
+    train_up_to(count, trainer)
     return trainer
 
 
@@ -151,6 +158,63 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     monkeypatch.undo()
     default_setup(new := config(folder, "train.seed=null"), Namespace(resume=False))
     assert new.train.seed != drawn
+
+
+def start(
+    folder: Path, *overrides: str, stop: int = 0, resume: bool = False
+) -> DefaultTrainer:
+    """Start as train_net.py does, and train up to an iteration."""
+    cfg = config(folder, "train.max_iter=6", "train.checkpointer.period=2", *overrides)
+    default_setup(cfg, Namespace(resume=resume))
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume)
+    if stop:
+        train_up_to(stop, trainer)
+    return trainer
+
+
+def test_a_folder_that_a_mistake_has_renamed_resumes_exactly(folder: Path) -> None:
+    drawn = start(folder, "train.seed=null", stop=4).seed
+    start(folder, "train.seed=null", stop=2)  # without --resume
+    shutil.rmtree(folder)
+    folder.with_name("out.1").rename(folder)
+    start(folder, "train.seed=null", stop=6, resume=True)
+    whole = folder.with_name("whole")
+    start(whole, f"train.seed={drawn}", stop=6)
+    assert_same_end(folder, whole)
+
+
+def test_a_second_stage_starts_from_the_folder_that_it_has_renamed(
+    folder: Path,
+) -> None:
+    first = start(folder, stop=6).model.state_dict()
+    stage = f"train.init_checkpoint={folder / 'model_final.pth'}"
+    assert_equal(start(folder, stage).model.state_dict(), first)
+    # Killed before its first checkpoint, and submitted again.
+    assert_equal(start(folder, stage).model.state_dict(), first)
+    assert_equal(start(folder, stage, resume=True).model.state_dict(), first)
+    # Killed behind it.
+    trainer = start(folder, stage)
+    trainer.register_hooks([StopOnce(at=3)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert_equal(start(folder, stage).model.state_dict(), first)
+    second = start(folder, stage, stop=6).model.state_dict()
+    # The last one is meant.
+    assert_equal(start(folder, stage).model.state_dict(), second)
+
+
+@pytest.mark.parametrize("key", ["seed", "max_iter"])
+def test_a_resume_executes_nothing_of_the_output_folder(key: str, folder: Path) -> None:
+    start(folder, stop=2)
+    call = {"_target_": "os.system", "_args_": [f"touch {folder / 'executed'}"]}
+    crafted = json.loads((folder / "config.json").read_text())
+    crafted["model"] = crafted["train"][key] = call
+    (folder / "config.json").write_text(json.dumps(crafted))
+    (folder / "config.py").write_text(f"open({str(folder / 'executed')!r}, 'w')")
+    with nullcontext() if key == "max_iter" else pytest.raises(TypeError):
+        start(folder, "train.seed=null", stop=4, resume=True)
+    assert not (folder / "executed").exists()
 
 
 def test_a_resume_logs_what_has_changed_in_the_configuration(folder: Path) -> None:
