@@ -137,7 +137,8 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
     """Multiplies by ``factor`` after more than ``patience`` metrics without improvement.
 
     Call ``step({monitor: value})`` after each evaluation. ``step()`` without metrics only
-    counts an epoch, for ``begin`` and ``end``: outside of that range metrics are ignored.
+    counts an epoch, or with ``by_epoch=False`` an iteration, for ``begin`` and ``end``:
+    outside of that range metrics are ignored.
 
     Args:
         monitor: the name of the metric.
@@ -193,11 +194,9 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
             )
         if self.threshold < 0:
             raise ValueError(f"threshold must not be negative: {self!r}")
-        if not self.by_epoch:
-            raise ValueError("by_epoch=False: a plateau's begin and end are epochs")
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Take in the metrics of an evaluation; without any, count an epoch.
+        """Take in the metrics of an evaluation; without any, count a step.
 
         Raises:
             KeyError: if the metric is not among them.

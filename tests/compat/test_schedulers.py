@@ -84,7 +84,6 @@ def test_a_cycle_ends_with_exactly_its_final_value() -> None:
         (lambda o: OneCycleLR(o, 1.0, pct_start=30), "pct_start must lie .*: 30"),
         (lambda o: CosineRestartLR(o, [3, 3]), r"periods .*\[3, 3\], .*\(1,\)"),
         (lambda o: ReduceOnPlateauLR(o, rule="min"), "'less' or 'greater'.*'min'"),
-        (lambda o: ReduceOnPlateauLR(o, by_epoch=False), "by_epoch=False"),
         (lambda o: ReduceOnPlateauLR(o, threshold=-1), "negative: .*threshold=-1"),
         (lambda o: ReduceOnPlateauLR(o, min_value=[0, 0]), r"of the 1 .*\[0, 0\]"),
         (lambda o: OneCycleLR(o, 1.0, anneal_strategy="up"), "'cos' or 'linear'.*'up'"),
