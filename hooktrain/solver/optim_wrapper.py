@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 Options = Mapping[str, Any]
 
-# One object serves everywhere: nullcontext holds no state.
-NOTHING = nullcontext()
+NOTHING = nullcontext()  # has no state: one serves everywhere
 
 
 class OptimWrapper:
@@ -75,9 +74,9 @@ class OptimWrapper:
         self.prefix = ""
         self.skipped_updates = 0
         self._clipping = None if clip_grad is None else _clipping(**clip_grad)
-        self._first_count = 0  # inner_count where accumulations began to be counted
+        self._first_count = 0  # inner_count where the accumulations began
         self._max_counts = -1  # inner_count at the end of the run, if it is known
-        self._model = nn.Module()  # has no names of parameters yet
+        self._model = nn.Module()  # names no parameters
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -89,7 +88,7 @@ class OptimWrapper:
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def name_parameters(self, model: nn.Module) -> None:
-        """From now on save states by the parameters' names in this model."""
+        """Save states by the names of the parameters in this model."""
         self._model = model
 
     # Accumulation
@@ -100,7 +99,7 @@ class OptimWrapper:
         init_counts: int,
         max_counts: int,
     ) -> None:
-        """Begin a new accumulation, and say where the run ends: its last may be shorter.
+        """Begin a new accumulation; the last one of the run may be shorter.
 
         Args:
             model: not used; MMEngine has it.
@@ -112,7 +111,7 @@ class OptimWrapper:
         self._max_counts = max_counts
 
     def start_accumulation(self) -> None:
-        """Begin a new accumulation with the next pass, whatever was accumulated."""
+        """Begin a new accumulation with the next pass."""
         self._first_count = self.inner_count
         self._max_counts = -1
 
@@ -121,7 +120,7 @@ class OptimWrapper:
         return self._is_complete_after(self.inner_count)
 
     def should_sync(self) -> bool:
-        """Whether the next one does, so that ranks communicate."""
+        """Whether the next one does, so that ranks exchange gradients."""
         return self._is_complete_after(self.inner_count + 1)
 
     def _is_complete_after(self, count: int) -> bool:
@@ -225,7 +224,7 @@ class OptimWrapper:
         if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        # Without torch's preparations for its profiler and compiler, which take 7 us.
+        # Without torch's preparations for its profiler and compiler: 7 us.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -260,10 +259,7 @@ class OptimWrapper:
         match_parameters(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned, or a torch optimizer's state.
-
-        See :func:`~hooktrain.solver.optim_state.load_optimizer_state`.
-        """
+        """Load a state: see :func:`~hooktrain.solver.optim_state.load_optimizer_state`."""
         load_optimizer_state(self.optimizer, state_dict, parameter_names(self._model))
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)
