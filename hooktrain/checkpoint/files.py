@@ -5,10 +5,11 @@ another number; :func:`verify_file` compares them. Loading runs no code (``weigh
 """
 
 import copy
-import os
 import re
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,14 +93,10 @@ def verify_file(path: AnyPath) -> None:
         CorruptCheckpointError: if the file is broken, compressed, or no file of torch.
         OSError: if it cannot be opened.
     """
-    with open(path, "rb") as file:
-        try:
-            problem = _find_problem(file)
-        except Exception as error:  # zipfile raises nine types
-            problem = f"not a readable zip container ({type(error).__name__}: {error})"
-    if problem:
-        name = os.fspath(path)
-        raise CorruptCheckpointError(f"{name} is no intact checkpoint: {problem}")
+    with open(path, "rb") as file, reading(path):
+        problem = _find_problem(file)
+        if problem:
+            raise CorruptCheckpointError(f"{path} is no intact checkpoint: {problem}")
 
 
 def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
@@ -120,20 +117,22 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
 
 def load_verified(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
     """Load a file that was verified; see :func:`load_file`."""
+    with reading(path):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+@contextmanager
+def reading(path: AnyPath) -> Iterator[None]:
+    """Make a CorruptCheckpointError of any error but a lack of memory."""
     try:
-        return torch.load(
-            path,
-            map_location=map_location,
-            weights_only=True,
-        )
-    except MemoryError:
+        yield
+    except (CorruptCheckpointError, MemoryError):
         raise
-    except Exception as error:  # RuntimeError, KeyError, EOFError, UnpicklingError, ...
+    except Exception as error:  # zipfile alone raises nine types
         if "allocate memory" in str(error):
             raise
-        name = os.fspath(path)
-        reason = _reason(error)
-        raise CorruptCheckpointError(f"cannot load {name}: {reason}") from error
+        text = f"{path} is no intact checkpoint: {_reason(error)}"
+        raise CorruptCheckpointError(text) from error
 
 
 def storable(value: Any, name: str = "") -> Any:

@@ -39,6 +39,7 @@ from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     is_folder,
     load_file,
+    reading,
     write_file,
 )
 from hooktrain.utils import comm
@@ -117,20 +118,20 @@ def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
         part: of the files, sorted by name.
 
     Raises:
-        CorruptCheckpointError: naming the first file that is missing, truncated or altered.
-        OSError: if one cannot be read.
+        CorruptCheckpointError: naming the first file that is missing, truncated or altered, or
+            outside of the folder.
     """
     folder = Path(folder)
-    try:
+    with reading(folder):
         files = load_file(folder / MANIFEST)["files"]
         for name in sorted(files)[part]:
+            if Path(name).name != name:
+                raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
             found = _digest(folder / name)
             if found != files[name]:
                 raise CorruptCheckpointError(
                     f"{folder / name} was altered: it has {found}, not {files[name]}"
                 )
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{error.filename} is missing") from error
 
 
 def read_folder(
@@ -148,7 +149,7 @@ def read_folder(
         map_location: where these go. On ``"meta"`` they have no data.
 
     Raises:
-        CorruptCheckpointError: if ``state.pth`` asks to run code.
+        CorruptCheckpointError: if it asks to run code, or is not what :func:`save_folder` writes.
     """
     own = {} if model is None else model.state_dict()
     shards = {name: value for name, value in own.items() if is_sharded(value)}
@@ -166,12 +167,12 @@ def read_folder(
         tensors[name] = room
         return room
 
-    content = load_file(Path(folder) / STATE, map_location)
-    state: dict[str, Any] = content["state"]
-    if torch.device(map_location).type == "meta":
-        return state
-    state = map_leaves(make_room, state)
-    _read_tensors(tensors, content["parts"], folder)
+    with reading(folder):
+        content = load_file(Path(folder) / STATE, map_location)
+        state: dict[str, Any] = content["state"]
+        if torch.device(map_location).type != "meta":
+            state = map_leaves(make_room, state)
+            _read_tensors(tensors, content["parts"], Path(folder))
     return state
 
 
@@ -263,22 +264,32 @@ def _save_tensors(
     for name, tensor in saved.state_dict_metadata.items():
         parts[name] = []
         for chunk in tensor.chunks:
-            info = saved.storage_data[MetadataIndex(name, chunk.offsets)]
-            place = (info.relative_path, info.offset, info.length)
-            parts[name].append((tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            index = MetadataIndex(name, chunk.offsets)
+            info = saved.storage_data[index]
+            part = (
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                info.relative_path,
+                info.offset,
+                info.length,
+            )
+            parts[name].append(part)
     return parts
 
 
-def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: AnyPath) -> None:
+def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> None:
     """Fill tensors as torch.distributed.checkpoint.load does, without its pickled metadata."""
+    verified = load_file(folder / MANIFEST)["files"]
     saved = Metadata({}, storage_data={})
     for name, tensor in tensors.items():
         chunks = []
-        for offsets, sizes, *place in parts[name]:
+        for offsets, sizes, file, *place in parts[name]:
+            if file not in verified:
+                raise CorruptCheckpointError(f"{folder / file} is not in its manifest")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             chunks.append(chunk)
             index = MetadataIndex(name, offsets)
-            saved.storage_data[index] = filesystem._StorageInfo(*place)
+            saved.storage_data[index] = filesystem._StorageInfo(file, *place)
         properties = TensorProperties(tensor.dtype)
         metadata = TensorStorageMetadata(properties, tensor.shape, chunks)
         saved.state_dict_metadata[name] = metadata

@@ -225,11 +225,11 @@ def load_model_state(
     # The model may have a tensor under several names.
     named = loaded.union(name for name, _, _ in incorrect)
     known = {id(in_model[name]) for name in named}
-    found = IncompatibleKeys(
-        [key for key in result.missing_keys if id(in_model.get(key)) not in known],
-        result.unexpected_keys,
-        incorrect,
-    )
+    missing = []
+    for name in result.missing_keys:
+        if id(in_model.get(name)) not in known:
+            missing.append(name)
+    found = IncompatibleKeys(missing, result.unexpected_keys, incorrect)
     if any(found):
         table = _table_of(found, loadable, in_model)
         if strict:

@@ -78,12 +78,13 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
 
 def _by_torch(url: str) -> str:
     """Download by HTTP, or find what was downloaded before."""
-    path = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
-    digest = _DIGEST.search(path.name)
+    name = Path(urlsplit(url).path).name
+    path = Path(torch.hub.get_dir(), "checkpoints", name)
+    digest = _DIGEST.search(name)
     if digest is None:
         # The files of two addresses may have one name, which torch.hub takes for the same.
         of_url = hashlib.sha256(url.encode()).hexdigest()
-        path = path.parent / of_url[:16] / path.name
+        path = path.parent / of_url[:16] / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         expected = digest[1] if digest else None

@@ -225,7 +225,7 @@ def zipped() -> bytes:
     [
         (b"", "begins with b''"),
         (b"hello" * 100, "begins with"),
-        (b"PK\x03\x04hello", "not a readable zip"),
+        (b"PK\x03\x04hello", "not a zip file"),
         (pickle.dumps({}), "begins with"),
         (zipped(), ""),
     ],

@@ -6,7 +6,9 @@ import pickle
 import re
 import shutil
 import signal
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,72 @@ def test_code_in_a_folder_is_not_run(name: str, tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
+Change = Callable[[dict[str, Any], list[Any]], object]
+
+# What is changed in state.pth, and in the place of the weight's only part: its offsets, sizes,
+# file, and where it begins and how long it is.
+CRAFTED: dict[str, Change] = {
+    "no state": lambda content, part: content.pop("state"),
+    "no parts": lambda content, part: content.pop("parts"),
+    "no dict": lambda content, part: content.update(state=[1]),
+    "offsets of another dimension": lambda content, part: part.__setitem__(0, (0,)),
+    "text for an offset": lambda content, part: part.__setitem__(0, "text"),
+    "a beginning beyond the end": lambda content, part: part.__setitem__(3, 1 << 40),
+    "a beginning that overflows": lambda content, part: part.__setitem__(3, 1 << 70),
+    "a length of nothing": lambda content, part: part.__setitem__(4, 0),
+    "a file that the manifest lacks": lambda content, part: part.__setitem__(2, "lost"),
+    "a file outside": lambda content, part: part.__setitem__(
+        2, "../other/__0_0.distcp"
+    ),
+    "a state without end": lambda content, part: content["state"].update(deep=DEEP),
+}
+DEEP: list[Any] = []
+for _ in range(600):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("change", CRAFTED.values(), ids=CRAFTED.keys())
+def test_a_crafted_folder_is_passed_over_for_an_older_one(
+    change: Change, tmp_path: Path
+) -> None:
+    save(tmp_path / "model_0000009", 9)
+    save(tmp_path / "other", 19)
+    folder = save(tmp_path / "model_0000019", 19)
+    content = torch.load(folder / "state.pth", weights_only=True)
+    part = list(content["parts"]["model.w"][0])
+    change(content, part)
+    if "parts" in content:
+        content["parts"]["model.w"] = [part]
+    shutil.copy(folder / "__0_0.distcp", folder / "lost")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    forge(folder, "state.pth", content)
+    sys.setrecursionlimit(limit)
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
+    del manifest["files"]["lost"]
+    forge(folder, "manifest.pth", manifest)
+    with pytest.raises(CorruptCheckpointError, match="model_0000019"):
+        read_checkpoint(str(folder))
+    model = nn.ParameterDict({"w": torch.zeros(3, 4), "n": torch.zeros(())})
+    found = Checkpointer(model, tmp_path).resume_or_load("")
+    assert found["iteration"] == 9
+
+
+@pytest.mark.parametrize("content", [[], {}, {"files": 3}, {"files": {3: (1, "")}}])
+def test_a_crafted_manifest_is_refused(content: Any, tmp_path: Path) -> None:
+    folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
+    with pytest.raises(CorruptCheckpointError, match="no intact checkpoint"):
+        verify_folder(folder)
+
+
+def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path) -> None:
+    digest = folders._digest(save(tmp_path / "b", 1) / "state.pth")
+    content = {"files": {"../b/state.pth": digest}}
+    folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
+    with pytest.raises(CorruptCheckpointError, match=r"'\.\./b/state\.pth'"):
+        verify_folder(folder)
+
+
 def test_the_metadata_that_torch_has_pickled_is_not_read(tmp_path: Path) -> None:
     code = RunsCode(tmp_path / "ran")
     folder = forge(save(tmp_path / "a", 1), ".metadata", code)
@@ -190,7 +258,7 @@ def test_code_in_a_shard_is_not_run(sharded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     shutil.copytree(sharded, folder)
     forge(folder, "__1_0.distcp", RunsCode(tmp_path / "ran"))
-    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+    with pytest.raises(CorruptCheckpointError, match="mkdir"):
         read_checkpoint(str(folder))
     assert names(tmp_path) == ["a"]
 
