@@ -1,49 +1,35 @@
 """The loop: order of events, errors, stopping, continuing, hooks and their state."""
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase, hooks
+from hooktrain.engine.hooks import CallbackHook
+from hooktrain.engine.train_loop import EVENTS
 from hooktrain.utils import comm
 from hooktrain.utils.events import EventStorage, get_event_storage
+from toys import Net, batches, sgd
 
 
-class Recorder(HookBase):
+class Recorder(CallbackHook):
     """Writes down each event as "name event iteration"."""
 
-    error: type[BaseException] = OSError
+    def __init__(self, log: list[str], name: str = "hook", fail: Any = None) -> None:
+        def note(event: str, trainer: Any) -> None:
+            entry = f"{name} {event} {trainer.iter}"
+            log.append(entry)
+            if fail is not None and entry == str(fail):
+                raise fail
 
-    def __init__(self, log: list[str], name: str = "hook", fail_at: str = "") -> None:
-        self.log, self.name, self.fail_at = log, name, fail_at
-
-    def note(self, event: str) -> None:
-        entry = f"{self.name} {event} {self.trainer.iter}"
-        self.log.append(entry)
-        if entry == self.fail_at:
-            raise self.error(entry)
-
-    def before_train(self) -> None:
-        self.note("before_train")
-
-    def after_train(self) -> None:
-        self.note("after_train")
-
-    def before_step(self) -> None:
-        self.note("before_step")
-
-    def after_backward(self) -> None:
-        self.note("after_backward")
-
-    def after_step(self) -> None:
-        self.note("after_step")
+        super().__init__(**{event: partial(note, event) for event in EVENTS})
 
 
 class Trainer(TrainerBase):
@@ -82,18 +68,18 @@ def test_events_come_in_the_documented_order() -> None:
 
 
 def test_metrics_are_stamped_with_the_iteration() -> None:
-    class Put(HookBase):
-        def before_step(self) -> None:
-            get_event_storage().put_scalar("x", 1.0)
-
-        def after_train(self) -> None:
-            get_event_storage().put_scalar("end", 2.0)
+    def put(name: str, trainer: Any) -> None:
+        get_event_storage().put_scalar(name, 1.0)
 
     trainer = Trainer()
-    trainer.register_hooks([Put()])
+    putting = CallbackHook(
+        before_step=partial(put, "x"), after_train=partial(put, "end")
+    )
+    trainer = Trainer()
+    trainer.register_hooks([putting])
     trainer.train(0, 3)
     assert [i for _, i in trainer.storage.history("x").values()] == [0, 1, 2]
-    assert trainer.storage.latest()["end"] == (2.0, 3)
+    assert trainer.storage.latest()["end"] == (1.0, 3)
 
 
 def test_a_run_that_is_already_complete_runs_no_step() -> None:
@@ -125,16 +111,12 @@ def test_every_hook_ends_after_a_failing_step() -> None:
 
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 def test_a_failing_hook_at_the_end_does_not_hide_the_first_error(
-    error: type[BaseException],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Recorder, "error", error)
     log: list[str] = []
     trainer = Trainer(log, fail_at=0)
-    trainer.register_hooks(
-        [Recorder(log, "a", fail_at="a after_train 0"), Recorder(log, "b")]
-    )
+    failing = Recorder(log, "a", error("a after_train 0"))
+    trainer.register_hooks([failing, Recorder(log, "b")])
     with pytest.raises(ValueError, match="broken at 0"):
         trainer.train(0, 2)
     assert log[-1] == "b after_train 0"
@@ -143,14 +125,12 @@ def test_a_failing_hook_at_the_end_does_not_hide_the_first_error(
 
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
 ) -> None:
-    monkeypatch.setattr(Recorder, "error", error)
     log: list[str] = []
     trainer = Trainer(log)
-    trainer.register_hooks(
-        [Recorder(log, n, fail_at=f"{n} after_train 1") for n in "ab"]
-    )
+    failing = [Recorder(log, name, error(f"{name} after_train 1")) for name in "ab"]
+    trainer.register_hooks(failing)
     with pytest.raises(error, match="a after_train 1"):
         trainer.train(0, 1)
     assert log[-1] == "b after_train 1"
@@ -158,13 +138,12 @@ def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised(
 
 
 def test_a_stop_completes_the_iteration() -> None:
-    class Stopper(HookBase):
-        def after_step(self) -> None:
-            if self.trainer.iter == 2:
-                self.trainer.request_stop("enough")
+    def stop(trainer: Any) -> None:
+        if trainer.iter == 2:
+            trainer.request_stop("enough")
 
     trainer = Trainer()
-    trainer.register_hooks([Stopper()])
+    trainer.register_hooks([CallbackHook(after_step=stop)])
     trainer.train(0, 10)
     assert trainer.log == ["step 0", "step 1", "step 2"]
     assert trainer.iter == trainer.max_iter == 3
@@ -290,28 +269,23 @@ def test_a_new_stateful_hook_is_told_that_it_starts_anew(
 def test_a_state_saved_inside_an_iteration_holds_the_iteration_before() -> None:
     states = []
 
-    class Save(HookBase):
-        def before_step(self) -> None:
-            states.append(self.trainer.state_dict()["iteration"])
-
-        def after_step(self) -> None:
-            states.append(self.trainer.state_dict()["iteration"])
+    def save(trainer: Any) -> None:
+        states.append(trainer.state_dict()["iteration"])
 
     trainer = Trainer()
-    trainer.register_hooks([Save()])
+    trainer.register_hooks([CallbackHook(before_step=save, after_step=save)])
     trainer.train(0, 2)
     assert states == [-1, 0, 0, 1]
 
 
 def stop_on_one_rank() -> tuple[int, str | None]:
-    class Stopper(HookBase):
-        def after_step(self) -> None:
-            if self.trainer.iter == 5 and comm.get_rank() == 1:
-                self.trainer.request_stop("rank 1 has had enough")
+    def stop(trainer: Any) -> None:
+        if trainer.iter == 5 and comm.get_rank() == 1:
+            trainer.request_stop("rank 1 has had enough")
 
     trainer = Trainer()
     trainer.sync_period = 4
-    trainer.register_hooks([Stopper()])
+    trainer.register_hooks([CallbackHook(after_step=stop)])
     trainer.train(0, 20)
     return trainer.iter, trainer.stop_reason
 
@@ -372,16 +346,6 @@ def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> N
     assert "b after_step 0" in log
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x + torch.rand(2)).square().mean()
-
-
 class OwnLoop(SimpleTrainer):
     """The loop of AdelaiDet, unbiased-teacher and others."""
 
@@ -402,9 +366,8 @@ class OwnLoop(SimpleTrainer):
 def own_loop(
     kind: type[SimpleTrainer], folder: Path, evaluated: list[Any]
 ) -> tuple[Any, Checkpointer]:
-    model = Noisy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = kind(model, [torch.ones(2)], optimizer)
+    model = Net()
+    trainer = kind(model, batches(1), sgd(model))
     trainer.seed = 3
     checkpointer = Checkpointer(model, folder, trainer=trainer)
     saving = hooks.PeriodicCheckpointer(checkpointer, 2)
@@ -422,10 +385,6 @@ def test_an_own_loop_does_what_train_does(
     seen: list[int] = []
     first, _ = own_loop(OwnLoop, tmp_path / "own", seen)
     first.train_loop(0, 4)
-    (tmp_path / "own" / "model_final.pth").rename(
-        tmp_path / "own" / "model_0000003.pth"
-    )
-    (tmp_path / "own" / "last_checkpoint").write_text("model_0000003.pth")
     trainer, checkpointer = own_loop(OwnLoop, tmp_path / "own", seen)
     checkpointer.resume_or_load("")
     assert trainer.iter == 3
@@ -438,14 +397,10 @@ def test_an_own_loop_does_what_train_does(
 
 
 def test_an_own_loop_that_fails_is_not_evaluated_as_finished(tmp_path: Path) -> None:
-    class Broken(HookBase):
-        def after_step(self) -> None:
-            if self.trainer.iter == 4:
-                raise RuntimeError("broken")
-
     trainer, _ = own_loop(OwnLoop, tmp_path, seen := [])
-    trainer.register_hooks([Broken()])
-    with pytest.raises(RuntimeError, match="broken"):
+    failing = Recorder([], fail=RuntimeError("hook after_step 4"))
+    trainer.register_hooks([failing])
+    with pytest.raises(RuntimeError, match="after_step 4"):
         trainer.train_loop(0, 5)
     assert (seen, trainer.succeeded) == ([2], False)
 
