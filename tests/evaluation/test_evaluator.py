@@ -205,7 +205,7 @@ def test_callbacks_are_called_around_the_model() -> None:
         model, ["three"], None, {"on_end": lambda: calls.append("alone")}
     )
     assert calls[-2:] == ["three", "alone"]
-    with pytest.raises(ValueError, match="'on_stat'; did you mean 'on_start'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'on_stat'"):
         inference_on_dataset(double, [1], None, {"on_stat": list})  # type: ignore[dict-item]
 
 

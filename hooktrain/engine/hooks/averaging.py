@@ -155,10 +155,9 @@ class PreciseBN(HookBase):
 
 
 def is_trained(model: nn.Module, trainer: Any) -> bool:
-    """Whether a model shares parameters with a trainer's, or one of the two has none."""
-    ours = set(model.parameters())
+    """Whether a model shares parameters with a trainer's, if that has a model."""
     trained = set(getattr(trainer, "model", model).parameters())
-    return not (ours and trained) or not ours.isdisjoint(trained)
+    return not trained.isdisjoint(model.parameters())
 
 
 def _refuse_another(hook: HookBase, model: nn.Module) -> None:
