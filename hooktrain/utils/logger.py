@@ -28,7 +28,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
         if not isinstance(error, OSError):
             super().handleError(record)
             return
-        name = self.stream.name
+        name = getattr(self.stream, "name", "the log")
         nowhere = open(os.devnull, "w")  # noqa: SIM115
         if self.stream is sys.stdout:  # as after "| head", for those who print
             sys.stdout = nowhere

@@ -41,9 +41,9 @@ def test_what_the_function_has_refused_is_still_new(log: Log) -> None:
     writer = FunctionWriter(fail)
     with EventStorage(4) as storage:
         storage.put_scalar("loss", 1.0)
-        with pytest.raises(ConnectionError):
-            writer.write()
-        assert storage.written == {}
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                writer.write()
 
 
 def test_only_the_main_process_calls_the_function(
