@@ -71,7 +71,8 @@ def lock_folder(folder: AnyPath) -> None:
 
 def unlock_folder(folder: AnyPath) -> None:
     """Give up what :func:`lock_folder` has claimed, if anything."""
-    lock = _locks.pop(Path(folder).resolve() / ".lock", None)
+    path = Path(folder).resolve() / ".lock"
+    lock = _locks.pop(path, None)
     if lock is not None:
         lock.release()
 
@@ -87,7 +88,8 @@ def sweep(folder: AnyPath) -> None:
                 _remove(entry)
             moved = _MOVED_ASIDE.fullmatch(entry.name)
             if moved is not None:
-                _put_back(entry, entry.with_name(moved[1]))
+                target = entry.with_name(moved[1])
+                _put_back(entry, target)
         except OSError as error:
             logger.warning("Cannot remove %s of a killed run: %s", entry, error)
 

@@ -89,7 +89,8 @@ def locate(name: str) -> Any:
             raise
         public = [each for each in dir(package) if not each.startswith("_")]
         text = f"cannot locate {name!r}: {outer!r} has no {last!r}"
-        raise ImportError(text + did_you_mean(last, public)) from None
+        text += did_you_mean(last, public)
+        raise ImportError(text) from None
 
 
 def importable_name(obj: Any) -> tuple[str, str]:

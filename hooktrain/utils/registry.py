@@ -101,8 +101,9 @@ class Registry:
         """
         if not isinstance(kind, str):
             return kind
-        is_dotted = "." in kind and kind not in self
-        return locate(kind) if is_dotted else self.get(kind)
+        if "." in kind and kind not in self:
+            return locate(kind)
+        return self.get(kind)
 
     def build(
         self,

@@ -218,7 +218,9 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return _copy(leaf, device, copying)
-        return leaf.to(device) if can_move(leaf) else leaf
+        if can_move(leaf):
+            return leaf.to(device)
+        return leaf
 
     return partial(map_leaves, move)
 
