@@ -108,8 +108,8 @@ class LossRecorder:
             iteration: the iteration.
             losses: numbers, or tensors with one element, by name.
             data_time: seconds that the step waited for data.
-            total: the name of the sum, which must be finite. With None there is no sum, and
-                those with "loss" in their names must be finite.
+            total: the name of the sum, which must be finite; None makes none, and those
+                with "loss" in their names must be.
             check_now: whether to check at once, where that is free.
 
         Raises:
@@ -148,14 +148,14 @@ class LossRecorder:
     def exchange(self, finished: int, asks: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
-        A collective of two calls: :meth:`_agree`, by a maximum, and a sum.
+        Two collectives: a maximum, in :meth:`_agree`, and a sum.
 
         Args:
             finished: the number of finished iterations.
             asks: whether this rank asks for something.
 
         Returns:
-            The highest rank that asks for something, or -1.
+            The highest rank that asks, or -1.
         """
         first = self._exchanged
         waiting = self._waiting.histories()
@@ -184,7 +184,7 @@ class LossRecorder:
     ) -> tuple[int, list[float]]:
         """Learn all ranks' names; return who asks, and the slowest times.
 
-        The maximum tells whether a rank has new names, which it then broadcasts.
+        By the maximum a rank says that it has new names. It then broadcasts them.
         """
         rank = comm.get_rank()
         while True:

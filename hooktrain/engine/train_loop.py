@@ -44,8 +44,7 @@ class HookBase:
             hook.after_step()
         hook.after_train()
 
-    Register it on every rank. A hook of the main process alone must call no collective.
-    One with state overrides both ``state_dict`` and ``load_state_dict``.
+    Register it on every rank; one of the main process alone must call no collective.
 
     Attributes:
         trainer: a weak proxy of the trainer, set by ``register_hooks``.
@@ -102,24 +101,22 @@ class HookBase:
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
-    Each iteration seeds the global random generators from the seed, its number and the
-    rank.
+    Each iteration seeds the random generators from the seed, its number and the rank.
 
-    A trainer inside, as in detectron2's DefaultTrainer, may make the steps. Assign it to
-    ``self._trainer`` in the constructor, and let ``run_step`` do
-    ``self._trainer.iter = self.iter; self._trainer.run_step()``. It uses the hooks and the
-    storage of the outer one.
+    A trainer inside may make the steps, as in detectron2's DefaultTrainer, with the hooks
+    and the storage of the outer one. Assign it to ``self._trainer`` in the constructor, and
+    let ``run_step`` do ``self._trainer.iter = self.iter; self._trainer.run_step()``.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
         start_iter: the first iteration of the run.
         max_iter: where the run ends, exclusive. An early stop lowers it.
-        succeeded: whether the run came to its end, early or not, and nothing has failed.
-        epoch_length: the iterations of an epoch, or None if that is not known.
+        succeeded: whether the run came to its end, early or not, and nothing failed.
+        epoch_length: the iterations of an epoch, if known.
         seed: of the random numbers; None takes the main process's ``torch.initial_seed()``.
         storage: takes the metrics.
-        stop_reason: why the run ends early, once all ranks know; else None.
-        sync_period: how often the ranks exchange metrics and requests, in iterations.
+        stop_reason: why the run ends early, once all ranks know.
+        sync_period: the iterations between two exchanges of the ranks.
         meta: plain values for every checkpoint, such as the configuration.
     """
 
@@ -158,14 +155,14 @@ class TrainerBase:
         """Run the iterations from ``start_iter`` up to, not including, ``max_iter``.
 
         Args:
-            start_iter: the first iteration; None goes on after the last finished one.
+            start_iter: None goes on after the last finished iteration.
             max_iter: the iteration to end before.
             max_epochs: in place of ``max_iter``, counted from iteration 0.
 
         Raises:
-            ValueError: without an end after the start, or if an epoch has no known length.
-            RuntimeError: if the last run broke off inside an iteration, without
-                ``start_iter``.
+            ValueError: without an end after the start, or for epochs of unknown length.
+            RuntimeError: without ``start_iter``, if the last run broke off inside an
+                iteration.
         """
         start = self._finished if start_iter is None else start_iter
         if start_iter is None and self._broke_off:
@@ -320,11 +317,10 @@ class TrainerBase:
     # What hooks ask for.
 
     def request_stop(self, reason: str) -> None:
-        """Ask for an early end of the run, from any hook or rank.
+        """Ask for an early end of the run, on any rank.
 
-        A single process stops after this iteration, ranks together at the next exchange;
-        never inside an accumulation. ``max_iter`` becomes the number of finished
-        iterations.
+        A process stops after this iteration, several at the next exchange, none inside an
+        accumulation. ``max_iter`` becomes the number of finished iterations.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -337,10 +333,7 @@ class TrainerBase:
         self._late_error = self._late_error or error
 
     def tolerate_losses(self) -> None:
-        """Let the losses of this iteration be infinite or NaN. On all ranks or none.
-
-        For hooks that prevent the update, in ``after_backward`` or before.
-        """
+        """Allow this iteration infinite or NaN losses, before its update. On all ranks."""
         self._losses.tolerate(self.iter)
 
     def synchronize(self) -> None:
@@ -354,13 +347,9 @@ class TrainerBase:
         self._losses.check(self._finished)
 
     def prepare_save(self, on_every_rank: bool = True) -> None:
-        """Before a save, let all ranks know of what must not be saved.
+        """Before a save: raise the errors of :meth:`state_dict` on every rank.
 
-        Args:
-            on_every_rank: whether all ranks call it; then it is a collective.
-
-        Raises:
-            FloatingPointError: as :meth:`state_dict`, on every rank.
+        A collective, unless not all ranks call it (``on_every_rank``).
         """
         if on_every_rank and comm.get_world_size() > 1:
             self.synchronize()
@@ -463,8 +452,7 @@ class TrainerBase:
         """Load what :meth:`state_dict` returned, so that ``train`` goes on after it.
 
         Args:
-            state_dict: the state, or that of a trainer of detectron2. Parts that it lacks
-                stay as they are.
+            state_dict: the state, or that of detectron2's trainers. What it lacks stays.
             only: the parts to load. Without ``"hooks"`` schedules begin anew.
 
         Raises:
@@ -501,12 +489,10 @@ class TrainerBase:
         before: Place = None,
         after: Place = None,
     ) -> None:
-        """Add hooks. The order of registration is the order of execution.
-
-        During a run their ``before_train`` is called at once.
+        """Add hooks, to run in this order. During a run their ``before_train`` is called.
 
         Args:
-            hooks: the hooks, in order; None entries are left out.
+            hooks: the hooks; None entries are left out.
             before: place them before this hook: an object, a class or a key.
             after: place them after this hook, if there is no ``before``.
 

@@ -255,11 +255,10 @@ class SimpleTrainer(ModelTrainer):
     """The training of one model by one optimizer.
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
-    and returns a loss, or a dict of losses and metrics, as
-    :func:`~hooktrain.engine.losses.parse_losses` tells them apart.
+    and returns what :func:`~hooktrain.engine.losses.parse_losses` understands. For another
+    step define :meth:`run_step` in a subclass.
 
-    For another step define :meth:`run_step` in a subclass. The arguments are those of
-    :class:`ModelTrainer`.
+    The arguments are those of :class:`ModelTrainer`.
     """
 
     @property
@@ -338,14 +337,13 @@ class SimpleTrainer(ModelTrainer):
 class AMPTrainer(SimpleTrainer):
     """A :class:`SimpleTrainer` in mixed precision.
 
-    For accumulation or clipping give an :class:`~hooktrain.solver.AmpOptimWrapper` to
+    With accumulation or clipping, give an :class:`~hooktrain.solver.AmpOptimWrapper` to
     ``SimpleTrainer``. The other arguments are those of :class:`ModelTrainer`.
 
     Args:
-        grad_scaler: the scaler; None makes one where ``precision`` is float16.
+        grad_scaler: the scaler; None makes one for float16.
         precision: ``torch.float16`` or ``torch.bfloat16``.
-        log_grad_scaler: record the scale at each iteration, as ``[metric]grad_scaler``.
-            That waits for the device.
+        log_grad_scaler: record the scale as ``[metric]grad_scaler``; waits for the device.
     """
 
     def __init__(
