@@ -51,6 +51,13 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             rates[f"{name}.lr"] = wrapper.get_lr()["lr"]
         return rates
 
+    def get_momentum(self) -> dict[str, list[float]]:
+        """``{"<name>.momentum": [one a group]}``."""
+        momentums = {}
+        for name, wrapper in self.items():
+            momentums[f"{name}.momentum"] = wrapper.get_momentum()["momentum"]
+        return momentums
+
     def name_parameters(self, model: nn.Module) -> None:
         """See :meth:`OptimWrapper.name_parameters`."""
         for wrapper in self.values():

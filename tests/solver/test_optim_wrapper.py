@@ -339,6 +339,17 @@ def several(**options: Any) -> tuple[LinearLoss, LinearLoss, OptimWrapperDict]:
     return a, b, OptimWrapperDict(a=wrap(a, **options), b=wrapper)
 
 
+def test_a_momentum_may_be_the_first_beta() -> None:
+    parameters = [*LinearLoss().parameters()]
+    adam = OptimWrapper(torch.optim.Adam(parameters, betas=(0.8, 0.99)))
+    sgd = OptimWrapper(torch.optim.SGD(parameters, momentum=0.9))
+    plain = OptimWrapper(torch.optim.Adagrad(parameters))
+    several = OptimWrapperDict(a=sgd, b=adam)
+    assert several.get_momentum() == {"a.momentum": [0.9], "b.momentum": [0.8]}
+    assert plain.get_momentum() == {"momentum": [0.0]}
+    assert sgd.defaults["momentum"] == 0.9
+
+
 def test_rates_and_metrics_of_several_optimizers_have_their_names() -> None:
     a, b, wrappers = several(clip_grad={"max_norm": 1.0})
     batch = batches(1)[0]
