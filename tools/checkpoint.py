@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import Tensor
 
@@ -115,10 +116,15 @@ def write_weights(state: Mapping[str, Any], file: Path) -> None:
         return
     from safetensors import torch as safetensors
 
-    # It refuses tensors that share memory.
-    safetensors.save_file(
-        {name: tensor.clone() for name, tensor in state.items()}, file
-    )
+    tensors = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            # It refuses tensors that share memory, and layouts such as channels_last.
+            tensors[name] = value.clone(memory_format=torch.contiguous_format)
+    others = sorted(state.keys() - tensors)
+    if others:
+        print(f"left out, since {file} can hold tensors only: {others}")
+    safetensors.save_file(tensors, file)
 
 
 def read(path: Path, map_location: str = "cpu") -> Any:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from loading import load_tool
 from torch import nn
 
+from equality import assert_equal
 from hooktrain.checkpoint.files import load_file, save_file
 
 Tool = Callable[..., int]  # the script with its arguments; gives the exit code
@@ -142,3 +144,28 @@ def test_the_model_alone_loads_into_a_plain_model(
     model.load_state_dict(torch.load(tmp_path / "alone.pth"))
     factor = 2 if command == "average" else 1
     assert torch.equal(model[0].weight, factor * state["model"]["0.weight"])
+
+
+def test_safetensors_get_every_tensor_of_the_model(
+    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    written: list[dict[str, torch.Tensor]] = []
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        """Refuses what the package's ``save_file`` does."""
+        memory = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
+        assert len(set(memory)) == len(memory), "some share memory"
+        assert all(tensor.is_contiguous() for tensor in tensors.values())
+        written.append(tensors)
+
+    package: Any = ModuleType("safetensors")
+    package.torch = SimpleNamespace(save_file=save)
+    monkeypatch.setitem(sys.modules, "safetensors", package)
+    image_weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    shared = torch.ones(3)
+    tensors = {"conv": image_weight, "embedding": shared, "head": shared}
+    model = {**tensors, "norm._extra_state": {"seen": 5}}
+    save_file({"model": model}, tmp_path / "a.pth")
+    assert tool("weights", tmp_path / "a.pth", tmp_path / "a.safetensors") == 0
+    assert_equal(written, [tensors])
+    assert "['norm._extra_state']" in capsys.readouterr().out
