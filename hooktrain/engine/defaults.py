@@ -139,8 +139,6 @@ def default_setup(cfg: Any, args: Any) -> None:
     if aside is not None:
         text = "A new run begins: the folder of the earlier one is now %s"
         logger.warning(text + ". Renamed back, it can be resumed", aside)
-    rank, size = comm.get_rank(), comm.get_world_size()
-    logger.debug("Rank of current process: %d. World size: %d", rank, size)
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
     path = Path(folder or "", "config.json")

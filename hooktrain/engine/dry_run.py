@@ -3,7 +3,6 @@
 import logging
 import time
 from itertools import islice
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -61,14 +60,11 @@ def dry_run(cfg: Any) -> None:
         trainer.register_hooks([clock], before=HookBase)
         trainer.resume_or_load(resume=False)
         trainer.train(max_iter=min(2, length))
-        sizes = [path.stat().st_size for path in Path(folder).glob("*.pth")]
         # The folder of the main process goes, and others may be writing in it.
         comm.synchronize()
     logger.info(
-        "The run works: %.4f s an iteration, about %s for all %s, without evaluations. "
-        "A checkpoint takes %.1f MiB",
+        "The run works: %.4f s an iteration, about %s for all %s, without evaluations",
         clock.seconds,
         pretty_seconds(clock.seconds * length),
         f"{length:,}",
-        max(sizes, default=0) / 2**20,
     )

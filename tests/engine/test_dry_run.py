@@ -20,12 +20,12 @@ def config(name: str, folder: Path, *overrides: str) -> Any:
 
 
 REPORT = (
-    r"The run works: 0\.\d{4} s an iteration, about \d+:\d\d:\d\d for all 2,000, "
-    r"without evaluations\. A checkpoint takes \d\.\d MiB"
+    r"The run works: \d\.\d{4} s an iteration, about \d+:\d\d:\d\d for all 2,000, "
+    "without evaluations"
 )
 
 
-def test_it_tells_sizes_times_and_results(
+def test_it_evaluates_and_tells_times(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = ["model.channels=2", "dataloader.test.batch_size=40"]
