@@ -4,6 +4,7 @@ A single process is rank 0 of 1. What is collective must be called by every rank
 group, in the same order; else the others wait until the timeout.
 """
 
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -59,29 +60,33 @@ def get_local_process_group() -> ProcessGroup:
     group = _local_groups.get(dist.group.WORLD)
     if group is None:
         raise RuntimeError(
-            "which ranks share a machine? Start by launch(), or call "
+            "which ranks share a machine? Start by launch() or torchrun, or call "
             "comm.create_local_process_group()"
         )
     return group
 
 
 def get_local_rank() -> int:
-    """The number of this process on its machine; 0 without a process group.
+    """The number of this process on its machine: torchrun's, else that of the group.
 
     Raises:
         RuntimeError: as ``get_local_process_group``, with several processes.
     """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
     if get_world_size() == 1:
         return 0
     return dist.get_rank(get_local_process_group())
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine; 1 without a process group.
+    """The number of processes on this machine: torchrun's, else that of the group.
 
     Raises:
         RuntimeError: as ``get_local_rank``.
     """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
     if get_world_size() == 1:
         return 1
     return dist.get_world_size(get_local_process_group())

@@ -73,6 +73,10 @@ def visit_local_groups() -> None:
     for ask in (comm.get_local_rank, comm.get_local_size, comm.get_local_process_group):
         with pytest.raises(RuntimeError, match=r"launch\(\)"):
             ask()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "7")
+        patch.setenv("LOCAL_WORLD_SIZE", "8")
+        assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
     with pytest.raises(ValueError, match="must be divisible by 'group_size=3'"):
         comm.create_local_process_group(3)
     comm.create_local_process_group(2)
