@@ -205,10 +205,9 @@ class LossRecorder:
         Raises:
             FloatingPointError: for the first one that is not finite, with its iteration.
         """
-        if self._checked >= finished or not self._to_check:
-            return
         losses: dict[int, dict[str, float]] = {}  # by iteration
-        for source in (self._storage, self._waiting):
+        sources = (self._storage, self._waiting) if self._to_check else ()
+        for source in sources:
             # Host-device synchronisation: reads what was recorded since the last time.
             for name, history in source.histories().items():
                 if is_loss(name) or name in self._to_check:
@@ -231,6 +230,7 @@ def _refuse_non_finite(
 
 
 LOOK_AGAIN = (
-    "To see in which layer that begins, compute the iteration again: docs/guide.md, "
+    "hooks.SkipNonFinite() leaves such updates out. To see where it begins, resume inside of "
+    "torch.autograd.set_detect_anomaly(True), or as in docs/guide.md, "
     '"When a run goes wrong"'
 )

@@ -1,6 +1,7 @@
 """Losses: found where they are not finite, and brought together across ranks."""
 
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,3 +236,13 @@ def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(
     assert [i for _, i in trainer.storage.history("total_loss").values()] == list(
         range(20)
     )
+
+
+def test_memory_of_tolerated_iterations_does_not_grow() -> None:
+    recorder = LossRecorder(EventStorage())
+    sizes = []
+    for i in range(1, 101):
+        recorder.tolerate(i)
+        recorder.check(i + 1)
+        sizes.append(len(pickle.dumps(recorder)))
+    assert max(sizes) == sizes[0]
