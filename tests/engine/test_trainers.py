@@ -177,6 +177,33 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update() -> None:
     assert trainer.state_dict()["iteration"] == 0
 
 
+def test_the_error_of_a_bad_loss_names_two_ways_on_that_work(tmp_path: Path) -> None:
+    samples = batches(1, 24)[0]
+    samples[5, 0] = math.nan
+
+    def resumed(*more: HookBase) -> SimpleTrainer:
+        model = LinearLoss()
+        loader = build_train_loader(list(samples), total_batch_size=4, seed=0)  # type: ignore[arg-type]
+        trainer = SimpleTrainer(model, loader, sgd(model))
+        checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+        trainer.register_hooks([*more, PeriodicCheckpointer(checkpointer, 1)])
+        checkpointer.resume_or_load("", resume=True)
+        trainer.train(max_iter=6)
+        return trainer
+
+    with pytest.raises(FloatingPointError) as caught:
+        resumed()
+    assert r"hooks.SkipNonFinite()" in str(caught.value)
+    assert r"torch.autograd.set_detect_anomaly(True)" in str(caught.value)
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.warns(UserWarning, match="Error detected in PowBackward0"),
+        pytest.raises(RuntimeError, match="'PowBackward0' returned nan"),
+    ):
+        resumed()
+    assert resumed(hooks.SkipNonFinite()).optim_wrapper.skipped_updates == 1
+
+
 def test_no_checkpoint_can_be_made_of_a_poisoned_state() -> None:
     trainer = net_trainer(poisoned(3, at=1), async_write_metrics=True)
     trainer.register_hooks([CallbackHook(after_step=lambda t: t.state_dict())])
