@@ -48,7 +48,6 @@ from sharding_toys import batches, make_model, make_sharded, make_wrapper, own_p
 from toys import Counter, model_of
 
 LIMIT = 20.0
-FULL = OSError(errno.ENOSPC, "no space left for this one")
 BROKEN = OSError(errno.EIO, "the disk failed")
 
 
@@ -80,15 +79,13 @@ def go() -> Iterator[threading.Event]:
         yield event
 
 
-def failing(error: Exception, saves: int = 1) -> Callable[..., None]:
-    """Writes that fail so many times."""
-    left = saves
+def failing(error: Exception) -> Callable[..., None]:
+    """A write that fails once."""
+    errors = [error]
 
     def save(*args: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            raise error
+        if errors:
+            raise errors.pop()
         write_file(*args)
 
     return save
@@ -419,30 +416,6 @@ def test_what_failed_in_the_background_is_raised_once_by_the_next_call(
     assert names(tmp_path) == ["c", "last_checkpoint"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_callbacks_tell_how_a_save_ended(
-    background: bool, shards: bool, tmp_path: Path
-) -> None:
-    seen: list[Any] = []
-    checkpointer = Checkpointer(
-        model_of(1), tmp_path, background=background, sharded=shards
-    )
-
-    def saved(path: str) -> None:
-        assert pointer(tmp_path) == "a"
-        seen.append(os.path.relpath(path, tmp_path))
-        seen.append(threading.current_thread() is threading.main_thread())
-
-    checkpointer.save("a", on_saved=saved)
-    checkpointer.wait()
-    assert seen == ["a" if shards else "a.pth", not background]
-    with writing_by(failing(FULL)):
-        checkpointer.save("b", on_saved=saved, on_full=seen.append)
-        checkpointer.wait()
-    assert is_disk_full(seen[2])
-    assert len(seen) == 3
-
-
 def run(folder: Path, start: int, stop: int, **settings: Any) -> PeriodicCheckpointer:
     """Step through the iterations from ``start`` to ``stop - 1``, as one process would."""
     periodic = PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder), **settings)
@@ -543,43 +516,43 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
     assert names(tmp_path)[1:] == ["model_0000009", "model_0000019"]
 
 
-def test_a_full_disk_costs_one_save_only(
-    shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpointer = Checkpointer(model_of(1), tmp_path, background=True, sharded=shards)
-    periodic = PeriodicCheckpointer(checkpointer, 10, max_iter=50, max_to_keep=1)
-    periodic.step(9)
-    checkpointer.wait()
-    with writing_by(failing(FULL)):
-        periodic.step(19)
-        periodic.step(29)
-        assert "NOT SAVED: [Errno 28] no space" in caplog.text
-        checkpointer.wait()
-    assert names(tmp_path) == ["last_checkpoint", "model_0000029"]
-    with writing_by(failing(FULL)), pytest.raises(OSError, match="no space"):
-        periodic.step(49)
-    assert names(tmp_path) == ["last_checkpoint", "model_0000029"]
-
-
-@pytest.mark.parametrize("limit", [500, 1_500])
-def test_a_really_full_disk_leaves_the_old_checkpoint(
-    limit: int, shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpointer = Checkpointer(nn.Linear(30, 30), tmp_path, sharded=shards)
-    periodic = PeriodicCheckpointer(checkpointer, 10, max_to_keep=1)
-    periodic.step(9)
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file can be longer than so many bytes."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
-        periodic.step(19)
-        with pytest.raises(OSError, match="File too large") as caught:
-            checkpointer.save("model_0000009")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert is_disk_full(caught.value)
-    assert re.search("NOT SAVED: .*File too large.*model_0000019", caplog.text)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("limit", [500, 1_500])
+def test_a_full_disk_costs_one_save_only(
+    limit: int,
+    background: bool,
+    shards: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(30, 30)
+    saver = Checkpointer(model, tmp_path, background=background, sharded=shards)
+    periodic = PeriodicCheckpointer(saver, 10, max_iter=40, max_to_keep=1)
+    periodic.step(9)
+    saver.wait()
+    with full_disk(limit):
+        periodic.step(19)
+        saver.wait()
+    assert re.search("NOT SAVED: .* too large: .*model_0000019", caplog.text)
     assert names(tmp_path) == ["last_checkpoint", "model_0000009"]
-    assert checkpointer.resume_or_load("") == {"iteration": 9}
+    assert saver.resume_or_load("") == {"iteration": 9}
+    periodic.step(29)
+    saver.wait()
+    with full_disk(limit), pytest.raises(OSError, match="model_final") as caught:
+        periodic.step(39)
+    assert is_disk_full(caught.value)
+    assert names(tmp_path) == ["last_checkpoint", "model_0000029"]
 
 
 def constant_model(iteration: int) -> nn.Linear:

@@ -225,7 +225,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [*FILES, "__1_0.distcp"])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "hole", "empty", "remove"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "hole", "remove"])
 def test_a_damaged_file_is_named_before_anything_is_read(
     name: str,
     damage: str,
@@ -247,7 +247,7 @@ def test_a_damaged_file_is_named_before_anything_is_read(
     elif damage == "hole":
         path.write_bytes(data[:40] + bytes(200) + data[240:])
     else:
-        path.write_bytes(data[:-1] if damage == "truncate" else b"")
+        path.write_bytes(data[:-1])
     monkeypatch.setattr(folders, "read_folder", None)
     for read in (read_checkpoint, verify_folder):
         with pytest.raises(CorruptCheckpointError, match=re.escape(name)):
