@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -206,7 +207,5 @@ def _is_watched() -> bool:
 
 
 def pretty_seconds(seconds: float) -> str:
-    """Hours, minutes and seconds, such as 27:00:05."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+    """Days, hours, minutes and seconds, such as ``1 day, 3:00:05``."""
+    return str(timedelta(seconds=int(seconds)))

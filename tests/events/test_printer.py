@@ -112,7 +112,7 @@ def test_the_eta_is_the_mean_since_the_first_line_of_a_run(
         printer.write()
     assert [message.split("  ")[0] for message in log.messages] == [
         "iter: 9",
-        "eta: 55:32:40",  # 2 seconds for each
+        "eta: 2 days, 7:32:40",  # 2 seconds for each
         "eta: 18:02:47",  # 0.65 seconds for each
         "iter: 60",
     ]
