@@ -246,7 +246,10 @@ def _save_tensors(
     # Copying ahead would use the accelerator, from another thread.
     writer = _Writer(folder, per_thread_copy_ahead=0)
     # Plans are kept: to agree on them takes the main process long, for each tensor of each rank.
-    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False,
+        enable_plan_caching=True,
+    )
     try:
         saved: Any = save(
             own,

@@ -197,7 +197,7 @@ def load_model_state(
         RuntimeError: with ``strict``, if there is a difference; if a value is no tensor.
         ValueError: without ``strict``, if nothing fits; the model is as it was.
     """
-    in_model = model.state_dict(keep_vars=True)
+    in_model = model.state_dict()
     loadable = revise_names(state, ())  # a copy
     if _is_wrapped(loadable) and not _is_wrapped(in_model):
         loadable = take_prefix(loadable, "module")
@@ -222,12 +222,13 @@ def load_model_state(
             f"nothing in the state fits the model: it has {given}, and the model {own}. "
             "If a prefix differs, load by load_checkpoint() with prefix= or revise_keys="
         )
-    # The model may have a tensor under several names.
+    # The model may have a parameter under several names.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     named = loaded.union(name for name, _, _ in incorrect)
-    known = {id(in_model[name]) for name in named}
+    known = {id(parameters[name]) for name in named & parameters.keys()}
     missing = []
     for name in result.missing_keys:
-        if id(in_model.get(name)) not in known:
+        if name not in named and id(parameters.get(name)) not in known:
             missing.append(name)
     found = IncompatibleKeys(missing, result.unexpected_keys, incorrect)
     if any(found):

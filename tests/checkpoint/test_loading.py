@@ -102,6 +102,20 @@ def test_an_uninitialised_parameter_takes_the_shape_of_the_file() -> None:
     assert torch.equal(model.weight, torch.ones(2, 7))
 
 
+class Trainable(nn.Linear):
+    """Has a state of its own making."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"weight": self.weight.detach()}
+
+
+def test_a_model_whose_state_dict_takes_no_arguments_is_loaded() -> None:
+    model = Trainable(2, 1)
+    found = load_model_state(model, {"weight": torch.ones(1, 2)})
+    assert found.missing_keys == ["bias"]
+    assert torch.equal(model.weight, torch.ones(1, 2))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
