@@ -46,10 +46,7 @@ class CorruptCheckpointError(RuntimeError):
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder of shards, intact or not.
-
-    One that is being written or deleted has a hidden name, and is none.
-    """
+    """Whether there is a folder of shards, intact or not; none while its name is hidden."""
     path = Path(path)
     if path.name.startswith("."):
         return False
@@ -61,7 +58,7 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets.
-        path: its final name.
+        path: of the file.
 
     Raises:
         TypeError: if something in the state could not be loaded back.

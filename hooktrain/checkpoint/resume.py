@@ -30,7 +30,7 @@ _OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
-    """Make a checkpoint the one to resume from, by its name: the folder may be moved."""
+    """Make a checkpoint the one to resume from; by its name, so that the folder may be moved."""
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
@@ -48,7 +48,7 @@ def read_pointer(save_dir: AnyPath) -> str:
 
 
 def checkpoint_names(save_dir: AnyPath) -> list[str]:
-    """The names of all checkpoints of the folder, sorted; none if it is not there."""
+    """The names of all checkpoints of a folder that may be there, sorted."""
     if not os.path.isdir(save_dir):
         return []
     names = []
@@ -108,20 +108,18 @@ def _stored_iteration(path: str) -> int | None:
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
         return -1
-    iteration: int | None = state.get("iteration")
-    return iteration
+    iteration = state.get("iteration")
+    return iteration if isinstance(iteration, int) else None
 
 
 def files_to_delete(
     save_dir: AnyPath, prefix: str, max_to_keep: int, newest: int
 ) -> list[str]:
-    """The numbered checkpoints beyond the newest ``max_to_keep``, oldest first.
-
-    The one that ``last_checkpoint`` names is not among them.
+    """The numbered checkpoints that are too old, but for the one to resume from; oldest first.
 
     Args:
-        save_dir: the folder; only names of :func:`iteration_in_name` count.
-        prefix: of these.
+        save_dir: the folder.
+        prefix: of the names.
         max_to_keep: how many to keep, at least 1.
         newest: the iteration just saved. Higher ones are of another run, and stay uncounted.
     """

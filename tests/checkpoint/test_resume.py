@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,15 @@ def test_what_somebody_else_has_put_there_is_left_out(
     assert resumed(tmp_path) == (None if is_alone else 9)
     assert name in caplog.text or not is_alone
     assert resumed(save(tmp_path, "model_0000019", 19).parent) == 19
+
+
+@pytest.mark.parametrize("iteration", [torch.tensor(9), "9", None])
+def test_weights_without_a_number_of_an_iteration_are_left_out(
+    iteration: Any, tmp_path: Path
+) -> None:
+    content = {"model": nn.Linear(1, 1).state_dict(), "iteration": iteration}
+    save_file(content, tmp_path / "model_final.pth")
+    assert resumed(tmp_path) is None
 
 
 def test_an_empty_or_missing_folder_starts_from_scratch(
