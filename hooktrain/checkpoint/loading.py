@@ -376,7 +376,9 @@ def choose_parts(
         chosen.setdefault(key, set()).add(component)
     arguments: dict[str, dict[str, Any]] = {}
     for key, components in chosen.items():
-        arguments[key] = {} if "" in components else {"only": components}
+        arguments[key] = {"only": components}
+        if "" in components:  # the whole was asked for too
+            arguments[key] = {}
     return arguments
 
 

@@ -71,7 +71,13 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     if alone or comm.get_world_size() == 1:
         return os.fspath(loader(address))
     local_rank = comm.get_local_rank()
-    paths = on_all_ranks(lambda: "" if local_rank else os.fspath(loader(address)))
+
+    def fetch() -> str:
+        if local_rank > 0:
+            return ""
+        return os.fspath(loader(address))
+
+    paths = on_all_ranks(fetch)
     # The ranks of a machine follow one another.
     return paths[comm.get_rank() - local_rank]
 
