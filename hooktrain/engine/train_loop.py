@@ -507,10 +507,13 @@ class TrainerBase:
             index = self._indices(after)[-1] + 1
         # A cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
-        for hook in filter(None, hooks):
+        for hook in hooks:
+            if hook is None:
+                continue
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
-            if hook in self._hooks or hook.trainer not in (None, me):
+            is_of_another = hook.trainer is not None and hook.trainer is not me
+            if is_of_another or hook in self._hooks:
                 raise ValueError(
                     f"{hook!r} is registered already: make one for each trainer"
                 )
