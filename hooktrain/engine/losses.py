@@ -135,7 +135,6 @@ class LossRecorder:
             self._to_check.update(checked)
         elif iteration not in self._tolerated:
             _refuse_non_finite(checked, values, iteration)
-            self._checked = iteration + 1
         target = self._storage if self._alone else self._waiting
         for name, value in values.items():
             target.put_scalar(name, value, True, iteration)

@@ -36,6 +36,14 @@ def test_the_first_of_several_bad_iterations_is_named() -> None:
         recorder.check(3)
 
 
+def test_a_loss_is_not_forgotten_where_only_later_ones_are_free_to_check() -> None:
+    recorder = LossRecorder(EventStorage())
+    recorder.record(0, {"loss": math.nan}, 0.0, check_now=False)
+    recorder.record(1, {"loss": 1.0}, 0.0, check_now=True)
+    with pytest.raises(FloatingPointError, match="iteration=0!"):
+        recorder.check(2)
+
+
 class Period:
     """Records and exchanges as one of four ranks; notes the collectives and the result."""
 
