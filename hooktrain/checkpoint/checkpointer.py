@@ -55,8 +55,8 @@ class Checkpointer:
         model: a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default the main process does.
-        background: a thread writes a copy of the state while training goes on. The next save, and
-            :meth:`wait` at the end, wait for it and raise what failed.
+        background: a thread writes a copy of the state while training goes on. The next save or
+            :meth:`wait` raises what failed.
         sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
             ranks see. Any number of ranks loads files and folders, whatever this is.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
@@ -168,20 +168,19 @@ class Checkpointer:
         on_full: OnFull = None,
         **extra: Any,
     ) -> None:
-        """Write a checkpoint, or replace it in one go; then make it the one to resume from.
+        """Write or replace a checkpoint; then make it the one to resume from.
 
         Args:
             name: without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
-            on_saved: called with the path of the complete checkpoint, in one process, perhaps in a
-                thread. It must not call this object.
+            on_saved: called with the path of the complete checkpoint, by one process, perhaps in a
+                thread.
             on_full: called with the error of a full disk or a vanished folder, instead of raising.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
             ValueError: if ``name`` has a folder.
-            TypeError: with the key of what could not be loaded back, or of an extra entry that has
-                the name of a state.
+            TypeError: with the key of what could not be loaded back.
             OSError: if the disk is full or fails; the files are as they were.
             Exception: what failed in the background before. Nothing is saved then.
         """
@@ -261,8 +260,8 @@ class Checkpointer:
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
-        Nothing is changed unless the file is intact, everything that was asked for is in it, and
-        the checkpointables accept it on all ranks.
+        Nothing is changed unless the file is intact, has all that was asked for, and all ranks
+        accept it.
 
         Args:
             path: of a file or folder, or an address (:func:`~hooktrain.checkpoint.local_path`). ""

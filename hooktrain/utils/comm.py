@@ -1,7 +1,7 @@
 """The ranks of a run: which one this process is, and how it talks to the others.
 
-A single process is rank 0 of 1. What is collective must be called by every rank of the
-group, in the same order; else the others wait until the timeout.
+A single process is rank 0 of 1. Every rank must call what is collective, in the same
+order; else the others wait until the timeout.
 """
 
 import os
@@ -106,7 +106,7 @@ def all_gather(
 
     Args:
         data: this rank's object, with tensors on the CPU.
-        group: a process group with this rank in it; None is all ranks.
+        group: None is all ranks.
 
     Returns:
         The objects in the order of ranks; no copy in a single process.
@@ -128,7 +128,7 @@ def gather(
 
     Args:
         data: as for ``all_gather``.
-        dst: the receiving rank, by its number in the whole run.
+        dst: the receiving rank.
         group: as for ``all_gather``.
     """
     if get_world_size() == 1:
@@ -142,7 +142,7 @@ def gather(
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Give every rank the picklable object of rank ``src``. Collective."""
+    """Give every rank the object of rank ``src``. Collective."""
     if get_world_size() == 1:
         return obj
     box = [obj]
