@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hooktrain.data.batches import Batches
 from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
 from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import State, TrainerBase
@@ -23,77 +24,8 @@ from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
-from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
-
-
-class Batches(Iterator[Any]):
-    """The batches of a loader, which starts again when it is exhausted.
-
-    Then ``set_epoch`` of its samplers is called.
-
-    Attributes:
-        epoch: how often it was exhausted.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self.epoch = 0
-        self._iterator: Iterator[Any] | None = None
-
-    def start(self) -> Iterator[Any]:
-        """The loader's iterator, with its workers."""
-        if self._iterator is None:
-            if self.epoch > 0:
-                self._set_epoch()
-            self._iterator = start_workers(self.loader)
-        return self._iterator
-
-    def _set_epoch(self) -> None:
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        sampler = getattr(self.loader, "sampler", None)
-        inner = getattr(batch_sampler, "sampler", None)
-        for each in (sampler, inner, batch_sampler):
-            set_epoch = getattr(each, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self.epoch)
-
-    def __next__(self) -> Any:
-        # Of this epoch nothing may be left; then the next one begins.
-        for _ in range(2):
-            try:
-                return next(self.start())
-            except StopIteration:
-                self.epoch += 1
-                self._iterator = None
-        raise ValueError(
-            f"the data loader is empty (by drop_last?), or starts only once: {self.loader!r}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the loader's position if it has one."""
-        state: dict[str, Any] = {"epoch": self.epoch}
-        if hasattr(self.loader, "state_dict"):
-            state["loader"] = self.loader.state_dict()
-        return state
-
-    def check_state_dict(self, state_dict: State) -> None:
-        """Let the loader refuse the state of other data."""
-        if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
-            self.loader.check_state_dict(state_dict["loader"])
-
-    def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned; warn if the position cannot be restored."""
-        self.epoch = int(state_dict.get("epoch", 0))
-        self._iterator = None
-        if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state_dict["loader"])
-        else:
-            logger.warning(
-                "The position in the data could not be restored: the loader starts anew, "
-                "unlike those of hooktrain.data.build_train_loader"
-            )
 
 
 class ModelTrainer(TrainerBase):
@@ -101,7 +33,7 @@ class ModelTrainer(TrainerBase):
 
     Args:
         model: the model, which is put into training mode.
-        data_loader: an iterable of batches; see :class:`Batches`.
+        data_loader: an iterable of batches; see :class:`~hooktrain.data.batches.Batches`.
         optimizer: a torch optimizer, an :class:`~hooktrain.solver.OptimWrapper`, or a dict
             of either.
         gather_metric_period: the ranks exchange metrics every so many iterations, or every

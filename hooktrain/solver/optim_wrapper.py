@@ -156,7 +156,7 @@ class OptimWrapper:
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """For a forward pass: its precision, and whether ranks exchange gradients.
 
-        Each one is followed by :meth:`backward` or :meth:`update_params`.
+        :meth:`backward` or :meth:`update_params` follows.
         """
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
@@ -174,7 +174,7 @@ class OptimWrapper:
         step_kwargs: Any = None,
         zero_kwargs: Any = None,
     ) -> bool:
-        """Take in the loss of one batch; update where an accumulation is complete.
+        """Take in a loss; update where an accumulation is complete.
 
         Args:
             loss: one tensor; of several losses, their sum.
@@ -264,11 +264,7 @@ class OptimWrapper:
         return state
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse the state of another kind of optimizer or of other parameters.
-
-        Raises:
-            ValueError: as :meth:`load_state_dict`, which would change something.
-        """
+        """Raise the ValueError of :meth:`load_state_dict`, but load nothing."""
         match_parameters(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import IterableDataset, get_worker_info
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
-from hooktrain.checkpoint.files import load_file, save_file, write_file
+from hooktrain.checkpoint.files import write_file
 from hooktrain.config import LazyConfig
 from hooktrain.data import build_train_loader
 from hooktrain.engine import (
@@ -40,7 +37,6 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
-from hooktrain.engine.trainers import Batches
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -372,34 +368,6 @@ def test_a_loader_that_cannot_be_positioned_is_told(
     saved.train(0, 1)
     loaded.load_state_dict(saved.state_dict())
     assert "position in the data could not be restored" in caplog.text
-
-
-class Numbers(IterableDataset[int]):
-    """From 0 to 9, shared by the workers."""
-
-    def __iter__(self) -> Iterator[int]:
-        worker = get_worker_info()
-        return iter(range(worker.id, 10, worker.num_workers) if worker else range(10))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_of_torchdata_continues_where_it_was(
-    workers: int, tmp_path: Path
-) -> None:
-    def stream() -> Batches:
-        return Batches(
-            build_train_loader(Numbers(), total_batch_size=2, num_workers=workers)
-        )
-
-    whole = [batch.tolist() for batch in islice(stream(), 14)]
-    assert sorted(chain.from_iterable(whole[: 6 if workers else 5])) == list(range(10))
-    for stop in (2, 6, 7):
-        first, second = stream(), stream()
-        before = [batch.tolist() for batch in islice(first, stop)]
-        save_file(first.state_dict(), tmp_path / "state.pth")
-        second.load_state_dict(load_file(tmp_path / "state.pth"))
-        after = [batch.tolist() for batch in islice(second, 14 - stop)]
-        assert before + after == whole
 
 
 def test_the_epoch_of_a_finite_loader_resumes_with_its_order() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from hooktrain.data.batches import Batches
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.engine.trainers import Batches
 from hooktrain.events import EventStorage
 from hooktrain.model import (
     BaseAveragedModel,

@@ -1,0 +1,72 @@
+"""The batches of loaders that are not ours."""
+
+import logging
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
+
+from gloo import run_ranks
+from hooktrain.checkpoint.files import load_file, save_file
+from hooktrain.data import build_train_loader
+from hooktrain.data.batches import Batches
+
+
+class Numbers(IterableDataset[int]):
+    """From 0 to 9, shared by the workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id, 10, worker.num_workers) if worker else range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_torchdata_continues_where_it_was(
+    workers: int, tmp_path: Path
+) -> None:
+    def stream() -> Batches:
+        return Batches(
+            build_train_loader(Numbers(), total_batch_size=2, num_workers=workers)
+        )
+
+    whole = [batch.tolist() for batch in islice(stream(), 14)]
+    assert sorted(chain.from_iterable(whole[: 6 if workers else 5])) == list(range(10))
+    for stop in (2, 6, 7):
+        first, second = stream(), stream()
+        before = [batch.tolist() for batch in islice(first, stop)]
+        save_file(first.state_dict(), tmp_path / "state.pth")
+        second.load_state_dict(load_file(tmp_path / "state.pth"))
+        after = [batch.tolist() for batch in islice(second, 14 - stop)]
+        assert before + after == whole
+
+
+class Telling(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def warnings_of_a_resume() -> list[str]:
+    telling = Telling()
+    logging.getLogger("hooktrain.data.batches").addHandler(telling)
+    for data in (Numbers(), range(10)):
+        batches = Batches(build_train_loader(data, total_batch_size=2, seed=0))
+        batches.load_state_dict(batches.state_dict())
+    return telling.texts
+
+
+def test_ranks_that_take_the_main_process_position_in_a_stream_say_so() -> None:
+    for texts in run_ranks(warnings_of_a_resume, 2):
+        (text,) = texts
+        assert text.startswith("Each rank goes on from the main process's position")
+
+
+def test_a_single_process_resumes_a_stream_without_a_warning() -> None:
+    assert warnings_of_a_resume() == []
