@@ -108,9 +108,9 @@ def _place(name: str) -> int:
     if is_loss(name):
         return 0
     if name in _TIMES:
-        return 2
+        return 2 + _TIMES.index(name)
     is_rate = name == "lr" or name.endswith(".lr")
-    return 3 if is_rate else 1
+    return 4 if is_rate else 1
 
 
 def _memory() -> list[str]:

@@ -34,7 +34,7 @@ def test_the_line_has_all_fields_over_their_windows(
         CommonMetricPrinter(max_iter=3605, window_size=3).write()
     assert log.messages == [
         "iter: 4  total_loss: 0  loss_cls: 30  [metric]val/loss: 1024  grad_norm: 6"
-        "  data_time: 0.3  time: 0.5  lr: 0.1235  generator.lr: 0.25"
+        "  time: 0.5  data_time: 0.3  lr: 0.1235  generator.lr: 0.25"
     ]
 
 
