@@ -45,7 +45,7 @@ BUDGETS = {
     "data": 2_240,
     "model": 3_010,
     "config": 2_200,
-    "events": 3_450,
+    "events": 3_460,
     "utils": 4_590,
     ".": 310,
     "compat": 8_140,
