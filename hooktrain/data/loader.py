@@ -19,7 +19,6 @@ from hooktrain.data.samplers import (
     InferenceSampler,
     StreamSampler,
     TrainingSampler,
-    mix,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
@@ -27,9 +26,6 @@ from hooktrain.utils.workers import start_workers
 
 # A position in the stream of all ranks, and the index of the sample there.
 Key = tuple[int, int]
-
-# Keep what is drawn in a sample apart from what orders the samples.
-_SAMPLE, _SAMPLER = 1, 2
 
 
 @dataclass(eq=False)
@@ -192,7 +188,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
         indices = chain.from_iterable([sampler])
         for chunk in count():
             with _preserved_rng_state():
-                seed_on_host(mix(seed, _SAMPLER, epoch) + chunk)
+                seed_on_host(chunk, "sampler", seed, epoch)
                 drawn = list(islice(indices, 1000))
             if chunk == 0 and not drawn:
                 raise ValueError(f"the sampler is empty: {sampler!r}")
@@ -210,7 +206,7 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         position, index = key
-        seed_on_host(mix(self.seed, _SAMPLE, position))
+        seed_on_host(position, "sample", self.seed)
         return self.dataset[index]
 
 

@@ -3,7 +3,9 @@
 import logging
 import os
 import random
-from functools import cache
+from functools import cache, lru_cache
+from hashlib import blake2b
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# For torch and a device 64 bits, for numpy and Python 32.
+_SEEDS = Struct("<QQII")
 _python_generator = random._inst
 _seed_python = super(random.Random, _python_generator).seed
 
@@ -36,19 +40,33 @@ def seed_all_rng(seed: int | None = None) -> int:
     return seed
 
 
-def seed_on_host(seed: int) -> None:
+def seed_on_host(counter: int, *stream: int | str) -> int:
     """Seed the global generators of Python and numpy, and torch's of the CPU, at little cost.
 
-    ``torch.manual_seed`` visits every kind of device, which takes longer than a small step.
+    Each gets a seed of its own, from a hash of these numbers.
 
     Args:
-        seed: from 0 to 2^63 - 1.
+        counter: of steps or samples, from 0.
+        stream: what it counts: a name, a seed, a rank, ...
+
+    Returns:
+        Another seed, for a device.
     """
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    hashed = _hash(*stream).copy()
+    hashed.update(counter.to_bytes(8, "little"))
+    for_torch, for_device, for_numpy, for_python = _SEEDS.unpack(hashed.digest())
+    # torch.manual_seed visits every kind of device, which takes longer than a small step.
+    torch.default_generator.manual_seed(for_torch)
+    np.random.seed(for_numpy)
     # As random.seed(seed), which first checks the type of its argument at some length.
-    _seed_python(seed)
+    _seed_python(for_python)
     _python_generator.gauss_next = None  # type: ignore[attr-defined]
+    return for_device  # type: ignore[no-any-return]
+
+
+@lru_cache
+def _hash(*stream: int | str) -> Any:
+    return blake2b(repr(stream).encode(), digest_size=_SEEDS.size)
 
 
 def seed_step(
@@ -65,18 +83,11 @@ def seed_step(
         iteration: the iteration.
         rank: the rank of this process.
     """
-    mixed = (
-        seed * 0x9E3779B97F4A7C15
-        + iteration * 0xBF58476D1CE4E5B9
-        + rank * 0x94D049BB133111EB
-    )
-    mixed &= 0x7FFFFFFFFFFFFFFF
-    mixed ^= mixed >> 32  # torch's generator of the CPU and numpy use the lower 32 bits
-    seed_on_host(mixed)
+    for_device = seed_on_host(iteration, "step", seed, rank)
     module = device_module()
     # Some kinds of device (mps) have no state of being uninitialised.
     if module is not None and getattr(module, "is_initialized", lambda: True)():
-        module.manual_seed(mixed)
+        module.manual_seed(for_device)
 
 
 @cache

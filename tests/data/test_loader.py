@@ -35,7 +35,6 @@ from hooktrain.data import (
     build_test_loader,
     build_train_loader,
 )
-from hooktrain.data.samplers import mix
 from hooktrain.utils.env import seed_on_host
 
 
@@ -307,7 +306,7 @@ class Jumping(Drawing):
     """As in docs/guide.md."""
 
     def seed(self, seed: int) -> None:
-        seed_on_host(mix(seed, self.place))
+        seed_on_host(self.place, seed)
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
@@ -330,6 +329,18 @@ def test_what_a_stream_draws_in_workers_is_the_same_after_a_resume(
     second = stream()
     second.load_state_dict(first.state_dict())
     assert torch.equal(take(second, 4), take(read, 4))
+
+
+def flip(_: Any) -> list[int]:
+    return [int(torch.randint(2, ())), np.random.randint(2), random.getrandbits(1)]
+
+
+def test_bits_of_generators_in_neighbouring_samples_are_uncorrelated() -> None:
+    loader = build_train_loader(range(10), total_batch_size=1, mapper=flip, seed=0)  # type: ignore[arg-type]
+    columns = np.array(list(islice(iter(loader), 2001)))[:, :, 0].T
+    found = np.corrcoef(np.vstack([columns[:, 1:], columns[:, :-1]]))
+    np.fill_diagonal(found, 0)
+    assert np.abs(found).max() < 5 / np.sqrt(2000)
 
 
 def tell(worker_id: int) -> None:

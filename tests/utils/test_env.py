@@ -59,6 +59,33 @@ def test_the_numbers_of_a_step_are_those_of_seed_iteration_and_rank() -> None:
     assert all(a != b for other in others for a, b in zip(other, first, strict=True))
 
 
+def bits() -> list[int]:
+    """Eight from each generator: torch's, numpy's and Python's."""
+    drawn = []
+    for draw_bit in (
+        lambda: int(torch.randint(2, ())),
+        lambda: int(np.random.randint(2)),
+        lambda: random.getrandbits(1),
+    ):
+        drawn += [draw_bit() for _ in range(8)]
+    return drawn
+
+
+def test_bits_of_any_two_generators_steps_or_ranks_are_uncorrelated() -> None:
+    rows = []
+    for iteration in range(1001):
+        row = []
+        for rank in (0, 1):
+            seed_step(0, iteration, rank)
+            row += bits()
+        rows.append(row)
+    columns = np.array(rows).T
+    # Of the same iterations, and of neighbouring ones.
+    found = np.corrcoef(np.vstack([columns[:, 1:], columns[:, :-1]]))
+    np.fill_diagonal(found, 0)
+    assert np.abs(found).max() < 5.5 / np.sqrt(1000)
+
+
 class FakeDevice(list[int]):
     """Stands for `torch.cuda`, perhaps not in use yet; a list of its seeds."""
 
@@ -76,3 +103,4 @@ def test_a_device_is_seeded_for_a_step_once_it_is_in_use(
     monkeypatch.setattr(env, "device_module", lambda: device)
     seed_step(1, 2, 3)
     assert len(device) == used
+    assert torch.initial_seed() not in device
