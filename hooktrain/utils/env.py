@@ -13,8 +13,10 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# For torch and a device 64 bits, for numpy and Python 32.
-_SEEDS = Struct("<QQII")
+# Each generator of the CPU takes 32 bits.
+_FOUR_SEEDS = Struct("<IIII")
+# As np.random.seed and random.seed, which first look at types at some length.
+_seed_numpy = np.random.mtrand._rand.seed
 _python_generator = random._inst
 _seed_python = super(random.Random, _python_generator).seed
 
@@ -54,11 +56,10 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
     """
     hashed = _hash(*stream).copy()
     hashed.update(counter.to_bytes(8, "little"))
-    for_torch, for_device, for_numpy, for_python = _SEEDS.unpack(hashed.digest())
+    for_torch, for_numpy, for_python, for_device = _FOUR_SEEDS.unpack(hashed.digest())
     # torch.manual_seed visits every kind of device, which takes longer than a small step.
     torch.default_generator.manual_seed(for_torch)
-    np.random.seed(for_numpy)
-    # As random.seed(seed), which first checks the type of its argument at some length.
+    _seed_numpy(for_numpy)
     _seed_python(for_python)
     _python_generator.gauss_next = None  # type: ignore[attr-defined]
     return for_device  # type: ignore[no-any-return]
@@ -66,7 +67,7 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
 
 @lru_cache
 def _hash(*stream: int | str) -> Any:
-    return blake2b(repr(stream).encode(), digest_size=_SEEDS.size)
+    return blake2b(repr(stream).encode(), digest_size=_FOUR_SEEDS.size)
 
 
 def seed_step(
