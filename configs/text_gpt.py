@@ -1,7 +1,7 @@
 """A transformer learns to write like the documentation of Python, in two minutes on two CPU cores.
 
-It comes to 1.93 bits for each character of the tenth that is held out (CPython 3.11). What a table
-of single characters needs is 4.68, of pairs 3.45, of triples 2.62.
+It comes to about 1.9 bits for each character of the tenth that is held out (CPython 3.11). What a
+table of single characters needs is 4.68, of pairs 3.45, of triples 2.62.
 
 A larger one needs one override, model.size=medium or model.size=large; on a GPU, for example:
 

@@ -36,7 +36,7 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 7_400,
+    "engine": 7_410,
     "engine/hooks": 4_530,
     "strategy": 3_160,
     "solver": 7_090,
@@ -51,7 +51,7 @@ BUDGETS = {
     "compat": 8_140,
     "demos": 4_350,
 }
-WHOLE = 45_420  # without compat and demos
+WHOLE = 45_430  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 

@@ -228,8 +228,9 @@ def _refuse_non_finite(
             )
 
 
-LOOK_AGAIN = (
-    "hooks.SkipNonFinite() leaves such updates out. To see where it begins, resume inside of "
-    "torch.autograd.set_detect_anomaly(True), or as in docs/guide.md, "
-    '"When a run goes wrong"'
+# What the errors of numbers that are not finite advise.
+WHERE_IT_BEGINS = (
+    "To see where it begins, resume inside of torch.autograd.set_detect_anomaly(True), "
+    'or as in docs/guide.md, "When a run goes wrong"'
 )
+LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 
+from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm, timer
@@ -65,7 +66,7 @@ class SkipNonFinite(HookBase):
         broken = sorted(self._broken_buffers() - self._meant_so)
         if broken:
             raise FloatingPointError(
-                f"buffers of the model are not finite any more: {broken}"
+                f"buffers of the model are not finite any more: {broken}\n{WHERE_IT_BEGINS}"
             )
         wrapper.zero_grad(set_to_none=True)
         scaler = getattr(wrapper, "grad_scaler", None)
@@ -84,7 +85,8 @@ class SkipNonFinite(HookBase):
         if self._in_a_row > self._max_skips:
             raise FloatingPointError(
                 f"gradients were not finite in {self._in_a_row} iterations in a row, up to "
-                f"iteration {self.trainer.iter}; max_skips is {self._max_skips}"
+                f"iteration {self.trainer.iter}; max_skips is {self._max_skips}\n"
+                f"{WHERE_IT_BEGINS}"
             )
 
 

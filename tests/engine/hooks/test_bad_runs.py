@@ -15,6 +15,7 @@ from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
 from hooktrain.engine.hooks import CallbackHook, Watchdog
 from hooktrain.engine.hooks.bad_runs import EXIT_HUNG
+from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
@@ -93,8 +94,9 @@ def test_too_many_in_a_row_raise() -> None:
         train({3}, 0)
     with pytest.raises(
         FloatingPointError, match=r"in 3 iterations in a row, up to iteration 3"
-    ):
+    ) as caught:
         train({1, 2, 3}, 2)
+    assert WHERE_IT_BEGINS in str(caught.value)
 
 
 def test_a_scaler_skips_by_itself() -> None:
@@ -160,8 +162,9 @@ def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None
 def test_a_poisoned_buffer_ends_the_run() -> None:
     with pytest.raises(
         FloatingPointError, match=r"not finite any more: \['0.running_mean is nan'"
-    ):
+    ) as caught:
         run(nn.Sequential(nn.BatchNorm1d(4), LinearLoss()), data({1}))
+    assert WHERE_IT_BEGINS in str(caught.value)
     model = LinearLoss()
     model.register_forward_hook(lambda module, _, loss: loss + math.inf)
     with pytest.raises(FloatingPointError, match="iteration=0"):
