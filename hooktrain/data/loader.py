@@ -116,9 +116,11 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        drawn = set(self._drawn_by_sampler())
+        drawn = set()
         if self.adopt_seed:
             drawn.add("seed")
+        if isinstance(self.sampler, StreamSampler) and self.sampler.adopt_seed:
+            drawn.add("sampler_seed")
         for name, value in self._identity().items():
             saved = state_dict.get(name)
             is_adopted = saved is not None and name in drawn
@@ -139,14 +141,9 @@ class TrainLoader:
         self.check_state_dict(state_dict)
         if self.adopt_seed:
             self.seed = state_dict["seed"]
-        for name, attribute in self._drawn_by_sampler().items():
-            setattr(self.sampler, attribute, state_dict[name])
+        if isinstance(self.sampler, StreamSampler) and self.sampler.adopt_seed:
+            self.sampler.seed = state_dict["sampler_seed"]
         self.batches = state_dict["batches"]
-
-    def _drawn_by_sampler(self) -> dict[str, str]:
-        if isinstance(self.sampler, StreamSampler):
-            return self.sampler.drawn
-        return {}
 
     def _identity(self) -> dict[str, int]:
         identity = {
@@ -257,7 +254,7 @@ def build_train_loader(
     adopt_seed = False
     if seed is None:
         seed = getattr(sampler, "seed", None)
-        adopt_seed = seed is None or bool(getattr(sampler, "drawn", {}))
+        adopt_seed = seed is None or getattr(sampler, "adopt_seed", False)
     if seed is None:
         seed = comm.shared_random_seed()
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)

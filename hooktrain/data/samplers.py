@@ -27,18 +27,16 @@ class StreamSampler(Sampler[int]):
 
     Attributes:
         seed: the seed in use.
-        drawn: the seeds that were drawn, not given: from their names in :meth:`identity` to those
-            of the attributes. A resumed run takes the saved ones.
+        adopt_seed: the seed was drawn, so a resumed run takes the saved one.
         endless: True, for those who would wait for the end.
     """
 
     endless = True
 
     def __init__(self, seed: int | None) -> None:
-        self.drawn: dict[str, str] = {}
+        self.adopt_seed = seed is None
         if seed is None:
             seed = comm.shared_random_seed()
-            self.drawn["sampler_seed"] = "seed"
         self.seed = int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
         self._rank = comm.get_rank()

@@ -25,9 +25,8 @@ STATE_PARTS = frozenset({"iteration", "hooks", "storage", "seed", "optimizer", "
 _SHARED = ("seed", "max_iter", "sync_period", "epoch_length")
 
 State: TypeAlias = Mapping[str, Any]
-Place: TypeAlias = (
-    "HookBase | type[HookBase] | str | None"  # an object, a class or a key
-)
+# Of a hook among others: that object, its class or its key.
+Place: TypeAlias = "HookBase | type[HookBase] | str | None"
 
 logger = logging.getLogger(__name__)
 

@@ -117,9 +117,8 @@ class LRScheduler(HookBase):
             raise ValueError(f"{scheduler!r} is made for another optimizer")
         is_multiplier = isinstance(scheduler, LRMultiplier)
         self._driven.append(optimizer if is_multiplier else scheduler)
-        metric = getattr(
-            scheduler, "monitor", None
-        )  # of a plateau of MMEngine's family
+        # A plateau of MMEngine's family names its metric.
+        metric = getattr(scheduler, "monitor", None)
         if metric is not None:
             self._watched.append(
                 (metric, lambda value: scheduler.step({metric: value}))
