@@ -36,22 +36,22 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 7_410,
-    "engine/hooks": 4_530,
-    "strategy": 3_160,
-    "solver": 7_090,
-    "checkpoint": 5_370,
-    "evaluation": 2_090,
-    "data": 2_230,
-    "model": 3_010,
-    "config": 2_200,
-    "events": 3_460,
-    "utils": 4_630,
-    ".": 310,
-    "compat": 8_140,
+    "engine": 8_000,
+    "engine/hooks": 4_750,
+    "strategy": 3_900,
+    "solver": 7_450,
+    "checkpoint": 5_600,
+    "evaluation": 2_200,
+    "data": 2_900,
+    "model": 3_600,
+    "config": 2_260,
+    "events": 3_600,
+    "utils": 4_850,
+    ".": 340,
+    "compat": 9_640,
     "demos": 4_350,
 }
-WHOLE = 45_430  # without compat and demos
+WHOLE = 48_430  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 
@@ -61,7 +61,7 @@ READERS_PATH = re.findall(
     r"^\| `([\w/]+\.py)` \| ", ARCHITECTURE.read_text("utf-8"), re.M
 )
 # An hour at 230 words a minute.
-PATH_NODES, PATH_FILES, PATH_WORDS = 10_870, 14, 13_800
+PATH_NODES, PATH_FILES, PATH_WORDS = 11_000, 14, 13_800
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}
