@@ -1,40 +1,29 @@
-"""Code for MMEngine after tools/from_mmengine.sed: models, hooks, metrics, strategies."""
+"""Code for MMEngine after tools/from_mmengine.sed: names, registries, models."""
 
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from equality import assert_equal
-from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, load_file
 from hooktrain.compat import mmengine
 from hooktrain.compat.mmengine import (
     MODELS,
     AmpOptimWrapper,
-    BaseMetric,
-    BaseModel,
-    BaseModule,
     BaseStrategy,
     DDPStrategy,
     DefaultOptimWrapperConstructor,
     FSDPStrategy,
     Hook,
-    ModuleList,
-    OptimWrapper,
     Registry,
-    Sequential,
     SingleDeviceStrategy,
     StepTrainer,
     create_ddp_model,
-    hooks,
 )
-from hooktrain.evaluation import inference_on_dataset
-from hooktrain.utils import comm, registry
+from hooktrain.utils import registry
+from mmengine_toys import Net, Part, sgd
 from recipes import after_recipe
 
 HERE = "from hooktrain.compat.mmengine import"
@@ -116,39 +105,9 @@ def test_a_registry_builds_by_a_function_of_ones_own() -> None:
     assert made == ({"type": "x"}, "echo", {"b": 2})
 
 
-class Part(BaseModule):
-    def __init__(self, value: float, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg)
-        self.linear = nn.Linear(2, 1)
-        self.value = value
-
-    def init_weights(self) -> None:
-        super().init_weights()
-        if self.init_cfg is None:
-            nn.init.constant_(self.linear.weight, self.value)
-
-
-class Net(BaseModel):
-    def __init__(self, init_cfg: Any = None) -> None:
-        super().__init__(data_preprocessor=None, init_cfg=init_cfg)
-        self.parts = ModuleList([Part(0.5), Sequential(Part(0.25))])
-
-    def forward(self, inputs: Tensor, mode: str = "tensor") -> Any:  # type: ignore[override]
-        outputs = self.parts[0].linear(inputs) + self.parts[1][0].linear(inputs)
-        return {"loss": outputs.square().mean()} if mode == "loss" else outputs
-
-    def weights(self) -> list[float]:
-        layers = (self.parts[0].linear, self.parts[1][0].linear)
-        return [layer.weight[0, 0].item() for layer in layers]
-
-
 class Drawn(Net):
     def init_weights(self) -> None:
         nn.init.normal_(self.parts[0].linear.weight)
-
-
-def sgd(model: nn.Module) -> OptimWrapper:
-    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 def test_a_trainer_initialises_weights_once() -> None:
@@ -184,19 +143,6 @@ def test_init_cfg_loads_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     assert part.linear.weight.tolist() == [[1, 1]]
 
 
-def test_load_checkpoint_takes_mmengines_arguments(tmp_path: Path) -> None:
-    path = tmp_path / "x.pth"
-    torch.save(
-        {"state_dict": {"a.weight": torch.ones(1, 2)}, "meta": {"epoch": 3}}, path
-    )
-    model = nn.Linear(2, 1, bias=False)
-    logger, keys = logging.getLogger("mine"), [(r"^a\.", "")]
-    rest = mmengine.load_checkpoint(model, path, None, True, logger, keys)
-    assert model.weight.tolist() == [[1, 1]]
-    assert rest["meta"] == {"epoch": 3}
-    mmengine.load_checkpoint(model, path, logger="current", revise_keys=keys)
-
-
 @pytest.mark.parametrize("init_cfg", [{"type": "Normal"}, [{"type": "Normal"}]])
 def test_another_init_cfg_is_refused(init_cfg: Any) -> None:
     with pytest.raises(ValueError, match=r"in init_weights\(\), not by init_cfg="):
@@ -215,65 +161,6 @@ def test_what_a_model_overrides_around_its_forward_is_called_in_each_step() -> N
     assert torch.equal(model.val_step([x]), 2 * model(x))
     assert torch.equal(model.test_step([x]), 2 * model(x))
     assert model.train_step([x], sgd(model))["loss"].item() == 2 * loss
-
-
-class Noting(Hook):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def before_run(self, runner: Any) -> None:
-        self.seen.append(("run", runner.max_iters, runner.epoch))
-
-    def before_train(self, runner: Any) -> None:
-        super().before_train(runner)
-        self.seen.append("train")
-
-    def before_train_epoch(self, runner: Any) -> None:
-        self.seen.append(("epoch", runner.epoch))
-
-    def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
-        self.seen.append((batch_idx, data_batch[0].shape[0], sorted(outputs)))
-        if self.every_n_train_iters(runner, 2) or self.is_last_train_iter(runner):
-            self.seen.append(f"iter {runner.iter}")
-        if self.end_of_epoch(runner.train_dataloader, batch_idx):
-            self.seen.append("last of epoch")
-        if self.is_last_train_epoch(runner):
-            self.seen.append("last epoch")
-
-    def after_train_epoch(self, runner: Any) -> None:
-        assert self.every_n_epochs(runner, 1)
-        self.seen.append("end of epoch")
-
-    def after_train(self, runner: Any) -> None:
-        self.seen.append("end of train")
-
-    def after_run(self, runner: Any) -> None:
-        self.seen.append("end of run")
-
-
-def test_a_hook_has_mmengines_events() -> None:
-    model, hook = Net(), Noting()
-    trainer = StepTrainer(model, [[torch.ones(3, 2)], [torch.ones(4, 2)]], sgd(model))
-    trainer.register_hooks([hook])
-    trainer.train(max_iter=3)
-    assert hook.seen == [
-        ("run", 3, 0),
-        "train",
-        ("epoch", 0),
-        (0, 3, ["loss"]),
-        (1, 4, ["loss"]),
-        "iter 1",
-        "last of epoch",
-        "end of epoch",
-        ("epoch", 1),
-        (0, 3, ["loss"]),
-        "iter 2",
-        "last epoch",
-        "end of train",
-        "end of run",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -297,147 +184,3 @@ def test_an_override_that_nothing_would_call_is_refused_when_the_class_is_define
         TypeError, match=f"Own.{method} would never be called: .*{instead}"
     ):
         type("Own", (base,), {method: lambda self: None, "__qualname__": "Own"})
-
-
-class Spread(BaseMetric):
-    default_prefix = "spread"
-
-    def process(self, data_batch: Any, data_samples: Any) -> None:
-        self.results.extend(data_samples)
-
-    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        return {"all": [float(result) for result in results]}
-
-
-def evaluate(data: list[list[float]]) -> dict[str, Any]:
-    batches = [torch.tensor(data[comm.get_rank()])]
-    return inference_on_dataset(lambda batch: batch + 1, batches, Spread())
-
-
-def test_a_metric_gets_the_results_of_all_ranks_in_order() -> None:
-    of_ranks = run_ranks(evaluate, 2, [[1.0, 2.0], [3.0]])
-    assert of_ranks == [{"spread": {"all": [2.0, 3.0, 4.0]}}] * 2
-    metric = Spread(prefix="")
-    metric.process(None, torch.ones(3))
-    assert metric.evaluate(size=2) == {"spread": {"all": [1.0, 1.0]}}
-
-
-class Run:
-    """With rules for parameters, a schedule in epochs of two iterations, and an average."""
-
-    def __init__(self, work_dir: Path) -> None:
-        torch.manual_seed(7)
-        self.strategy = SingleDeviceStrategy(
-            work_dir=work_dir, device="cpu", env_kwargs={"seed": 3}
-        )
-        rules = {
-            "bias_decay_mult": 0.0,
-            "custom_keys": {"parts.1": {"lr_mult": 0.1}},
-        }
-        optimizer = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.5}
-        model, wrapper, schedulers = self.strategy.prepare(
-            Net(),
-            optim_wrapper={"optimizer": optimizer, "paramwise_cfg": rules},
-            param_scheduler={"type": "MultiStepLR", "milestones": [1, 3], "gamma": 0.5},
-        )
-        self.ema = hooks.EMA(model, decay=0.5, warmup=False)
-        data = [(part,) for part in torch.randn(2, 4, 2)]
-        self.trainer = StepTrainer(model, data, wrapper)
-        schedules = hooks.LRScheduler(scheduler=schedulers)
-        self.trainer.register_hooks([schedules, self.ema])
-        self.checkpointer = Checkpointer(model, work_dir, trainer=self.trainer)
-
-    def as_mmengine_has_it(self) -> dict[str, Any]:
-        """A group for each parameter, and the average in place of the weights."""
-        model = self.strategy.model_state_dict()
-        saved = self.strategy.optim_state_dict()
-        groups = []
-        states = {}
-        for place, name in enumerate(model):
-            states[place] = saved["state"][name]
-            (group,) = [
-                each for each in saved["param_groups"] if name in each["params"]
-            ]
-            groups.append({**group, "params": [place]})
-        average = self.ema.state_dict()
-        own = {f"module.{name}": value for name, value in model.items()}
-        return {
-            "meta": {"iter": 4, "epoch": 2, "seed": 3},
-            "state_dict": {name: average[f"module.{name}"].clone() for name in model},
-            "ema_state_dict": {"steps": average["steps"], **own},
-            "optimizer": {
-                "state": states,
-                "param_groups": groups,
-                "base_param_settings": {"lr": 0.05, "params": torch.zeros(1)},
-            },
-            "param_schedulers": [
-                {
-                    "milestones": {1: 1, 3: 1},
-                    "gamma": 0.5,
-                    "begin": 0,
-                    "end": 10**9,
-                    "last_step": 2,
-                    "param_name": "lr",
-                    "by_epoch": True,
-                    "verbose": False,
-                    "_global_step": 2,
-                    # The last one is of the base_param_settings.
-                    "base_values": [*(group["initial_lr"] for group in groups), 0.1],
-                    "_last_value": [*(group["lr"] for group in groups), 0.05],
-                }
-            ],
-        }
-
-
-@pytest.fixture
-def whole(tmp_path: Path) -> Run:
-    """A run after two of its epochs."""
-    run = Run(tmp_path)
-    run.trainer.train(max_iter=4)
-    return run
-
-
-def assert_same(ours: Run, theirs: Run) -> None:
-    state = ours.strategy.model_state_dict()
-    assert_equal(state, theirs.strategy.model_state_dict())
-    assert ours.trainer.optim_wrapper.get_lr() == theirs.trainer.optim_wrapper.get_lr()
-
-
-def test_a_run_of_mmengine_goes_on_bit_for_bit(tmp_path: Path, whole: Run) -> None:
-    path = tmp_path / "epoch_2.pth"
-    torch.save(mmengine.from_mmengine(whole.as_mmengine_has_it()), path)
-    resumed = Run(tmp_path)
-    resumed.checkpointer.load(path)
-    for run in (whole, resumed):
-        run.trainer.train(max_iter=8)
-    assert resumed.trainer.start_iter == 4
-    assert_same(resumed, whole)
-    assert_equal(resumed.ema.state_dict(), whole.ema.state_dict())
-
-
-def test_a_trainer_goes_on_from_a_strategys_checkpoint(
-    tmp_path: Path, whole: Run
-) -> None:
-    path = tmp_path / "iter_4.pth"
-    whole.strategy.save_checkpoint(path, extra_ckpt={"meta": {"iter": 4}})
-    resumed = Run(tmp_path)
-    torch.save(mmengine.from_mmengine(load_file(path)), path)
-    resumed.checkpointer.load(path)
-    for run in (whole, resumed):
-        run.trainer.train(max_iter=8)
-    assert resumed.trainer.start_iter == 4
-    assert_same(resumed, whole)
-
-
-def test_a_strategy_goes_on_from_a_trainers_checkpoint(
-    tmp_path: Path, whole: Run
-) -> None:
-    path = tmp_path / "iter_4.pth"
-    whole.checkpointer.save("model_0000003", iteration=3)
-    saved = load_file(tmp_path / "model_0000003.pth")
-    torch.save(mmengine.to_mmengine(saved), path)
-    other = Run(tmp_path)
-    rest = other.strategy.resume(path)
-    assert rest is not None
-    assert rest["meta"]["iter"] == 4
-    assert_same(other, whole)

@@ -1,0 +1,148 @@
+"""MMEngine's hooks, which know the trainer as a runner."""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from hooktrain.engine import HookBase
+from hooktrain.utils import names
+
+
+class _Runner:
+    """A trainer under the names of a runner."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.logger = logging.getLogger("hooktrain")
+        self.epoch_length = trainer.epoch_length or trainer.max_iter
+
+    @property
+    def epoch(self) -> int:
+        return int(self.trainer.iter // self.epoch_length)
+
+    def __getattr__(self, name: str) -> Any:
+        ours = {"max_iters": "max_iter", "train_dataloader": "data_loader"}
+        return getattr(self.trainer, ours.get(name, name))
+
+
+_ELSEWHERE = {
+    "before_save_checkpoint": "return what is to be saved from state_dict()",
+    "after_load_checkpoint": "take what was saved in load_state_dict(state)",
+}
+for _when in ("before", "after"):
+    for _what in ("val", "test", "val_epoch", "test_epoch", "val_iter", "test_iter"):
+        _ELSEWHERE[f"{_when}_{_what}"] = (
+            "give inference_on_dataset callbacks, as after_inference"
+        )
+    for _what in ("epoch", "iter"):
+        _ELSEWHERE[f"_{_when}_{_what}"] = f"override {_when}_train_{_what}"
+
+
+def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An event that the trainer calls without a runner, with that of the whole run around it."""
+
+    @wraps(method)
+    def event(self: Any, runner: Any = None) -> None:
+        if runner is not None:  # called by a subclass
+            method(self, runner)
+            return
+        runner = _Runner(self.trainer)
+        if method.__name__ == "before_train":
+            self.before_run(runner)
+        method(self, runner)
+        if method.__name__ == "after_train":
+            self.after_run(runner)
+
+    return event
+
+
+class Hook(HookBase):
+    """A hook with the events of MMEngine's training; the trainer is under a runner's names.
+
+    Hooks run in the order of their registration, whatever their priority.
+
+    Raises:
+        TypeError: when a subclass is defined that has other events.
+    """
+
+    priority = "NORMAL"
+
+    def __init_subclass__(cls) -> None:
+        names.refuse_overrides(cls, _ELSEWHERE)
+        for name in ("before_train", "after_train"):
+            if name in vars(cls):
+                setattr(cls, name, _with_runner(vars(cls)[name]))
+
+    @_with_runner
+    def before_train(self, runner: Any) -> None:
+        """Called before the first iteration."""
+
+    @_with_runner
+    def after_train(self, runner: Any) -> None:
+        """Called after the last iteration."""
+
+    def before_run(self, runner: Any) -> None:
+        """Called before :meth:`before_train`."""
+
+    def after_run(self, runner: Any) -> None:
+        """Called after :meth:`after_train`."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Called before the first iteration of an epoch, which has ``len(loader)``."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Called after the last iteration of an epoch."""
+
+    def before_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None
+    ) -> None:
+        """Called before each iteration; the batch is not there yet, and None."""
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Called after each iteration, with its batch and what ``train_step`` returned."""
+
+    def before_step(self) -> None:
+        """Call the events before an iteration."""
+        runner = _Runner(self.trainer)
+        place = runner.iter % runner.epoch_length
+        if place == 0:
+            self.before_train_epoch(runner)
+        self.before_train_iter(runner, place)
+
+    def after_step(self) -> None:
+        """Call the events after an iteration."""
+        runner = _Runner(self.trainer)
+        place = runner.iter % runner.epoch_length
+        self.after_train_iter(runner, place, runner.last_batch, runner.last_outputs)
+        if place + 1 == runner.epoch_length:
+            self.after_train_epoch(runner)
+
+    def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
+        """Whether this is one of every ``n`` iterations after ``start``."""
+        done = runner.iter - start
+        return done >= 0 and self.every_n_inner_iters(done, n)
+
+    def every_n_epochs(self, runner: Any, n: int, start: int = 0) -> bool:
+        """Whether this is one of every ``n`` epochs after ``start``."""
+        done = runner.epoch - start
+        return done >= 0 and self.every_n_inner_iters(done, n)
+
+    def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
+        """Whether this is one of every ``n`` iterations of an epoch."""
+        return n > 0 and (batch_idx + 1) % n == 0
+
+    def end_of_epoch(self, dataloader: Any, batch_idx: int) -> bool:
+        """Whether this is the last iteration of an epoch."""
+        return bool(batch_idx + 1 == len(dataloader))
+
+    def is_last_train_epoch(self, runner: Any) -> bool:
+        """Whether this is the last epoch, which may be shorter."""
+        end = (runner.epoch + 1) * runner.epoch_length
+        return bool(end >= runner.max_iters)
+
+    def is_last_train_iter(self, runner: Any) -> bool:
+        """Whether this is the last iteration."""
+        return bool(runner.iter + 1 == runner.max_iters)

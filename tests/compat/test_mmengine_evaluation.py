@@ -1,0 +1,33 @@
+"""Metrics for MMEngine."""
+
+from typing import Any
+
+import torch
+
+from gloo import run_ranks
+from hooktrain.compat.mmengine import BaseMetric
+from hooktrain.evaluation import inference_on_dataset
+from hooktrain.utils import comm
+
+
+class Spread(BaseMetric):
+    default_prefix = "spread"
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.extend(data_samples)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"all": [float(result) for result in results]}
+
+
+def evaluate(data: list[list[float]]) -> dict[str, Any]:
+    batches = [torch.tensor(data[comm.get_rank()])]
+    return inference_on_dataset(lambda batch: batch + 1, batches, Spread())
+
+
+def test_a_metric_gets_the_results_of_all_ranks_in_order() -> None:
+    of_ranks = run_ranks(evaluate, 2, [[1.0, 2.0], [3.0]])
+    assert of_ranks == [{"spread": {"all": [2.0, 3.0, 4.0]}}] * 2
+    metric = Spread(prefix="")
+    metric.process(None, torch.ones(3))
+    assert metric.evaluate(size=2) == {"spread": {"all": [1.0, 1.0]}}
