@@ -412,5 +412,5 @@ def _batch_size(loader: Any) -> int | None:
     """Of one rank, as far as the loader says."""
     total = getattr(loader, "total_batch_size", None)
     if total:
-        return int(total) // comm.get_world_size()
+        return int(total) // comm.data_parallel_size()
     return getattr(loader, "batch_size", None)

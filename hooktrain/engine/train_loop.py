@@ -239,7 +239,7 @@ class TrainerBase:
 
     def _agree(self) -> None:
         """Take the main process's values; find the hooks that all ranks have."""
-        self._rank = comm.get_rank()
+        self._rank = comm.data_parallel_rank()
         if self.seed is None:
             self.seed = torch.initial_seed()
         hooks = self._named_hooks()

@@ -324,7 +324,7 @@ class BaseStrategy(ABC):
                 f"auto_scale_lr has base_batch_size={base!r}, and there is "
                 f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
             )
-        ratio = self.world_size * own / base
+        ratio = comm.data_parallel_size() * own / base
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
             for group in wrapper.param_groups:
@@ -487,7 +487,7 @@ class BaseStrategy(ABC):
         self.seed = meta.get("seed", self.seed)
         if hasattr(self, "optim_wrapper"):
             self._tell_length(done)
-        seed_step(self.seed, done, self.rank)
+        seed_step(self.seed, done, comm.data_parallel_rank())
         return state
 
     def load_or_resume(

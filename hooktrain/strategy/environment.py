@@ -258,7 +258,8 @@ def set_random_seed(seed: int | None = None, *, diff_rank_seed: bool = False) ->
     if seed is None or seed < 0:
         seed = comm.shared_random_seed()
         logger.info("No seed is configured: drew %d", seed)
-    seed_all_rng((seed + comm.get_rank()) % 2**32 if diff_rank_seed else seed)
+    own = (seed + comm.data_parallel_rank()) % 2**32
+    seed_all_rng(own if diff_rank_seed else seed)
     return seed
 
 

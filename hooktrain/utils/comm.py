@@ -21,6 +21,7 @@ T = TypeVar("T")
 # By the default group, so that nothing outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 _local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_data_shares: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
 def get_world_size() -> int:
@@ -36,6 +37,36 @@ def get_rank() -> int:
 def is_main_process() -> bool:
     """Whether this is rank 0."""
     return get_rank() == 0
+
+
+def share_data(rank: int, size: int) -> None:
+    """Say which part of the data this process computes; else it is one of its own.
+
+    A strategy does, where several ranks compute one batch together, as those of tensor
+    and context parallelism. They have one number, and so the same batches and seeds.
+
+    Args:
+        rank: the number of the part, from 0.
+        size: how many parts there are.
+    """
+    _data_shares[dist.group.WORLD] = (rank, size)
+
+
+def data_parallel_rank() -> int:
+    """The number of this process's part of the data: see :func:`share_data`."""
+    return _data_share()[0]
+
+
+def data_parallel_size() -> int:
+    """The number of parts of the data: see :func:`share_data`."""
+    return _data_share()[1]
+
+
+def _data_share() -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 0, 1
+    own = (dist.get_rank(), dist.get_world_size())
+    return _data_shares.get(dist.group.WORLD, own)
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:

@@ -92,6 +92,22 @@ def test_local_groups_are_machines() -> None:
     run_ranks(visit_local_groups, WORLD_SIZE)
 
 
+def parts_of_the_data() -> list[tuple[int, int]]:
+    parts = [(comm.data_parallel_rank(), comm.data_parallel_size())]
+    comm.share_data(comm.get_rank() // 2, 2)
+    parts += [(comm.data_parallel_rank(), comm.data_parallel_size())]
+    dist.destroy_process_group()
+    gc.collect()
+    return [*parts, (comm.data_parallel_rank(), comm.data_parallel_size())]
+
+
+def test_ranks_that_compute_one_batch_together_have_one_part_of_the_data() -> None:
+    first, _, third, last = run_ranks(parts_of_the_data, WORLD_SIZE)
+    assert first == [(0, 4), (0, 2), (0, 1)]
+    assert third == [(2, 4), (1, 2), (0, 1)]
+    assert last == [(3, 4), (1, 2), (0, 1)]
+
+
 def visit_three_groups(folder: str) -> None:
     """Destroys and initialises the process group again, with the ranks in another order."""
     rank = comm.get_rank()
