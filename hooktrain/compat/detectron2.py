@@ -47,6 +47,5 @@ from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
+    """What is not here; see :mod:`hooktrain.compat.peers`."""
     return of_detectron2(name)

@@ -1,48 +1,65 @@
 """detectron2's functions that read its configurations, or have no counterpart here."""
 
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hooktrain import evaluation
+from hooktrain.compat.peers import of_peers
 from hooktrain.config import ConfigDict
 from hooktrain.engine import defaults
 from hooktrain.utils import comm
 
-# Where detectron2 has the names that are not here.
+# Where detectron2 and what it builds on have the names that are not here.
 _MODULES = (
-    "config",
-    "data",
-    "data.build",
-    "data.common",
-    "data.samplers",
-    "evaluation",
-    "checkpoint",
-    "modeling",
-    "engine.defaults",
-    "solver.lr_scheduler",
-    "utils.collect_env",
-    "utils.env",
-    "utils.memory",
+    "detectron2.config",
+    "detectron2.data",
+    "detectron2.data.build",
+    "detectron2.data.common",
+    "detectron2.data.samplers",
+    "detectron2.evaluation",
+    "detectron2.checkpoint",
+    "detectron2.engine",
+    "detectron2.engine.defaults",
+    "detectron2.engine.hooks",
+    "detectron2.solver",
+    "detectron2.solver.lr_scheduler",
+    "detectron2.utils",
+    "detectron2.utils.collect_env",
+    "detectron2.utils.env",
+    "detectron2.utils.events",
+    "detectron2.utils.file_io",
+    "detectron2.utils.logger",
+    "detectron2.utils.memory",
+    "detectron2.modeling",
+    "fvcore.common.checkpoint",
+    "fvcore.common.config",
+    "fvcore.common.file_io",
+    "fvcore.nn.precise_bn",
+    "iopath.common.file_io",
+    "omegaconf",
 )
+
+# The packages of names that are not detectron2's.
+_OWNERS = {"CfgNode": "fvcore", "file_lock": "iopath"}
 
 
 def of_detectron2(name: str) -> Any:
-    """What is not here, such as all that belongs to detection: detectron2's own.
+    """What is not here, such as all that belongs to detection: of the package that has it.
 
     Raises:
-        ImportError: if there is no such name, or detectron2 is not installed.
+        AttributeError: for a name of Python's own.
+        ImportError: if there is no such name, or its package is not installed.
     """
-    modules = _MODULES if find_spec("detectron2") else ()
-    for module in modules:
-        found = import_module(f"detectron2.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
-    raise ImportError(
-        f"hooktrain has no {name!r}. What belongs to detection, yacs's configurations and old "
-        "schedulers are detectron2's own: install it beside, or copy them (docs/migrating.md)"
+    owner = _OWNERS.get(name)
+    what = f"that is {owner}'s"
+    if owner is None:
+        what = "what belongs to detection, and old schedulers, are detectron2's"
+    return of_peers(
+        name,
+        _MODULES,
+        f"hooktrain has no {name!r}; {what} own: install it beside, or copy what you need "
+        "(docs/migrating.md)",
     )
 
 

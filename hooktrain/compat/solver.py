@@ -20,8 +20,6 @@ _expand_param_groups = solver.expand_param_groups
 
 def __getattr__(name: str) -> Any:
     """Old schedulers, such as WarmupCosineLR, are detectron2's own."""
-    if name.startswith("__"):
-        raise AttributeError(name)
     return of_detectron2(name)
 
 

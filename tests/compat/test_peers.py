@@ -1,0 +1,52 @@
+"""Names that hooktrain lacks, from packages that may be installed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hooktrain.compat.peers import of_peers
+
+# A package of the peers' kind; it is imported anew in each test.
+FILES = {
+    "__init__.py": "",
+    "first.py": "both = 'first'",
+    "second.py": "both = 'second'\nonly = 2",
+    "broken.py": "import what_it_needs",
+}
+
+
+@pytest.fixture(autouse=True)
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a_peer"
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_peer", "a_peer.first", "a_peer.second"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_the_first_installed_module_that_has_a_name_gives_it() -> None:
+    modules = ["not_installed.module", "a_peer.first", "a_peer.second", "a_peer.gone"]
+    assert of_peers("both", modules, "") == "first"
+    assert of_peers("only", modules, "") == 2
+
+
+def test_a_whole_module_is_found_in_its_package() -> None:
+    assert of_peers("second", ["a_peer.first", "a_peer"], "").only == 2
+
+
+def test_a_name_that_is_nowhere_says_in_one_line_who_has_it_and_what_failed() -> None:
+    modules = ["not_installed", "a_peer.first", "a_peer.gone", "a_peer.broken"]
+    with pytest.raises(ImportError) as raised:
+        of_peers("name", modules, "'name' is a_friend's: pip install a_friend")
+    assert str(raised.value) == (
+        "'name' is a_friend's: pip install a_friend; a_peer.broken cannot be imported: "
+        "No module named 'what_it_needs'"
+    )
+
+
+def test_what_python_itself_asks_for_is_no_name_of_a_peer() -> None:
+    with pytest.raises(AttributeError):
+        of_peers("__path__", ["a_peer"], "")
