@@ -10,7 +10,9 @@ metrics, rates and times.
 
 import argparse
 import math
+import os
 import shutil
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -26,13 +28,36 @@ from hooktrain.events import load_json_metrics
 from hooktrain.utils.names import is_loss
 
 Points = list[tuple[int, float]]
-Panels = dict[str, dict[str, Points]]  # by title, then by the name of the line
+
+
+@dataclass
+class Line:
+    """The values of a metric of a run, and what is drawn of them."""
+
+    values: Points
+    count: int = (
+        1  # each point is drawn as the mean of so many, the last of which it is
+    )
+
+    @property
+    def points(self) -> Points:
+        """What is drawn."""
+        means: Points = []
+        for end, (iteration, _) in enumerate(self.values, 1):
+            last = self.values[max(0, end - self.count) : end]
+            means.append((iteration, fmean(value for _, value in last)))
+        return means
+
+
+Panel = dict[str, Line]  # by label
+Panels = dict[str, Panel]  # by title
 
 TITLES = ["losses", "results", "others", "rates", "times in seconds"]
 MARKS = "*+o#x@%&"
+ROWS = 10  # of a panel of characters
 
 
-def panel_of(metric: str) -> str:
+def panel_of(metric: str, is_seldom: bool) -> str:
     """The title of the panel that a metric belongs to."""
     if is_loss(metric):
         return "losses"
@@ -40,7 +65,7 @@ def panel_of(metric: str) -> str:
         return "rates"
     if metric.endswith(("time", "_seconds")):
         return "times in seconds"
-    return "results" if "/" in metric else "others"
+    return "results" if is_seldom or "/" in metric else "others"
 
 
 def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
@@ -50,22 +75,39 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
         runs: folders, or files that JSONWriter has written.
         wanted: the metrics to show; none shows all but the remaining time, and a loss that is the
             total loss.
-        count: each point becomes the mean of this many, the last of which it is.
+        count: how many values to smooth the losses of training over.
     """
     panels: Panels = defaultdict(dict)
-    for run in runs:
-        lines = read_run(run, wanted)
-        total = lines.get("total_loss")
-        for name, points in sorted(lines.items()):
+    for run, name_of_run in zip(runs, names_of(runs), strict=True):
+        metrics = read_run(run)
+        total = metrics.get("total_loss", [])
+        for name, points in sorted(metrics.items()):
             is_total = points == total and name != "total_loss"
-            if is_total and not wanted:
+            if name not in wanted if wanted else is_total:
                 continue
-            label = f"{run.name}: {name}" if len(runs) > 1 else name
-            panels[panel_of(name)][label] = smoothed(sorted(points), count)
+            # Training writes all of its metrics together; evaluations write when they come.
+            is_seldom = bool(total) and not is_written_with(points, total)
+            label = f"{name_of_run}: {name}" if len(runs) > 1 else name
+            is_smooth = is_loss(name) and not is_seldom
+            line = Line(points, count if is_smooth else 1)
+            panels[panel_of(name, is_seldom)][label] = line
     return {title: panels[title] for title in TITLES if title in panels}
 
 
-def read_run(run: Path, wanted: list[str]) -> dict[str, Points]:
+def is_written_with(points: Points, total: Points) -> bool:
+    """Whether a metric has as many values as the total loss, and none after its last."""
+    has_as_many = len(total) - 1 <= len(points) <= len(total)
+    return has_as_many and points[-1][0] <= total[-1][0]
+
+
+def names_of(runs: list[Path]) -> list[str]:
+    """The names of the folders, or the paths where two are the same."""
+    folders = [run if run.is_dir() else run.parent for run in runs]
+    names = [folder.resolve().name for folder in folders]
+    return names if len({*names}) == len(names) else [*map(str, folders)]
+
+
+def read_run(run: Path) -> dict[str, Points]:
     """The points of each metric of one run."""
     lines: dict[str, Points] = defaultdict(list)
     file = run / "metrics.json" if run.is_dir() else run
@@ -73,23 +115,13 @@ def read_run(run: Path, wanted: list[str]) -> dict[str, Points]:
         iteration = row.pop("iteration")
         row.pop("eta_seconds", None)
         for name, value in row.items():
-            if not wanted or name in wanted:
-                lines[name].append((iteration, value))
-    return lines
+            lines[name].append((iteration, value))
+    return {name: sorted(points) for name, points in lines.items()}
 
 
-def smoothed(points: Points, count: int) -> Points:
-    """The mean of the last ``count`` points at each point; fewer at the beginning."""
-    means: Points = []
-    for end, (iteration, _) in enumerate(points, 1):
-        last = points[max(0, end - count) : end]
-        means.append((iteration, fmean(value for _, value in last)))
-    return means
-
-
-def spans_decades(lines: dict[str, Points]) -> bool:
+def spans_decades(panel: Panel) -> bool:
     """Whether a logarithmic scale shows more: nothing is negative, and much is small."""
-    values = [value for points in lines.values() for _, value in points]
+    values = [value for line in panel.values() for _, value in line.values]
     finite = [value for value in values if math.isfinite(value)]
     positive = [value for value in finite if value > 0] or [1.0]
     is_wide = max(positive) > 10 * min(positive)
@@ -97,21 +129,27 @@ def spans_decades(lines: dict[str, Points]) -> bool:
 
 
 def picture(
-    panels: Panels, path: Path, log: bool, refresh: float | None = None
+    panels: Panels, title: str, path: Path, log: bool, refresh: float | None = None
 ) -> None:
     """Draw into a file: .png, .svg, .pdf, or .html with the drawing in it.
 
     A browser loads the .html again every ``refresh`` seconds.
     """
+    os.environ.pop("MPLBACKEND", None)  # it is for windows, and may not exist
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 2.5 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(11, 2.5 * len(panels) + 0.3), layout="constrained")
+    figure.suptitle(title)
     axes: Any = figure.subplots(len(panels), squeeze=False, sharex=True)
-    for ax, (title, lines) in zip(axes[:, 0], panels.items(), strict=True):
-        for name, points in lines.items():
-            style = ".-" if len(points) < 30 else "-"
-            ax.plot(*zip(*points, strict=True), style, label=name)
-        ax.set(title=title, yscale="log" if log and spans_decades(lines) else "linear")
+    for ax, (heading, panel) in zip(axes[:, 0], panels.items(), strict=True):
+        for label, line in panel.items():
+            style = ".-" if len(line.values) < 30 else "-"
+            (drawn,) = ax.plot(*zip(*line.points, strict=True), style, label=label)
+            if line.count > 1:
+                color = drawn.get_color()
+                ax.plot(*zip(*line.values, strict=True), color=color, alpha=0.25)
+        scale = "log" if log and spans_decades(panel) else "linear"
+        ax.set(title=heading, yscale=scale)
         ax.grid(alpha=0.3)
         ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     ax.set_xlabel("iteration")
@@ -125,14 +163,13 @@ def picture(
     path.write_text(head + drawing.getvalue())
 
 
-def text(panels: Panels, log: bool, columns: int, rows: int) -> str:
-    """All panels for a terminal of that size, with the same iterations in each column."""
-    everything = [points for panel in panels.values() for points in panel.values()]
-    iterations = [iteration for points in everything for iteration, _ in points]
-    height = max(5, (rows - len(everything)) // len(panels) - 3)
-    grid = Grid(min(iterations), max(iterations), columns - 12, height)
-    drawn = [grid.draw(title, lines, log) for title, lines in panels.items()]
-    return "\n\n".join(drawn)
+def text(panels: Panels, title: str, log: bool, columns: int) -> str:
+    """All panels for a terminal, with the same iterations in each column."""
+    lines = [line for panel in panels.values() for line in panel.values()]
+    iterations = [iteration for line in lines for iteration, _ in line.values]
+    grid = Grid(min(iterations), max(iterations), columns - 13)
+    drawn = [grid.draw(heading, panel, log) for heading, panel in panels.items()]
+    return "\n\n".join([f"{'':12}{title}", *drawn])
 
 
 @dataclass
@@ -142,31 +179,48 @@ class Grid:
     first: int
     last: int
     width: int
-    height: int
 
-    def draw(self, title: str, lines: dict[str, Points], log: bool) -> str:
+    def draw(self, heading: str, panel: Panel, log: bool) -> str:
         """A panel: a mark is the mean of a line's points in its column."""
-        log = log and spans_decades(lines)
-        means = [self.means(points, log) for points in lines.values()]
+        log = log and spans_decades(panel)
+        means = [self.means(line.points, log) for line in panel.values()]
         shown = [y for column in means for y in column.values()] or [0.0]
         low = min(shown)
         high = max(shown)
-        rows = [[" "] * self.width for _ in range(self.height)]
+        rows = [[" "] * self.width for _ in range(ROWS)]
         for mark, column in zip(cycle(MARKS), means, strict=False):
             for x, y in column.items():
                 part = (high - y) / ((high - low) or 1)
-                rows[round(part * (self.height - 1))][x] = mark
-        labels = [""] * self.height
-        labels[-1] = f"{10**low if log else low:.4g}"
-        labels[0] = f"{10**high if log else high:.4g}"
-        drawn = [f"{'':12}{title}"]
-        for label, row in zip(labels, rows, strict=True):
-            drawn.append(f"{label:>10} |{''.join(row)}".rstrip())
-        range_ = f" iterations {self.first} to {self.last} "
-        drawn.append(f"{'':10} +{range_:-^{self.width}}")
-        for mark, name in zip(cycle(MARKS), lines, strict=False):
-            drawn.append(f"{'':12}{mark} {name}")
+                rows[round(part * (ROWS - 1))][x] = mark
+        drawn = [f"{'':12}{heading}"]
+        for index, row in enumerate(rows):
+            y = high - (high - low) * index / (ROWS - 1)
+            has_tick = index % 3 == 0 and (high > low or index == 0)
+            label = f"{10**y if log else y:.4g}" if has_tick else ""
+            drawn.append(f"{label:>10} {'+' if label else '|'}{''.join(row)}".rstrip())
+        drawn += self.axis()
+        for mark, label in zip(cycle(MARKS), panel, strict=False):
+            drawn.append(f"{'':12}{mark} {label}")
         return "\n".join(drawn)
+
+    def axis(self) -> list[str]:
+        """The line below a panel, and round iterations at its ticks."""
+        rough = max((self.last - self.first) // 5, 1)
+        power = 10 ** (len(str(rough)) - 1)
+        step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough)
+        line = ["-"] * self.width
+        numbers = ""
+        for tick in range(-(-self.first // step) * step, self.last + 1, step):
+            x = self.column(tick)
+            line[x] = "+"
+            x = min(x, self.width - len(str(tick)))
+            numbers = f"{numbers:<{x}}{tick} "
+        return [f"{'':10} +{''.join(line)}", f"{'':12}{numbers.rstrip()}"]
+
+    def column(self, iteration: int) -> int:
+        """Where an iteration is drawn."""
+        length = max(self.last - self.first, 1)
+        return (iteration - self.first) * (self.width - 1) // length
 
     def means(self, points: Points, log: bool) -> dict[int, float]:
         """The mean of the points in each column, or of their logarithms."""
@@ -174,9 +228,8 @@ class Grid:
         for iteration, value in points:
             is_shown = math.isfinite(value) and (value > 0 or not log)
             if is_shown:
-                length = max(self.last - self.first, 1)
-                x = (iteration - self.first) * (self.width - 1) // length
-                columns[x].append(math.log10(value) if log else value)
+                y = math.log10(value) if log else value
+                columns[self.column(iteration)].append(y)
         return {x: fmean(values) for x, values in columns.items()}
 
 
@@ -188,7 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="output folders, or files metrics.json")
     add("--metrics", nargs="+", default=[], help="what to show; all by default")
-    add("--smooth", type=int, default=1, metavar="N", help="show means of N points")
+    smooth = "show losses as means of N points, and their values faintly behind"
+    add("--smooth", type=int, default=1, metavar="N", help=smooth)
     add(
         "--log",
         action="store_true",
@@ -208,6 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("a picture needs matplotlib: pip install 'hooktrain[plot]'")
     first: Path = args.runs[0]
     path = args.out or (first if first.is_dir() else first.parent) / "metrics.png"
+    title = ", ".join(names_of(args.runs))
     clear = "" if args.watch is None or not sys.stdout.isatty() else "\033[H\033[2J"
     while True:
         try:
@@ -216,12 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
                 what = f"none of {args.metrics}" if args.metrics else "no metrics"
                 raise ValueError(f"{what} in {[*map(str, args.runs)]}")
             if not is_text:
-                picture(panels, path, args.log, args.watch)
+                picture(panels, title, path, args.log, args.watch)
         except (OSError, ValueError) as error:
             parser.error(str(error))
         if is_text:
-            columns, rows = shutil.get_terminal_size((80, 60))
-            print(clear + text(panels, args.log, columns, rows))
+            columns, _ = shutil.get_terminal_size()
+            print(clear + text(panels, title, args.log, columns))
         else:
             print(path)
         if args.watch is None:
@@ -233,4 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(
+            signal.SIGPIPE, signal.SIG_DFL
+        )  # "| head" ends it, without an error
     sys.exit(main())

@@ -1,6 +1,9 @@
 """tools/plot.py, run in this process: what it reads, draws and says."""
 
 import json
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -31,44 +34,112 @@ def test_metrics_are_put_into_panels(run: Path) -> None:
     panels = plot.read([run], [], count=2)
     assert list(panels) == ["losses", "results", "others", "rates", "times in seconds"]
     losses = [(0, 8.0), (1, 6.0), (2, (4 + 8 / 3) / 2), (3, (8 / 3 + 2) / 2)]
-    assert panels["losses"] == {"total_loss": losses}
-    assert panels["results"] == {"classification/accuracy": [(3, 50.0)]}
+    assert list(panels["losses"]) == ["total_loss"]
+    assert panels["losses"]["total_loss"].points == losses
+    assert panels["results"]["classification/accuracy"].points == [(3, 50.0)]
     assert list(panels["others"]) == ["grad_norm"]
-    assert plot.read([run], ["loss"], count=2) == {"losses": {"loss": losses}}
+    (chosen,) = plot.read([run], ["loss"], count=2).values()
+    assert chosen["loss"].points == losses
 
 
-def test_a_picture_has_the_format_of_its_name(run: Path) -> None:
+@pytest.mark.parametrize(
+    ("period", "last"),
+    [(3, 9), (3, 8), (1, 9), (2, 8)],
+    ids=["at the end", "while it runs", "often", "with each line"],
+)
+def test_what_comes_from_evaluations_is_a_result(
+    period: int, last: int, tmp_path: Path
+) -> None:
+    rows: list[dict[str, float]] = []
+    for i in range(last + 1):
+        row: dict[str, float] = {"iteration": i}
+        if i % 2 == 1 and i < 9:
+            row |= {"total_loss": 3.0, "loss_a": 2.0, "loss_b": 1.0, "grad_norm": i}
+        if i % period == period - 1:
+            row |= {"nll": i, "val_loss": i}
+        rows.append(row)
+    if last == 8:
+        rows.append({"iteration": 10, "nll": 1.0, "val_loss": 1.0})
+    file = tmp_path / "metrics.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows if len(row) > 1))
+    panels = plot.read([tmp_path], [], count=9)
+    assert {title: [*panel] for title, panel in panels.items()} == {
+        "losses": ["loss_a", "loss_b", "total_loss", "val_loss"],
+        "results": ["nll"],
+        "others": ["grad_norm"],
+    }
+    counts = [line.count for panel in panels.values() for line in panel.values()]
+    assert counts == [9, 9, 9, 1, 1, 1]
+
+
+def test_runs_are_told_apart(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "run"
+    shutil.copytree(run, other)
+    assert plot.names_of([tmp_path, other / "metrics.json"]) == [tmp_path.name, "run"]
+    both = plot.read([run, other], ["lr"], count=1)
+    assert [*both["rates"]] == [f"{run}: lr", f"{other}: lr"]
+
+
+def test_a_picture_has_the_format_of_its_name(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
     begins = {"a.png": b"\x89PNG", "a.svg": b"<?xml", "a.html": b"<!doctype html>\n"}
     for name, begin in begins.items():
-        assert plot.main([str(run), "--out", str(run / name), "--log"]) == 0
+        arguments = [str(run), "--out", str(run / name), "--log", "--smooth", "2"]
+        assert plot.main(arguments) == 0
         assert (run / name).read_bytes().startswith(begin)
 
 
 def test_in_a_terminal_it_is_drawn_by_characters() -> None:
     panels = {
-        "losses": {"a": [(0, 1.0), (10, 100.0)], "b": [(5, 10.0), (5, float("nan"))]},
-        "results": {"c": [(10, 98.0), (10, 98.0), (5, 99.0)]},
+        "losses": {
+            "a": plot.Line([(0, 1.0), (10, 1000.0)]),
+            "b": plot.Line([(5, 10.0), (5, float("nan"))]),
+        },
+        "results": {"c": plot.Line([(5, 99.0), (10, 98.0), (10, 98.0)])},
     }
-    assert plot.text(panels, log=True, columns=33, rows=19).splitlines() == [
+    drawn = plot.text(panels, "run", log=True, columns=34)
+    assert drawn.splitlines() == [
+        "            run",
+        "",
         "            losses",
-        "       100 |                    *",
+        "      1000 +                    *",
         "           |",
-        "           |          +",
         "           |",
-        "         1 |*",
-        "           + iterations 0 to 10 -",
+        "       100 +",
+        "           |",
+        "           |",
+        "        10 +          +",
+        "           |",
+        "           |",
+        "         1 +*",
+        "           ++---+---+---+---+---+",
+        "            0   2   4   6   8  10",
         "            * a",
         "            + b",
         "",
         "            results",
-        "        99 |          *",
+        "        99 +          *",
         "           |",
         "           |",
+        "     98.67 +",
         "           |",
-        "        98 |                    *",
-        "           + iterations 0 to 10 -",
+        "           |",
+        "     98.33 +",
+        "           |",
+        "           |",
+        "        98 +                    *",
+        "           ++---+---+---+---+---+",
+        "            0   2   4   6   8  10",
         "            * c",
     ]
+
+
+def test_a_closed_pipe_is_no_error(run: Path) -> None:
+    command = f"{sys.executable} {plot.__file__} {run} --text | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.parametrize(
