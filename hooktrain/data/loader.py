@@ -94,7 +94,7 @@ class TrainLoader:
         world = comm.get_world_size()
         first = self.batches * self.total_batch_size
         if isinstance(self.sampler, StreamSampler):
-            indices = islice(self.sampler.stream(first), rank, None, world)
+            indices = self.sampler.stream(first + rank, world)
         else:
             # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
             drawn = _endless(self.sampler, self.seed)
@@ -105,11 +105,11 @@ class TrainLoader:
         while True:
             yield list(islice(mine, share))
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
         return {"batches": self.batches, **self._identity()}
 
-    def check_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would, and change nothing.
 
         Raises:
@@ -130,7 +130,7 @@ class TrainLoader:
                     f"but now {name}={value!r}; use the saved value, or resume without the data"
                 )
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a saved position, with any number of ranks and workers.
 
         Seeds that were drawn, not given, are replaced by the saved ones.
@@ -145,7 +145,7 @@ class TrainLoader:
             self.sampler.seed = state_dict["sampler_seed"]
         self.batches = state_dict["batches"]
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         identity = {
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]

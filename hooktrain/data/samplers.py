@@ -6,13 +6,22 @@ ranks nor of workers changes what is in a global batch, and skipping to a positi
 """
 
 from collections.abc import Iterator
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import count
+from math import isqrt
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from hooktrain.utils import comm
+
+# Above this size, an order is computed place by place: a permutation takes 8 bytes a sample.
+LARGEST_PERMUTATION = 2**24
+# So many indices at a time become Python's numbers, which take five times the memory.
+_CHUNK = 4096
 
 
 class StreamSampler(Sampler[int]):
@@ -42,11 +51,11 @@ class StreamSampler(Sampler[int]):
         self._rank = comm.get_rank()
         self._world_size = comm.get_world_size()
 
-    def epoch_indices(self, epoch: int) -> Tensor:
-        """The indices of one epoch, in order: an int64 vector."""
+    def epoch_indices(self, epoch: int) -> Any:
+        """The indices of one epoch, in order: an int64 vector, or what gives slices of it."""
         raise NotImplementedError
 
-    def identity(self) -> dict[str, int]:
+    def identity(self) -> dict[str, Any]:
         """What makes the stream the one it is; a saved position is refused in another."""
         return {"sampler_seed": self.seed}
 
@@ -54,34 +63,39 @@ class StreamSampler(Sampler[int]):
         """The number of indices in one epoch."""
         return len(self.epoch_indices(epoch))
 
-    def stream(self, start: int = 0) -> Iterator[int]:
-        """The stream of all ranks together, from a position on.
+    def stream(self, start: int = 0, step: int = 1) -> Iterator[int]:
+        """The stream of all ranks together, or every ``step``-th index of it.
 
         Args:
             start: how many indices to skip, at least 0. Whole epochs are not generated.
+            step: with the number of ranks, one rank's share from its first place on.
         """
-        epoch = 0
-        length = self.epoch_length(epoch)
-        while start >= length:
-            start -= length
-            epoch += 1
+        place = start
+        for epoch in count():
             length = self.epoch_length(epoch)
-        rest = self.epoch_indices(epoch)[start:]
-        yield from rest.tolist()
-        for later in count(epoch + 1):
-            yield from self.epoch_indices(later).tolist()
+            if place < length:
+                indices = self.epoch_indices(epoch)
+            while place < length:
+                end = place + _CHUNK * step
+                chunk = indices[place:end:step].tolist()
+                yield from chunk
+                place += len(chunk) * step
+            place -= length
 
     def __iter__(self) -> Iterator[int]:
-        return islice(self.stream(), self._rank, None, self._world_size)
+        return self.stream(self._rank, self._world_size)
 
     def generator(self, epoch: int) -> torch.Generator:
         """A generator for one epoch; those of two seeds or epochs have nothing in common."""
         return torch.Generator().manual_seed(mix(self.seed, epoch))
 
 
-def mix(*numbers: int) -> int:
-    """A 63-bit hash of small integers (the finaliser of SplitMix64, Steele et al. 2014)."""
-    state = 0
+def mix(*numbers: Any) -> Any:
+    """A 63-bit hash of small integers (the finaliser of SplitMix64, Steele et al. 2014).
+
+    Some of them may be vectors of uint64, of one length; then so is the hash.
+    """
+    state: Any = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -90,8 +104,52 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+@dataclass
+class ComputedOrder:
+    """A permutation of the numbers below ``size`` that computes any place at once.
+
+    It takes no memory. A place is two digits to the base of the root of ``size``. Each round of a
+    Feistel network adds a hash of one digit to the other. Who comes out above ``size`` goes through
+    again (cycle walking; Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"; of
+    shuffles, Mitchell et al. 2022, "Bandwidth-Optimal Random Shuffling for GPUs").
+
+    Attributes:
+        size: how many numbers, at least 1.
+        key: of this permutation.
+        rounds: 0 keeps the numbers in order.
+    """
+
+    size: int
+    key: int = 0
+    rounds: int = 6
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, places: slice) -> Tensor:
+        wanted = range(self.size)[places]
+        numbers = np.arange(wanted.start, wanted.stop, wanted.step, dtype=np.uint64)
+        numbers = self._permute(numbers)
+        outside = numbers >= self.size
+        while outside.any():
+            numbers[outside] = self._permute(numbers[outside])
+            outside = numbers >= self.size
+        return torch.from_numpy(numbers.astype(np.int64))
+
+    def _permute(self, numbers: Any) -> Any:
+        base = isqrt(self.size - 1) + 1
+        left, right = np.divmod(numbers, base)
+        for number in range(self.rounds):
+            hashed = mix(self.key, number, right)
+            left, right = right, (left + hashed) % base
+        return left * base + right
+
+
 class TrainingSampler(StreamSampler):
     """All of a data set, again and again.
+
+    Above 16 million samples (:data:`LARGEST_PERMUTATION`) a shuffled order is computed place by
+    place, and takes no memory.
 
     Args:
         size: the length of the data set, at least 1.
@@ -114,15 +172,24 @@ class TrainingSampler(StreamSampler):
         self.size = size
         self.shuffle = shuffle
 
-    def epoch_indices(self, epoch: int) -> Tensor:
+    def epoch_indices(self, epoch: int) -> Tensor | ComputedOrder:
         """A permutation, or the data set's order."""
-        if self.shuffle:
-            return torch.randperm(self.size, generator=self.generator(epoch))
-        return torch.arange(self.size)
+        if not self.shuffle:
+            return ComputedOrder(self.size, rounds=0)
+        if self.size > LARGEST_PERMUTATION:
+            return ComputedOrder(self.size, mix(self.seed, epoch))
+        return torch.randperm(self.size, generator=self.generator(epoch))
 
     def epoch_length(self, epoch: int) -> int:
         """The length of the data set."""
         return self.size
+
+    def identity(self) -> dict[str, Any]:
+        """That of :class:`StreamSampler`; and which order it is, if it is computed."""
+        identity = super().identity()
+        if self.shuffle and self.size > LARGEST_PERMUTATION:
+            identity["order"] = "computed"
+        return identity
 
 
 class InferenceSampler(Sampler[int]):

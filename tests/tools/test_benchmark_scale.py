@@ -77,3 +77,12 @@ def test_costs_follow_from_the_speeds(tool: ModuleType) -> None:
     speeds["read_folder (verified)"] = 2.0
     # 12 bytes of each of a billion parameters, on 8 ranks.
     assert tool.costs(speeds, 1, 8) == [1, 8, 12, 1.5, 0.15, 3.0, 0.75]
+
+
+def test_choosing_samples_is_measured(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool.main(["sampler", "--samples", "1000000", "1000000000"])
+    rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows[2:]] == ["1,000,000", "1,000,000,000"]
+    assert int(rows[3][3]) < 64  # MiB of a billion
