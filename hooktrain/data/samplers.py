@@ -22,6 +22,7 @@ from hooktrain.utils import comm
 LARGEST_PERMUTATION = 2**24
 # So many indices at a time become Python's numbers, which take five times the memory.
 _CHUNK = 4096
+_64_BITS = 2**64 - 1
 
 
 class StreamSampler(Sampler[int]):
@@ -77,8 +78,8 @@ class StreamSampler(Sampler[int]):
                 indices = self.epoch_indices(epoch)
             while place < length:
                 end = place + _CHUNK * step
-                chunk = indices[place:end:step].tolist()
-                yield from chunk
+                chunk = indices[place:end:step]
+                yield from chunk.tolist()
                 place += len(chunk) * step
             place -= length
 
@@ -97,10 +98,12 @@ def mix(*numbers: Any) -> Any:
     """
     state: Any = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
+        state = (state + number + 0x9E3779B97F4A7C15) & _64_BITS
+        state = state ^ (state >> 30)
+        state = (state * 0xBF58476D1CE4E5B9) & _64_BITS
+        state = state ^ (state >> 27)
+        state = (state * 0x94D049BB133111EB) & _64_BITS
+        state = state ^ (state >> 31)
     return state >> 1
 
 
@@ -127,8 +130,8 @@ class ComputedOrder:
         return self.size
 
     def __getitem__(self, places: slice) -> Tensor:
-        wanted = range(self.size)[places]
-        numbers = np.arange(wanted.start, wanted.stop, wanted.step, dtype=np.uint64)
+        start, stop, step = places.indices(self.size)
+        numbers = np.arange(start, stop, step, dtype=np.uint64)
         numbers = self._permute(numbers)
         outside = numbers >= self.size
         while outside.any():
@@ -141,7 +144,9 @@ class ComputedOrder:
         left, right = np.divmod(numbers, base)
         for number in range(self.rounds):
             hashed = mix(self.key, number, right)
-            left, right = right, (left + hashed) % base
+            added = (left + hashed) % base
+            left = right
+            right = added
         return left * base + right
 
 
@@ -177,8 +182,10 @@ class TrainingSampler(StreamSampler):
         if not self.shuffle:
             return ComputedOrder(self.size, rounds=0)
         if self.size > LARGEST_PERMUTATION:
-            return ComputedOrder(self.size, mix(self.seed, epoch))
-        return torch.randperm(self.size, generator=self.generator(epoch))
+            key = mix(self.seed, epoch)
+            return ComputedOrder(self.size, key)
+        generator = self.generator(epoch)
+        return torch.randperm(self.size, generator=generator)
 
     def epoch_length(self, epoch: int) -> int:
         """The length of the data set."""
