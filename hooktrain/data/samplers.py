@@ -64,7 +64,11 @@ class StreamSampler(Sampler[int]):
         """The number of indices in one epoch."""
         return len(self.epoch_indices(epoch))
 
-    def stream(self, start: int = 0, step: int = 1) -> Iterator[int]:
+    def stream(
+        self,
+        start: int = 0,
+        step: int = 1,
+    ) -> Iterator[int]:
         """The stream of all ranks together, or every ``step``-th index of it.
 
         Args:
@@ -88,7 +92,8 @@ class StreamSampler(Sampler[int]):
 
     def generator(self, epoch: int) -> torch.Generator:
         """A generator for one epoch; those of two seeds or epochs have nothing in common."""
-        return torch.Generator().manual_seed(mix(self.seed, epoch))
+        seed = mix(self.seed, epoch)
+        return torch.Generator().manual_seed(seed)
 
 
 def mix(*numbers: Any) -> Any:
