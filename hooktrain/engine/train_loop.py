@@ -511,8 +511,9 @@ class TrainerBase:
                 continue
             if not isinstance(hook, HookBase):
                 raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
-            is_of_another = hook.trainer is not None and hook.trainer is not me
-            if is_of_another or hook in self._hooks:
+            # A constructor may have set this very trainer.
+            is_free = any(hook.trainer is known for known in (None, self, me))
+            if hook in self._hooks or not is_free:
                 raise ValueError(
                     f"{hook!r} is registered already: make one for each trainer"
                 )

@@ -1,6 +1,7 @@
 """The loop: order of events, errors, stopping, continuing, hooks and their state."""
 
 import random
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,17 @@ def test_a_hook_that_is_registered_during_a_run_begins_at_once() -> None:
     ]
     trainer.register_hooks([Recorder(log, "third")])
     assert log[-1] == "second after_train 3"
+
+
+def test_a_hook_may_know_its_trainer_before_it_is_registered_there() -> None:
+    first, second = Trainer(), Trainer()
+    hooks = [HookBase(), HookBase(), HookBase()]
+    hooks[0].trainer = hooks[2].trainer = first
+    hooks[1].trainer = weakref.proxy(first)
+    first.register_hooks(hooks[:2])
+    assert hooks[0].trainer is hooks[1].trainer is weakref.proxy(first)
+    with pytest.raises(ValueError, match="registered already"):
+        second.register_hooks([hooks[2]])
 
 
 def test_two_stateful_hooks_of_one_class_both_come_back() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -213,6 +214,9 @@ class BestCheckpointer(HookBase):
         RuntimeError: when training starts, if only some ranks have it and each saves shards.
     """
 
+    _logger = logger  # detectron2's name, for subclasses
+    _ema: EMA | None = None
+
     def __init__(
         self,
         eval_period: int | str,
@@ -227,7 +231,8 @@ class BestCheckpointer(HookBase):
         self._period = eval_period
         self._checkpointer = checkpointer
         self._val_metric = val_metric
-        self._mode = choose_mode(val_metric, mode)
+        is_most = choose_mode(val_metric, mode) == "max"
+        self._compare: Any = operator.gt if is_most else operator.lt
         self._file_prefix = file_prefix
         self._ema = ema
         self.best_metric: float | None = None
@@ -285,7 +290,11 @@ class BestCheckpointer(HookBase):
             return
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
         logger.info("%s is %.4g; the best so far: %s", name, value, so_far)
-        if self._update_best(value, measured_at):
+        is_best = math.isfinite(value)
+        if self.best_metric is not None:
+            is_best = is_best and self._compare(value, self.best_metric)
+        # As in detectron2: a subclass learns of a best value, and may refuse it.
+        if is_best and self._update_best(value, measured_at) is not False:
             found = {"metric": name, "best_metric": value, "best_iter": measured_at}
             with self._ema.swap() if self._ema else nullcontext():
                 self._checkpointer.save(
@@ -296,13 +305,11 @@ class BestCheckpointer(HookBase):
                     best=found,
                 )
 
-    def _update_best(self, value: float, iteration: int) -> bool:
-        """Keep a value if it is the best one; whether it is."""
-        better = is_better(value, self.best_metric, self._mode)
-        if better:
-            self.best_metric = value
-            self.best_iter = iteration
-        return better
+    def _update_best(self, val: float, iteration: int) -> bool:
+        """Keep the best value so far."""
+        self.best_metric = val
+        self.best_iter = iteration
+        return True
 
     def _refuse_old(self, measured_at: int) -> None:
         name = self._val_metric

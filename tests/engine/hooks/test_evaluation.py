@@ -265,6 +265,55 @@ def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
 
 
+# What subclasses override, as in detectron2
+
+
+class OwnEvaluation(EvalHook):
+    def _do_eval(self) -> None:
+        self.trainer.storage.put_scalar("acc", self._func()["own"])  # type: ignore[index]
+
+
+class Noted(BestCheckpointer):
+    """Learns of a best value, as projects do that copy it to a server."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted: list[float] = []
+
+    def _update_best(self, val: float, iteration: int) -> bool:
+        self.noted.append(val)
+        return super()._update_best(val, iteration) and val != 3.0
+
+
+class Compared(Noted):
+    def _best_checking(self) -> None:
+        value, iteration = self.trainer.storage.latest()[self._val_metric]
+        if self.best_metric is None or self._compare(value, self.best_metric):
+            self._update_best(value, iteration)
+            self._checkpointer.save(self._file_prefix, iteration=iteration)
+            self._logger.info("saved")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "noted", "saved"),
+    [
+        *((Noted, "max", [1.0, 2.0, 3.0], 2), (Noted, "min", [1.0, 0.5], 1)),
+        *((Compared, "max", [1.0, 2.0, 3.0], 3), (Compared, "min", [1.0, 0.5], 1)),
+    ],
+)
+def test_what_a_subclass_overrides_is_called(
+    kind: type[Noted], mode: str, noted: list[float], saved: int, tmp_path: Path
+) -> None:
+    values = iter([1.0, 0.5, 2.0, 3.0, 1.0])
+    trainer = linear_trainer(OwnEvaluation(1, lambda: {"own": next(values)}, False))
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    best = kind(1, saver, "acc", mode)
+    trainer.register_hooks([best])
+    trainer.train(0, 5)
+    assert best.noted == noted
+    assert saved_iteration(tmp_path) == saved
+
+
 # Early stopping
 
 
