@@ -1,30 +1,68 @@
-"""detectron2's DefaultTrainer, for configurations in trees such as yacs's CfgNode."""
+"""detectron2's trainers; its DefaultTrainer takes trees such as yacs's CfgNode."""
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hooktrain import engine
 from hooktrain.compat.checkpoint import DetectionCheckpointer
 from hooktrain.compat.functions import of_detectron2, verify_results
 from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
-from hooktrain.engine import AMPTrainer, SimpleTrainer, TrainerBase, hooks
+from hooktrain.engine import TrainerBase, hooks
 from hooktrain.engine.default_trainer import of_inner_trainer
 from hooktrain.engine.defaults import create_ddp_model, default_writers
+from hooktrain.engine.losses import LossRecorder
 from hooktrain.evaluation import (
     DatasetEvaluator,
     inference_on_dataset,
     print_csv_format,
 )
-from hooktrain.events import EventWriter
+from hooktrain.events import EventWriter, get_event_storage
 from hooktrain.model import get_bn_modules
 from hooktrain.utils import comm
 from hooktrain.utils.logger import setup_logger
 
 logger = logging.getLogger(__name__)
+
+
+class SimpleTrainer(engine.SimpleTrainer):
+    """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere."""
+
+    @staticmethod
+    def write_metrics(
+        loss_dict: Mapping[str, Any],
+        data_time: float,
+        cur_iter: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        """Record losses at once, where there is no such trainer. A collective.
+
+        Args:
+            loss_dict: losses by name.
+            data_time: seconds that the step waited for data.
+            cur_iter: the iteration; None is the storage's. As in detectron2 0.6, the prefix
+                may stand here.
+            prefix: put before ``total_loss``.
+
+        Raises:
+            FloatingPointError: if the sum is not finite.
+        """
+        storage = get_event_storage()
+        if isinstance(cur_iter, str):
+            prefix, cur_iter = cur_iter, None
+        iteration = storage.iter if cur_iter is None else cur_iter
+        recorder = LossRecorder(storage, iteration)
+        recorder.record(iteration, loss_dict, data_time, prefix + "total_loss")
+        recorder.exchange(iteration + 1, asks=False)
+        recorder.check(iteration + 1)
+
+
+class AMPTrainer(engine.AMPTrainer, SimpleTrainer):
+    """The same in mixed precision: see :class:`hooktrain.engine.AMPTrainer`."""
 
 
 class DefaultTrainer(TrainerBase):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
-from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder, parse_losses
+from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
 from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import State, TrainerBase
-from hooktrain.events import get_event_storage
 from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import (
@@ -23,7 +22,6 @@ from hooktrain.solver import (
 )
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.utils import comm
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 
@@ -266,36 +264,6 @@ class SimpleTrainer(ModelTrainer):
             total=prefix + "total_loss",
             check_now=not self.async_write_metrics,
         )
-
-    @staticmethod
-    def write_metrics(
-        loss_dict: State,
-        data_time: float,
-        cur_iter: int | str | None = None,
-        prefix: str = "",
-    ) -> None:
-        """Record losses at once, where there is no trainer of this kind. A collective.
-
-        Args:
-            loss_dict: losses by name.
-            data_time: seconds that the step waited for data.
-            cur_iter: the iteration; None is the storage's. As in detectron2 0.6, the prefix
-                may stand here.
-            prefix: put before each name.
-
-        Raises:
-            FloatingPointError: if the sum is not finite.
-        """
-        storage = get_event_storage()
-        if isinstance(cur_iter, str):
-            prefix, cur_iter = cur_iter, None
-        iteration = storage.iter if cur_iter is None else cur_iter
-        recorder = LossRecorder(storage, iteration)
-        losses = {prefix + name: value for name, value in loss_dict.items()}
-        recorder.record(iteration, losses, data_time, total=prefix + "total_loss")
-        if comm.get_world_size() > 1:
-            recorder.exchange(iteration + 1, asks=False)
-        recorder.check(iteration + 1)
 
 
 class AMPTrainer(SimpleTrainer):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gloo import run_ranks
 from hooktrain.compat.detectron2 import (
+    AMPTrainer,
     DatasetEvaluator,
     DefaultTrainer,
     SimpleTrainer,
@@ -21,6 +24,8 @@ from hooktrain.compat.detectron2 import (
     hooks,
     verify_results,
 )
+from hooktrain.utils import comm
+from hooktrain.utils.events import EventStorage
 from hooktrain.utils.logger import close_logger
 
 
@@ -216,3 +221,35 @@ def test_expected_results_are_compared(tmp_path: Path) -> None:
     assert verify_results(cfg, {"count": {"one": 1}})
     with pytest.raises(ValueError, match="count/one is 2"):
         verify_results(cfg, {"count": {"one": 2}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prefix", "iteration"),
+    [((), "", 4), ((3,), "", 3), ((3, "gan/"), "gan/", 3), (("gan/",), "gan/", 4)],
+)
+def test_losses_can_be_written_without_a_trainer(
+    arguments: Any, prefix: str, iteration: int
+) -> None:
+    losses = {"loss_a": torch.tensor(1.0), "loss_b": torch.tensor(0.5)}
+    with EventStorage(4) as storage:
+        SimpleTrainer.write_metrics(losses, 0.25, *arguments)
+        assert storage.latest() == {
+            f"{prefix}total_loss": (1.5, iteration),
+            "loss_a": (1.0, iteration),
+            "loss_b": (0.5, iteration),
+            "data_time": (0.25, iteration),
+        }
+        losses["loss_b"] = torch.tensor(math.inf)
+        with pytest.raises(FloatingPointError, match=f"iteration={iteration}!"):
+            AMPTrainer.write_metrics(losses, 0.25, *arguments)
+
+
+def mean_written() -> Any:
+    loss = torch.tensor(1.0 + comm.get_rank())
+    with EventStorage(4) as storage:
+        SimpleTrainer.write_metrics({"loss_a": loss}, float(loss), 4)
+        return storage.latest()["loss_a"], storage.latest()["data_time"]
+
+
+def test_what_is_written_without_a_trainer_is_the_mean_of_the_ranks() -> None:
+    assert run_ranks(mean_written, 2) == [((1.5, 4), (2.0, 4))] * 2

@@ -91,38 +91,6 @@ def test_a_prefix_stands_before_every_name() -> None:
     assert {"gan/loss_x", "gan/total_loss"} <= set(trainer.storage.latest())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "prefix", "iteration"),
-    [((), "", 4), ((3,), "", 3), ((3, "gan/"), "gan/", 3), (("gan/",), "gan/", 4)],
-)
-def test_losses_can_be_written_without_a_trainer(
-    arguments: Any, prefix: str, iteration: int
-) -> None:
-    losses = {"loss_a": torch.tensor(1.0), "loss_b": torch.tensor(0.5)}
-    with EventStorage(4) as storage:
-        SimpleTrainer.write_metrics(losses, 0.25, *arguments)
-        assert storage.latest() == {
-            f"{prefix}total_loss": (1.5, iteration),
-            f"{prefix}loss_a": (1.0, iteration),
-            f"{prefix}loss_b": (0.5, iteration),
-            "data_time": (0.25, iteration),
-        }
-        losses["loss_b"] = torch.tensor(math.inf)
-        with pytest.raises(FloatingPointError, match=f"iteration={iteration}!"):
-            SimpleTrainer.write_metrics(losses, 0.25, *arguments)
-
-
-def mean_written() -> Any:
-    loss = torch.tensor(1.0 + comm.get_rank())
-    with EventStorage(4) as storage:
-        SimpleTrainer.write_metrics({"loss_a": loss}, float(loss), 4)
-        return storage.latest()["loss_a"], storage.latest()["data_time"]
-
-
-def test_what_is_written_without_a_trainer_is_the_mean_of_the_ranks() -> None:
-    assert run_ranks(mean_written, 2) == [((1.5, 4), (2.0, 4))] * 2
-
-
 def test_a_total_of_a_step_of_ones_own_is_recorded_as_it_is() -> None:
     trainer = net_trainer()
     trainer._write_metrics({"loss_a": 1.0, "total_loss": torch.tensor(2.5)}, 0.5)
