@@ -72,6 +72,7 @@ setup(
             "pytest-xdist>=3.5",
             "ruff>=0.6",
             "torchmetrics>=1.0",
+            "transformers>=4.40",
             "types-tabulate",
         ],
     },

@@ -83,7 +83,7 @@ def test_a_trainer_that_was_started_again_ends_with_the_same_weights(
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     trainer = runpy.run_path("script.py")["trainer"]
     assert trainer.start_iter == 80
-    assert_same_weights(trainer.model.model.state_dict(), weights["plain-before"])
+    assert_same_weights(trainer.model.state_dict(), weights["plain-before"])
 
 
 def test_the_weights_of_the_plain_loop_load(

@@ -1,6 +1,7 @@
 """The trainer: the loop, the step, the hooks, and how a script is started."""
 
 from hooktrain.engine import hooks as hooks
+from hooktrain.engine.amp_trainer import AMPTrainer as AMPTrainer
 from hooktrain.engine.default_trainer import (
     DefaultTrainer as DefaultTrainer,
     default_hooks as default_hooks,
@@ -14,7 +15,4 @@ from hooktrain.engine.defaults import (
 from hooktrain.engine.launch import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT, launch as launch
 from hooktrain.engine.step_trainer import StepTrainer as StepTrainer
 from hooktrain.engine.train_loop import HookBase as HookBase, TrainerBase as TrainerBase
-from hooktrain.engine.trainers import (
-    AMPTrainer as AMPTrainer,
-    SimpleTrainer as SimpleTrainer,
-)
+from hooktrain.engine.trainers import SimpleTrainer as SimpleTrainer

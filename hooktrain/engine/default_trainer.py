@@ -116,6 +116,11 @@ def of_inner_trainer(name: str) -> Any:
     )
 
 
+class _InnerTrainer(SimpleTrainer):
+    def compute_loss(self, data: Any) -> Any:
+        return self._outer.compute_loss(data)
+
+
 class DefaultTrainer(TrainerBase):
     """A trainer with the default hooks, built from a lazy configuration.
 
@@ -200,13 +205,17 @@ class DefaultTrainer(TrainerBase):
         period = cfg.train.log_period
         if cfg.train.epoch_length:
             period = in_iterations(period, cfg.train.epoch_length)
-        kind = StepTrainer if hasattr(bare, "train_step") else SimpleTrainer
+        kind = StepTrainer if hasattr(bare, "train_step") else _InnerTrainer
         return kind(model, loader, optim_wrapper, period)
 
     def run_step(self) -> None:
         """One iteration, by the trainer inside."""
         self._trainer.iter = self.iter
         self._trainer.run_step()
+
+    def compute_loss(self, data: Any) -> Any:
+        """See :meth:`SimpleTrainer.compute_loss`; a model with ``train_step`` has its own."""
+        return SimpleTrainer.compute_loss(self._trainer, data)
 
     @classmethod
     def build_strategy(cls, cfg: Any) -> BaseStrategy:

@@ -14,18 +14,12 @@ from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
 from hooktrain.engine.preflight import check_parts
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
-from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver import (
-    AmpOptimWrapper,
-    OptimWrapperDict,
-    build_optim_wrapper,
-)
+from hooktrain.model.wrappers import batch_caller, unwrap_model
+from hooktrain.solver import OptimWrapperDict, build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
-
-logger = logging.getLogger(__name__)
 
 
 class ModelTrainer(TrainerBase):
@@ -80,6 +74,7 @@ class ModelTrainer(TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self._move = mover_to(model)
+        self._call_model = batch_caller()
         # Such as masks: what is not finite when the run begins.
         self._meant_so: set[str] | None = None
 
@@ -126,6 +121,7 @@ class ModelTrainer(TrainerBase):
     def begin_steps(self) -> None:
         """Start the loader, which may draw random numbers."""
         self._move = mover_to(self.model)  # which may have moved since the last run
+        self._call_model = batch_caller(logging.INFO)
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()
@@ -188,7 +184,7 @@ class SimpleTrainer(ModelTrainer):
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
     and returns what :func:`~hooktrain.engine.losses.parse_losses` understands. For another
-    step define :meth:`run_step` in a subclass.
+    loss define :meth:`compute_loss` in a subclass, for another step :meth:`run_step`.
 
     The arguments are those of :class:`ModelTrainer`.
     """
@@ -212,6 +208,13 @@ class SimpleTrainer(ModelTrainer):
         self._write_metrics(losses, data_time)
         wrapper.step()
 
+    def compute_loss(self, data: Any) -> Any:
+        """What the model returns for a batch, or for a dict of its arguments.
+
+        Override it for a loss that the model does not compute.
+        """
+        return self._call_model(self.model, data)
+
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """One update's gradients; its mean losses, and the seconds spent on data."""
         wrapper = self.optim_wrapper
@@ -226,7 +229,7 @@ class SimpleTrainer(ModelTrainer):
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()
             with wrapper.optim_context(self.model):
-                loss, losses = parse_losses(self.model(data))
+                loss, losses = parse_losses(self.compute_loss(data))
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))
@@ -264,50 +267,3 @@ class SimpleTrainer(ModelTrainer):
             total=prefix + "total_loss",
             check_now=not self.async_write_metrics,
         )
-
-
-class AMPTrainer(SimpleTrainer):
-    """A :class:`SimpleTrainer` in mixed precision.
-
-    With accumulation or clipping, give an :class:`~hooktrain.solver.AmpOptimWrapper` to
-    ``SimpleTrainer``. The other arguments are those of :class:`ModelTrainer`.
-
-    Args:
-        grad_scaler: the scaler; None makes one for float16.
-        precision: ``torch.float16`` or ``torch.bfloat16``.
-        log_grad_scaler: record the scale as ``[metric]grad_scaler``; waits for the device.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data_loader: Iterable[Any],
-        optimizer: torch.optim.Optimizer,
-        gather_metric_period: int | str = 20,
-        zero_grad_before_forward: bool = False,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        precision: torch.dtype = torch.float16,
-        log_grad_scaler: bool = False,
-        async_write_metrics: bool = False,
-    ) -> None:
-        scale = grad_scaler or "dynamic"
-        wrapper = AmpOptimWrapper(optimizer, precision, loss_scale=scale)
-        super().__init__(
-            model,
-            data_loader,
-            wrapper,
-            gather_metric_period,
-            zero_grad_before_forward,
-            async_write_metrics,
-        )
-        self.grad_scaler = wrapper.grad_scaler
-        self.precision = precision
-        self.log_grad_scaler = log_grad_scaler
-
-    def after_backward(self) -> None:
-        """Record the scale, then call the hooks."""
-        if self.log_grad_scaler:
-            # Host-device synchronisation.
-            scale = self.grad_scaler.get_scale()
-            self.storage.put_scalar("[metric]grad_scaler", scale)
-        super().after_backward()

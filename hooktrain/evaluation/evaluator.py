@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hooktrain.model.wrappers import batch_caller
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.tensors import is_sharded, mover_to
@@ -183,7 +185,8 @@ def inference_on_dataset(
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
 
     A model that owns its steps has its ``test_step`` called, any other is called itself, with
-    batches on its device.
+    batches on its device. As in training, a dict whose keys are parameters of the model's
+    ``forward`` is given by keywords.
 
     A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
     submodules is back in the mode it was in. A bar on the terminal shows the progress; where nobody
@@ -230,7 +233,7 @@ def inference_on_dataset(
     if isinstance(model, DistributedDataParallel):
         # Its own forward may exchange buffers, and would wait for ranks that have fewer batches.
         inner = model.module
-    forward = getattr(inner, step, inner)
+    forward = getattr(inner, step, None) or partial(batch_caller(), inner)
     move = mover_to(module)
     progress = _Progress(data_loader)
     with inference_context(module), torch.no_grad():

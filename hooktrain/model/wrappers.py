@@ -1,6 +1,8 @@
-"""DistributedDataParallel for models that own their step, and what is in a wrapper."""
+"""DistributedDataParallel for models that own their step; what is in a wrapper."""
 
-from collections.abc import Callable, Iterator
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.base_model import BaseModel, Values
 from hooktrain.utils.registry import MODEL_WRAPPERS
+
+logger = logging.getLogger(__name__)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -227,3 +231,47 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         if name not in model._modules:
             return model
         model = model.get_submodule(name)
+
+
+def takes_keywords(model: Callable[..., Any], batch: Any, level: int) -> bool:
+    """Whether a model takes batches like this one as ``model(**batch)``.
+
+    So do Hugging Face's models: the batch is a dict, and all its keys are parameters of the
+    model's ``forward``, which has several. What has only one, such as ``forward(self, batch)``,
+    takes the dict itself.
+
+    Args:
+        model: a module, in any wrappers; other functions take batches as they are.
+        batch: one of its batches.
+        level: of the line of the log that tells what was decided.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(batch, Mapping):
+        return False
+    bare = unwrap_model(model)
+    parameters = inspect.signature(bare.forward).parameters.values()
+    collecting = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    names = {each.name for each in parameters if each.kind not in collecting}
+    others = [key for key in batch if key not in names]
+    if len(names) < 2 or len(others) == len(batch):
+        return False
+    how = "by keywords"
+    if others:
+        how = f"as one dict, since it has no parameters {others}"
+    logger.log(level, "forward() of %s gets batches %s", type(bare).__name__, how)
+    return not others
+
+
+def batch_caller(level: int = logging.DEBUG) -> Callable[[Any, Any], Any]:
+    """A function that calls a model with a batch, in the way that suits the first batch.
+
+    See :func:`takes_keywords`.
+    """
+    by_keywords: bool | None = None
+
+    def call(model: Callable[..., Any], batch: Any) -> Any:
+        nonlocal by_keywords
+        if by_keywords is None:
+            by_keywords = takes_keywords(model, batch, level)
+        return model(**batch) if by_keywords else model(batch)
+
+    return call

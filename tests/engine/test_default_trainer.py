@@ -191,6 +191,14 @@ def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
         DefaultTrainer.build_strategy(cfg)
 
 
+def digits(folder: Path, *overrides: str) -> Any:
+    """The configuration of one iteration."""
+    cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
+    output = f"train.output_dir={folder}"
+    options = [*TINY["digits_cnn"], *SHORT, "train.max_iter=1", output]
+    return LazyConfig.apply_overrides(cfg, [*options, *overrides])
+
+
 def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(
     tmp_path: Path,
 ) -> None:
@@ -200,12 +208,18 @@ def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(
             assert evaluators is not None
             return {"classification": {"accuracy": 12.5}}
 
-    cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
-    options = [
-        *TINY["digits_cnn"],
-        *SHORT,
-        "train.max_iter=1",
-        f"train.output_dir={tmp_path}",
-    ]
-    trainer = Trainer(LazyConfig.apply_overrides(cfg, options))
+    trainer = Trainer(digits(tmp_path))
     assert trainer.train() == {"classification": {"accuracy": 12.5}}
+
+
+def test_compute_loss_is_overridden_as_in_a_simple_trainer(tmp_path: Path) -> None:
+    class Trainer(DefaultTrainer):
+        def compute_loss(self, data: Any) -> Any:
+            losses = super().compute_loss(data)
+            return {"loss": 2 * losses["loss_cls"], **losses}
+
+    trainer = Trainer(digits(tmp_path))
+    trainer.train()
+    latest = {name: value for name, (value, _) in trainer.storage.latest().items()}
+    assert latest["loss"] == 2 * latest["loss_cls"]
+    assert latest["total_loss"] == latest["loss"] + latest["loss_cls"]

@@ -315,6 +315,36 @@ def test_amp_trainer_equals_autocast_by_hand_bit_for_bit(
     assert [scale for scale, _ in logged] == scales
 
 
+class OutsideLoss(SimpleTrainer):
+    def compute_loss(self, data: Tensor) -> Any:
+        return {"loss": self.model(data).square().mean(), "first": data[0, 0]}
+
+
+def weights_by_a_loss(outside: bool) -> list[float]:
+    """Two updates of bfloat16 and two batches, by a loss in the model or outside of it."""
+    whole = LinearLoss()
+    model: nn.Module = whole.fc if outside else whole
+    data = batches(4 + comm.get_rank())[-4:]
+    wrapper = AmpOptimWrapper(sgd(whole), "bfloat16", accumulative_counts=2)
+    if comm.get_world_size() > 1:
+        model = DistributedDataParallel(model)
+    trainer = (OutsideLoss if outside else SimpleTrainer)(model, data, wrapper)
+    steps: list[Any] = []
+    trainer.register_hooks([CallbackHook(after_backward=steps.append)])
+    trainer.train(0, 2)
+    assert len(steps) == 2
+    assert {"total_loss"} <= set(trainer.storage.latest())
+    return whole.fc.weight.flatten().tolist()
+
+
+def test_compute_loss_replaces_the_call_of_the_model_alone() -> None:
+    alone = weights_by_a_loss(outside=True)
+    assert alone == weights_by_a_loss(outside=False)
+    first, second = run_ranks(weights_by_a_loss, 2, True)
+    assert first == second != alone
+    assert run_ranks(weights_by_a_loss, 2, False) == [first] * 2
+
+
 def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
     trainer = net_trainer()
     state = {"iteration": 4}

@@ -1,4 +1,6 @@
+import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hooktrain.model import (
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
 )
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model.wrappers import takes_keywords, unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from toys import PairPreprocessor, Pairs, ToyModel, batch, sgd_wrapper, toy_gan
 
@@ -277,3 +279,37 @@ def test_the_model_inside_of_any_wrappers_is_found() -> None:
     assert unwrap_model(model) is model
     compiled = torch.compile(nn.DataParallel(model), backend="eager")
     assert unwrap_model(nn.DataParallel(compiled)) is model
+
+
+def model_with(function: Callable[..., Any]) -> nn.Module:
+    return type("Model", (nn.Module,), {"forward": function})()
+
+
+@pytest.mark.parametrize(
+    ("forward", "keys", "by_keywords"),
+    [
+        (lambda self, x, y=None: x, "xy", True),
+        (lambda self, x, *, y=None, **more: x, "x", True),
+        (lambda self, x, y=None, **more: x, "xz", False),
+        (lambda self, x, y=None: x, "", False),
+        # As detectron2's models, which take the dict itself.
+        (lambda self, x: x, "x", False),
+        (lambda self, x, **more: x, "xy", False),
+        (lambda self, *x, **y: x, "xy", False),
+    ],
+)
+def test_a_dict_is_given_by_keywords_where_its_keys_are_the_parameters(
+    forward: Callable[..., Any],
+    keys: str,
+    by_keywords: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "hooktrain.model")
+    batch = dict.fromkeys(keys)
+    model = model_with(forward)
+    compiled = torch.compile(nn.DataParallel(model), backend="eager")
+    for each in (model, compiled):
+        assert takes_keywords(each, batch, logging.INFO) is by_keywords
+    assert not takes_keywords(forward, batch, logging.INFO)
+    assert not takes_keywords(model, [*keys], logging.INFO)
+    assert ("no parameters ['z']" in caplog.text) == (keys == "xz")
