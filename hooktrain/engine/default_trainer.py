@@ -15,6 +15,7 @@ from hooktrain import events, solver
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
+from hooktrain.engine.preflight import end_of_run
 from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.engine.trainers import SimpleTrainer
@@ -174,8 +175,9 @@ class DefaultTrainer(TrainerBase):
         self.seed = self.strategy.seed
         self.checkpointer = self.build_checkpointer()
         if train.max_epochs is not None:
-            epochs = f"{train.max_epochs} epochs"
-            train.max_iter = in_iterations(epochs, self.epoch_length)
+            train.max_iter = end_of_run(
+                0, train.max_iter, train.max_epochs, self.epoch_length
+            )
             resolve(cfg)
         self.max_iter = train.max_iter
         self.ema: hooks.EMA | None = None

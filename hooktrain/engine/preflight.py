@@ -1,14 +1,52 @@
-"""Do model and optimizer belong together? Asked once, before the first step of a run."""
+"""What is asked once, before the first step of a run: does all belong together?"""
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hooktrain.solver.optim_state import parameter_names
+from hooktrain.utils.epochs import in_iterations
 
 logger = logging.getLogger(__name__)
+
+
+def end_of_run(
+    start: int,
+    max_iter: int | None,
+    max_epochs: float | None,
+    epoch_length: int | None,
+) -> int:
+    """The iteration to end before.
+
+    Args:
+        start: the first iteration.
+        max_iter: the end, or None.
+        max_epochs: the same in epochs, counted from iteration 0, or None.
+        epoch_length: the iterations of an epoch, if known.
+
+    Raises:
+        ValueError: without an end after the start, for two that differ, or for epochs of
+            unknown length.
+    """
+    if max_epochs is not None:
+        end = in_iterations(f"{max_epochs} epochs", epoch_length)
+        if max_iter not in (None, end):
+            raise ValueError(
+                f"a run has one end: give {max_iter=} or {max_epochs=}, and None for the "
+                "other one"
+            )
+        max_iter = end
+    if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
+        raise ValueError(
+            "train(max_iter=...) needs whole numbers max_iter >= start_iter >= 0, but got "
+            f"start_iter={start!r} and {max_iter=}"
+        )
+    if start == max_iter:
+        logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)
+    return max_iter
 
 
 def check_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

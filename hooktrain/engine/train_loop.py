@@ -4,17 +4,19 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from hooktrain import __version__
 from hooktrain.engine.losses import LossRecorder
+from hooktrain.engine.preflight import end_of_run
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.names import as_list
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
@@ -159,23 +161,19 @@ class TrainerBase:
             max_epochs: in place of ``max_iter``, counted from iteration 0.
 
         Raises:
-            ValueError: without an end after the start, or for epochs of unknown length.
-            RuntimeError: without ``start_iter``, if the last run broke off inside an
-                iteration.
+            ValueError: without one end after the start, or for epochs of unknown length.
+            RuntimeError: inside of ``train``; without ``start_iter``, if the last run broke
+                off inside an iteration.
         """
+        if self._begun is not None:
+            raise RuntimeError("train() is running: no hook or evaluation can call it")
         start = self._finished if start_iter is None else start_iter
         if start_iter is None and self._broke_off:
             raise RuntimeError(
                 f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
                 f"or go on as things are: train(start_iter={start})"
             )
-        if max_iter is None and max_epochs is not None:
-            max_iter = in_iterations(f"{max_epochs} epochs", self.epoch_length)
-        if max_iter is None or not 0 <= start <= max_iter:
-            raise ValueError(
-                "train() needs max_iter >= start_iter >= 0, but got "
-                f"start_iter={start!r} and max_iter={max_iter!r}"
-            )
+        max_iter = end_of_run(start, max_iter, max_epochs, self.epoch_length)
         logger.info("Starting training from iteration %d", start)
         if start != self._finished:
             self.storage = EventStorage(start)
@@ -187,9 +185,18 @@ class TrainerBase:
                 self._run_iterations()
             except BaseException as error:
                 self._end_failed_run(error)
+                if isinstance(error, StopIteration):  # the end of a loop around this?
+                    raise RuntimeError(
+                        f"StopIteration in iteration {self.iter}: start again what ends there"
+                    ) from error
                 raise
             self.succeeded = True
             self.after_train()
+
+    @property
+    def fit(self) -> NoReturn:
+        """Other trainers' name of :meth:`train`: an AttributeError."""
+        raise AttributeError("no 'fit' here: call train(max_iter=...)")
 
     def _run_iterations(self) -> None:
         self.synchronize()  # a hook may have asked for a stop
@@ -406,6 +413,8 @@ class TrainerBase:
         hooks = {}
         for key, hook in self._named_hooks().items():
             state = hook.state_dict()
+            if state is None:
+                raise TypeError(f"{key}.state_dict() must return a dict, not None")
             if state:
                 hooks[key] = state
         meta = {
@@ -506,7 +515,7 @@ class TrainerBase:
             index = self._indices(after)[-1] + 1
         # A cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
-        for hook in hooks:
+        for hook in as_list(hooks, HookBase, "hooks"):
             if hook is None:
                 continue
             if not isinstance(hook, HookBase):

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,30 @@ def did_you_mean(
         ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist.
     """
     names = list(map(str, known))
-    near = difflib.get_close_matches(str(name), names, n=1)
+    folded = {}
+    for each in names:
+        folded[each.casefold()] = each
+    asked = str(name).casefold()
+    near = difflib.get_close_matches(asked, folded, n=1)
     if near:
-        return f"; did you mean {near[0]!r}?"
+        return f"; did you mean {folded[near[0]]!r}?"
     shown = ", ".join(map(repr, names[:12]))
     return f"; there is {shown or 'nothing'}"
+
+
+def as_list(
+    given: Iterable[T],
+    kind: type,
+    what: str,
+) -> list[T]:
+    """A list of what was given; one object in place of a list is refused.
+
+    Raises:
+        TypeError: for a text, or an object of the class ``kind``.
+    """
+    if isinstance(given, kind | str):
+        raise TypeError(f"{what} must be a list: [{given!r}]")
+    return list(given)
 
 
 def is_loss(name: str) -> bool:

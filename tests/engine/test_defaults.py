@@ -365,7 +365,11 @@ def test_the_state_is_in_the_checkpoint_once(folder: Path) -> None:
 
 def test_a_configuration_may_count_in_epochs(folder: Path) -> None:
     # 1437 digits are 12 batches of 128.
-    epochs = ["train.max_epochs=1.5", "train.eval_period=1 epoch"]
+    epochs = [
+        "train.max_iter=none",
+        "train.max_epochs=1.5",
+        "train.eval_period=1 epoch",
+    ]
     others = [
         "dataloader.train.total_batch_size=128",
         "train.checkpointer.period=${train.max_iter}",

@@ -9,6 +9,7 @@ from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import CommonMetricPrinter, EventWriter
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.logger import pretty_seconds, show_progress
+from hooktrain.utils.names import as_list
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class PeriodicWriter(HookBase):
     """
 
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
-        self._writers = list(writers)
+        self._writers = as_list(writers, EventWriter, "writers")
         self._period = period
 
     def before_train(self) -> None:

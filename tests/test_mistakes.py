@@ -22,15 +22,17 @@ from hooktrain.engine.hooks import (
     CallbackHook,
     EvalHook,
     PeriodicCheckpointer,
+    PeriodicWriter,
 )
 from hooktrain.evaluation import ClassificationEvaluator, inference_on_dataset
 from hooktrain.model import BaseModel
 from hooktrain.solver import AmpOptimWrapper
-from hooktrain.utils.events import get_event_storage
+from hooktrain.utils.events import CommonMetricPrinter, get_event_storage
 from hooktrain.utils.logger import close_logger
+from hooktrain.utils.registry import OPTIMIZERS
 from toys import sgd
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 DATA = [torch.ones(2, 4)] * 4
 SAMPLES = TensorDataset(torch.ones(6, 4))
 WARNING = None  # in place of an error
@@ -122,6 +124,20 @@ def saving(trainer: Any) -> PeriodicCheckpointer:
     return PeriodicCheckpointer(Checkpointer(trainer.model, trainer=trainer), 2)
 
 
+class Stateless(HookBase):
+    def state_dict(self) -> Any:
+        return None
+
+
+class Ended(SimpleTrainer):
+    def run_step(self) -> None:
+        next(iter(()))
+
+
+def train_again() -> None:
+    train(lambda t: EvalHook(2, lambda: t.train(max_iter=2)))
+
+
 def step(output: Callable[[Tensor], Any]) -> Callable[[], Any]:
     return lambda: train(model=Steps(output), data=[[x] for x in DATA], by=StepTrainer)
 
@@ -150,8 +166,28 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(optimizer=lambda _: "sgd"), TypeError, "torch optimizer .*'sgd'"),
     (eval_mode, RuntimeError, r"call model.train\(\)"),
     (lambda: train().register_hooks([], before="Eval"), ValueError, "no hook 'Eval'"),
+    (
+        lambda: small().register_hooks(HookBase()),
+        TypeError,
+        r"hooks must be a list: \[",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: PeriodicWriter(CommonMetricPrinter()),
+        TypeError,
+        "writers must be a list",
+    ),  # type: ignore[arg-type]
+    (lambda: PeriodicWriter("log.txt"), TypeError, r"a list: \['log.txt'\]"),  # type: ignore[arg-type]
+    (lambda: small().fit, AttributeError, r"call train\(max_iter=...\)"),
+    (train_again, RuntimeError, r"train\(\) is running"),
+    (lambda: train(by=Ended), RuntimeError, "StopIteration in iteration 0"),
     # Lengths and periods
-    (lambda: train(max_iter=None), ValueError, "needs max_iter.*max_iter=None"),
+    (lambda: train(max_iter=None), ValueError, "needs whole .*max_iter=None"),
+    (lambda: train(max_iter=1e2), ValueError, "needs whole .*max_iter=100.0"),
+    (
+        lambda: small().train(max_iter=4, max_epochs=3),
+        ValueError,
+        "max_iter=4 or max_epochs=3",
+    ),
     (lambda: AmpOptimWrapper(sgd(Net()), "bf16"), ValueError, "bfloat16.*'bf16'"),
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
@@ -193,6 +229,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (get_event_storage, RuntimeError, r"inside of train\(\)"),
     (lambda: train().storage.history("total_los"), KeyError, "'total_loss'"),
     # Checkpoints
+    (
+        lambda: train(Stateless(), saving),
+        TypeError,
+        "Stateless.state_dict.. must return a dict",
+    ),
     (lambda: train(Unsaved(), saving), TypeError, "trainer.hooks.Unsaved.rule"),
     (
         lambda: Checkpointer(Net()).load(__file__),
@@ -204,6 +245,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (resume(small(2, torch.optim.Adam)), ValueError, "SGD.*Adam"),
     # Configurations
     (lambda: ConfigDict(train={}).trian, AttributeError, "did you mean 'train'"),
+    (lambda: OPTIMIZERS.get("Adamw"), KeyError, "did you mean 'AdamW'"),
     (lambda: instantiate(LazyCall(Net)(ouput=1)), TypeError, "did you mean 'output'"),
 ]
 
@@ -215,6 +257,7 @@ DIGITS = (
 COMMANDS: list[tuple[tuple[str, ...], str]] = [
     (("tools/train_net.py",), "--config-file is missing"),
     ((*DIGITS[:2], DIGITS[2].replace("gits", "git")), "no file .*mean .*digits_cnn.py"),
+    ((*DIGITS, "train.max_epochs=5"), "max_iter=2000 or max_epochs=5"),
     ((*DIGITS, "train.max_itr=5"), "did you mean 'max_iter'"),
     ((*DIGITS, "train.log_period=0"), "at least 1, but got 0"),
     ((*DIGITS, "train.device=gpu"), "device.*gpu"),
