@@ -67,7 +67,8 @@ def default_hooks(
     """The usual hooks in the order that makes resuming exact.
 
     Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
-    metric files are complete up to it. Last come those that end a run before its time.
+    metric files are complete up to it. Last come those that end a run before its time, and what
+    sums it up.
 
     Args:
         scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
@@ -89,6 +90,7 @@ def default_hooks(
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler),
     ]
+    best: hooks.BestCheckpointer | None = None
     if eval_function is not None:
         found.append(hooks.EvalHook(eval_period, eval_function))
         if best_metric is not None:
@@ -105,6 +107,7 @@ def default_hooks(
     ]
     if watchdog_s > 0:
         found.append(hooks.Watchdog(watchdog_s))
+    found.append(hooks.RunSummary(checkpointer.save_dir, best))
     return found
 
 

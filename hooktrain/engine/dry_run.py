@@ -17,7 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class DryTrainer(DefaultTrainer):
-    """Evaluates two batches."""
+    """Evaluates two batches, and sums nothing up."""
+
+    def build_hooks(self) -> list[HookBase | None]:
+        """The usual ones but for the last."""
+        return super().build_hooks()[:-1]
 
     @classmethod
     def build_test_loader(cls, cfg: Any) -> Any:

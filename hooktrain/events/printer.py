@@ -6,8 +6,8 @@ import time
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import EventWriter, UnwrittenScalars
 from hooktrain.utils import comm
-from hooktrain.utils.env import device_module
-from hooktrain.utils.logger import pretty_seconds, setup_logger
+from hooktrain.utils.env import peak_memory
+from hooktrain.utils.logger import in_lines, pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
 _TIMES = ("time", "data_time")
@@ -17,12 +17,12 @@ _HIDDEN = ("eta_seconds", "rank_data_time")
 class CommonMetricPrinter(EventWriter):
     """Logs a line of losses, metrics, times and rates, on the main process only.
 
-    Smoothed metrics with a ``/`` in their names are left out, but for losses and those
-    that contain ``[metric]``. An evaluation between two writes has its own line. Values
-    are medians where they are smoothed, and times are means.
+    It leaves out smoothed metrics with a ``/`` in their names, but for losses and those
+    with ``[metric]``, and losses that equal the total loss. Results of evaluations have
+    their own lines. Smoothed values are medians, and times are means.
 
-    The time that is left, ``eta_seconds``, includes evaluations and saves: it comes from
-    the clock since the first line of this run.
+    The remaining time, ``eta_seconds``, comes from the clock since the run's first line,
+    so it includes evaluations and saves.
 
     Args:
         max_iter: where the run ends. The hook ``PeriodicWriter`` sets it.
@@ -56,12 +56,15 @@ class CommonMetricPrinter(EventWriter):
         end = self.max_iter or 0
         is_running = storage.iter < end
         if is_running:
-            found.setdefault(storage.iter, {})  # a line also without metrics
+            found.setdefault(storage.iter, {})  # also without metrics
         for iteration, metrics in found.items():
-            fields = self._fields(storage, metrics)
-            line = [f"iter: {iteration}", *fields]
+            fields, results = self._fields(storage, metrics)
+            head = f"iter: {iteration}"
+            for text in in_lines(results):
+                self.logger.info("%s  %s", head, text)
+            line = [head, *fields]
             if is_running and iteration == storage.iter:
-                line = [*self._eta(storage, end), *line, *_memory()]
+                line = [*self._eta(storage, end), *line, *peak_memory()]
             elif not fields:
                 continue
             self.logger.info("  ".join(line))
@@ -76,21 +79,32 @@ class CommonMetricPrinter(EventWriter):
         self,
         storage: EventStorage,
         metrics: dict[str, float],
-    ) -> list[str]:
-        """The metrics that are shown, as texts in their order."""
+    ) -> tuple[list[str], list[str]]:
+        """What is shown, of training and of evaluations."""
         hints = storage.smoothing_hints()
-        fields = []
+        total = metrics.get("total_loss")
+        fields: list[str] = []
+        results: list[str] = []
+
         for name in sorted(metrics, key=_place):
-            is_detail = hints[name] and "/" in name and "[metric]" not in name
-            if name in _HIDDEN or (is_detail and not is_loss(name)):
-                continue
             value = metrics[name]
+            is_detail = hints[name] and "/" in name and "[metric]" not in name
+            if is_loss(name):
+                is_detail = hints[name] and value == total and name != "total_loss"
+            if name in _HIDDEN or is_detail:
+                continue
             if name in _TIMES:
                 value = storage.history(name).avg(self._window_size)
-            fields.append(f"{name}: {value:.4g}")
-        return fields
+            is_result = "/" in name and not hints[name]
+            place = results if is_result else fields
+            place.append(f"{name}: {value:.4g}")
+        return fields, results
 
-    def _eta(self, storage: EventStorage, end: int) -> list[str]:
+    def _eta(
+        self,
+        storage: EventStorage,
+        end: int,
+    ) -> list[str]:
         now = time.perf_counter()
         first, since = self._first_write or (storage.iter, now)
         self._first_write = (first, since)
@@ -104,19 +118,10 @@ class CommonMetricPrinter(EventWriter):
 
 
 def _place(name: str) -> int:
-    """Where a metric stands in a line: losses first, then others, times, rates."""
+    """Its place in a line: losses first, then others, times, rates."""
     if is_loss(name):
         return 0
     if name in _TIMES:
         return 2 + _TIMES.index(name)
     is_rate = name == "lr" or name.endswith(".lr")
     return 4 if is_rate else 1
-
-
-def _memory() -> list[str]:
-    """The accelerator's peak of allocated memory, if it has one."""
-    peak = getattr(device_module(), "max_memory_allocated", None)
-    if peak is None:
-        return []
-    megabytes = peak() / 2**20
-    return [f"max_mem: {megabytes:.0f}M"]

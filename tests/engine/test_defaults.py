@@ -294,6 +294,7 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
         hooks.PeriodicCheckpointer,
         hooks.Preemption,
         hooks.Watchdog,
+        hooks.RunSummary,
     ]
 
 

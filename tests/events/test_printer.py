@@ -59,6 +59,20 @@ def test_losses_are_shown_first(
     assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3{fields}")]
 
 
+def test_lines_are_as_long_as_a_terminal_shows(log: pytest.LogCaptureFixture) -> None:
+    with EventStorage(3) as storage:
+        storage.put_scalars(total_loss=0.25, loss_cls=0.25, loss_box=0.0)
+        names = [f"coco/segmentation/AP-of class_{i}" for i in range(4)]
+        storage.put_scalars(**dict.fromkeys(names, 0.25), smoothing_hint=False)
+        CommonMetricPrinter(max_iter=9).write()
+    one, two, three, four = (f"{name}: 0.25" for name in names)
+    assert log.messages == [
+        f"iter: 3  {one}  {two}",
+        f"iter: 3  {three}  {four}",
+        "iter: 3  total_loss: 0.25  loss_box: 0",
+    ]
+
+
 def test_every_result_of_an_evaluation_is_shown_once(
     log: pytest.LogCaptureFixture,
 ) -> None:
@@ -88,7 +102,8 @@ def test_every_result_of_an_evaluation_is_shown_once(
         "iter: 5  box/AP: 5",
         "iter: 7  total_loss: 1",
         "iter: 8  box/AP: 8",
-        "iter: 11  total_loss: 1  box/AP: 11",
+        "iter: 11  box/AP: 11",
+        "iter: 11  total_loss: 1",
         "iter: 12  box/AP: 12",
     ]
     assert run(EventStorage(), 0) == expected

@@ -13,6 +13,7 @@ from hooktrain.engine.hooks.evaluation import (
     BestCheckpointer as BestCheckpointer,
     EarlyStopping as EarlyStopping,
     EvalHook as EvalHook,
+    RunSummary as RunSummary,
 )
 from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.engine.hooks.preemption import Preemption as Preemption

@@ -1,9 +1,10 @@
-"""Evaluates while training; keeps the best model, and ends a run that no longer improves."""
+"""Evaluates while training; keeps the best model, sums a run up, and ends one in vain."""
 
 import logging
 import math
 import operator
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from hooktrain.evaluation import flatten_results_dict
 from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
+from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -234,6 +236,7 @@ class BestCheckpointer(HookBase):
         is_most = choose_mode(val_metric, mode) == "max"
         self._compare: Any = operator.gt if is_most else operator.lt
         self._file_prefix = file_prefix
+        self._file = file_prefix if checkpointer.sharded else f"{file_prefix}.pth"
         self._ema = ema
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -248,8 +251,7 @@ class BestCheckpointer(HookBase):
         self.best_metric = None
         self.best_iter = None
         saver = self._checkpointer
-        name = self._file_prefix if saver.sharded else f"{self._file_prefix}.pth"
-        path = os.path.join(saver.save_dir, name)
+        path = os.path.join(saver.save_dir, self._file)
         if not (saver.save_to_disk and os.path.exists(path)):
             return
         try:
@@ -328,6 +330,45 @@ class BestCheckpointer(HookBase):
             "NOT SAVED: %s. Training goes on; the next best tries again", error
         )
         self._read_best()
+
+
+class RunSummary(HookBase):
+    """Logs how a run has come to its end: after how long, its best value, and its folder.
+
+    Register it last.
+
+    Args:
+        folder: where the files of the run are.
+        best: what keeps the best model, if anything does.
+    """
+
+    def __init__(self, folder: str, best: BestCheckpointer | None = None) -> None:
+        self._folder = folder
+        self._best = best
+
+    def before_train(self) -> None:
+        """Start the clock of the run."""
+        self._start = time.perf_counter()
+
+    def after_train(self) -> None:
+        """Log three lines, after a good end."""
+        trainer = self.trainer
+        if not trainer.succeeded:
+            return
+        how = "Stopped early" if trainer.stop_reason else "Finished"
+        seconds = pretty_seconds(time.perf_counter() - self._start)
+        latest = trainer.storage.latest_with_smoothing_hint()
+        loss, _ = latest.get("total_loss", (math.nan, -1))
+        text = "%s after %d iterations; this run took %s; the last total_loss is %.4g"
+        logger.info(text, how, trainer.max_iter, seconds, loss)
+        best = self._best
+        if best is not None and best.best_metric is not None:
+            name = best._val_metric
+            last, _ = latest.get(name, (math.nan, -1))
+            text = "The best %s is %.4g, of iteration %d, in %s; the last is %.4g"
+            found = (best.best_metric, best.best_iter, best._file)
+            logger.info(text, name, *found, last)
+        logger.info("Everything is in %s", self._folder)
 
 
 class EarlyStopping(HookBase):

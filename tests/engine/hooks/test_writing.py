@@ -15,13 +15,16 @@ from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import default_hooks
 from hooktrain.engine.hooks import (
     CallbackHook,
     EvalHook,
     IterationTimer,
+    LRScheduler,
     PeriodicCheckpointer,
     PeriodicWriter,
     Preemption,
+    RunSummary,
     writing,
 )
 from hooktrain.utils.events import (
@@ -76,6 +79,63 @@ def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) 
     Idle(IterationTimer(warmup_iter=0)).train(0, 4)
     bars = [("Training", i, 4) for i in range(5)]
     assert drawn == (bars if watched else bars[:1])
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "is_sharded", "summary"),
+    [
+        (
+            -1,
+            False,
+            "Finished after 8 iterations; this run took 0:00:16; the last total_loss is 0.5"
+            "\nThe best accuracy is 9, of iteration 2, in model_best.pth; the last is 1",
+        ),
+        (
+            3,
+            True,
+            "Stopped early after 4 iterations; this run took 0:00:08; the last total_loss is 0.5"
+            "\nThe best accuracy is 9, of iteration 2, in model_best; the last is 1",
+        ),
+    ],
+)
+def test_a_run_is_summed_up_at_its_end(
+    stop_at: int,
+    is_sharded: bool,
+    summary: str,
+    tmp_path: Path,
+    clock: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(trainer: Any) -> None:
+        clock.now += 2.0
+        trainer.storage.put_scalar("total_loss", 0.5)
+        if trainer.iter == stop_at:
+            trainer.request_stop("tired")
+
+    trainer = Idle()
+    checkpointer = Checkpointer(
+        nn.Linear(1, 1), tmp_path, trainer=trainer, sharded=is_sharded
+    )
+    hooks = default_hooks(
+        scheduler=[],
+        checkpointer=checkpointer,
+        checkpoint_period=5,
+        eval_function=lambda: {"accuracy": 9.0 if trainer.iter == 2 else 1.0},
+        eval_period=3,
+        best_metric="accuracy",
+    )
+    hooks = [hook for hook in hooks if not isinstance(hook, LRScheduler)]
+    trainer.register_hooks([CallbackHook(after_backward=work), *hooks])
+    with caplog.at_level(logging.INFO):
+        trainer.train(max_iter=8)
+    end = f"{summary}\nEverything is in {tmp_path}"
+    assert "\n".join(caplog.messages).endswith(end)
+
+
+def test_a_run_that_fails_is_not_summed_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="broken at 2"):
+        Idle(RunSummary("output"), fail_at=2).train(0, 3)
+    assert "output" not in caplog.text
 
 
 class Recorder(EventWriter):
