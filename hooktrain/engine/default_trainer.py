@@ -135,7 +135,8 @@ class DefaultTrainer(TrainerBase):
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
     ``dataloader.{train,test,evaluator}`` and ``train``; ``train`` has all keys of
     ``configs/common/train.py``. Without ``lr_multiplier`` the rate stays as it is, and without
-    test data or an evaluator nothing is evaluated. In place of ``optimizer`` and
+    test data or an evaluator nothing is evaluated. With a dict of several test loaders the
+    results are by their names, as in ``val/classification/accuracy``. In place of ``optimizer`` and
     ``lr_multiplier`` it may have ``optim_wrapper`` and ``param_scheduler``, as
     :func:`~hooktrain.solver.build_optim_wrapper` and
     :func:`~hooktrain.solver.build_param_scheduler` take them: for several optimizers, or
@@ -294,13 +295,13 @@ class DefaultTrainer(TrainerBase):
 
     @classmethod
     def build_test_loader(cls, cfg: Any) -> Iterable[Any] | None:
-        """The batches to evaluate on; None evaluates nothing."""
+        """The batches to evaluate on, or several such by name; None evaluates nothing."""
         return instantiate(cfg.dataloader.get("test"))  # type: ignore[no-any-return]
 
     @classmethod
-    def build_evaluator(cls, cfg: Any) -> DatasetEvaluator | None:
-        """What judges the model's outputs; None evaluates nothing."""
-        return instantiate(cfg.dataloader.get("evaluator"))  # type: ignore[no-any-return]
+    def build_evaluator(cls, cfg: Any) -> Any:
+        """What judges the model's outputs, for all test loaders or by their names."""
+        return instantiate(cfg.dataloader.get("evaluator"))
 
     def build_checkpointer(self) -> Checkpointer:
         """What saves and loads the model and this trainer."""
@@ -368,16 +369,16 @@ class DefaultTrainer(TrainerBase):
         cls,
         cfg: Any,
         model: nn.Module,
-        evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
+        evaluators: Any = None,
     ) -> dict[str, Any]:
         """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
 
         Args:
             cfg: the configuration.
             model: the model.
-            evaluators: one or several, as while training: a model that owns its steps has
-                its ``val_step`` called. None takes that of :meth:`build_evaluator`, and
-                calls ``test_step``.
+            evaluators: as :func:`~hooktrain.evaluation.inference_on_dataset` takes them.
+                As while training, a model that owns its steps has its ``val_step`` called.
+                None takes that of :meth:`build_evaluator`, and calls ``test_step``.
         """
         step = "val_step"
         if evaluators is None:

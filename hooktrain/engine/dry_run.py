@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,8 +26,10 @@ class DryTrainer(DefaultTrainer):
 
     @classmethod
     def build_test_loader(cls, cfg: Any) -> Any:
-        """The first two batches of the usual loader."""
+        """The first two batches of the usual loader, or of each of several."""
         loader = super().build_test_loader(cfg)
+        if isinstance(loader, Mapping):
+            return {name: list(islice(each, 2)) for name, each in loader.items()}
         return None if loader is None else list(islice(loader, 2))
 
 

@@ -177,7 +177,7 @@ class DatasetEvaluators(DatasetEvaluator):
 
 def inference_on_dataset(
     model: Callable[[Any], Any],
-    data_loader: Iterable[Any],
+    data_loader: Iterable[Any] | Mapping[str, Iterable[Any]],
     evaluator: Any,
     callbacks: Mapping[str, Callback] | None = None,
     step: str = "test_step",
@@ -200,21 +200,31 @@ def inference_on_dataset(
 
     Args:
         model: a module, or any function of a batch.
-        data_loader: gives the batches once; without a length there is no ETA.
+        data_loader: gives the batches once; without a length there is no ETA. Or several loaders
+            by name: one is evaluated after the other.
         evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it; or
-            several of them in a list. None only measures the speed.
+            several of them in a list. None only measures the speed. For several loaders one for
+            all, or a dict by the same names.
         callbacks: functions without arguments: ``on_start`` and ``on_end`` are called once,
             ``before_inference`` and ``after_inference`` around each call of the model.
         step: the method to call instead of the model, if the model has it: ``"val_step"`` during
             training, ``"test_step"`` afterwards.
 
     Returns:
-        What the evaluator returned, or ``{}`` for nothing.
+        What the evaluator returned, or ``{}`` for nothing; for several loaders, that by name.
 
     Raises:
+        KeyError: there is no evaluator of a loader's name.
         TypeError: ``data_loader`` is a data set, or a callback's name is unknown.
         ValueError: the only rank got no batch, or the loader never ends.
     """
+    if isinstance(data_loader, Mapping):
+        pairs = _with_evaluators(data_loader, evaluator)
+        results = {}
+        for name, pair in pairs.items():
+            logger.info("Evaluating %s:", name)
+            results[name] = inference_on_dataset(model, *pair, callbacks, step)
+        return results
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if getattr(part, "endless", False):
             text = "data_loader never ends, so build_test_loader() it"
@@ -252,6 +262,14 @@ def inference_on_dataset(
     _wait_for_device(module)
     progress.log_summary()
     return evaluator.evaluate()  # type: ignore[no-any-return]
+
+
+def _with_evaluators(
+    loaders: Mapping[str, Any], evaluator: Any
+) -> dict[str, tuple[Any, Any]]:
+    if not isinstance(evaluator, Mapping):
+        evaluator = dict.fromkeys(loaders, evaluator)
+    return {name: (loader, evaluator[name]) for name, loader in loaders.items()}
 
 
 def _wait_for_device(module: nn.Module) -> None:

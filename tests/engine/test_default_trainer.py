@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from gloo import run_ranks
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.config import LazyCall, LazyConfig
+from hooktrain.demos import DigitsDataset
 from hooktrain.engine import DefaultTrainer, HookBase
+from hooktrain.engine.dry_run import DryTrainer
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
@@ -223,3 +226,22 @@ def test_compute_loss_is_overridden_as_in_a_simple_trainer(tmp_path: Path) -> No
     latest = {name: value for name, (value, _) in trainer.storage.latest().items()}
     assert latest["loss"] == 2 * latest["loss_cls"]
     assert latest["total_loss"] == latest["loss"] + latest["loss_cls"]
+
+
+def test_several_test_loaders_give_results_by_name(tmp_path: Path) -> None:
+    cfg = digits(tmp_path, "train.ema.enabled=true")
+    test = cfg.dataloader.test
+    other = {**test, "dataset": LazyCall(DigitsDataset)(train=True)}
+    cfg.dataloader.test = {"val": test, "ood": other}
+    cfg.train.best_metric = "ema/ood/classification/accuracy"
+    trainer = DefaultTrainer(cfg)
+    results = trainer.train()
+    assert list(results) == ["val", "ood", "ema"]
+    latest = trainer.storage.latest()
+    for name in ("val", "ood"):
+        accuracy, _ = latest[f"{name}/classification/accuracy"]
+        assert accuracy == results[name]["classification"]["accuracy"]
+    best, _ = latest["ema/ood/classification/accuracy"]
+    assert read_checkpoint(tmp_path / "model_best.pth")["best"]["best_metric"] == best
+    dry = DryTrainer.build_test_loader(cfg)
+    assert {name: len(batches) for name, batches in dry.items()} == {"val": 2, "ood": 2}

@@ -104,6 +104,21 @@ def test_several_evaluators_come_as_a_list_or_a_tuple(
         inference_on_dataset(double, [1], kind([*evaluators, Recorder({"b": 3})]))
 
 
+def test_several_loaders_are_evaluated_by_name() -> None:
+    loaders = {"val": [1], "ood": [2, 3]}
+    one = Recorder({"x": 1})
+    results = inference_on_dataset(double, loaders, one)
+    assert results == {"val": {"x": 1}, "ood": {"x": 1}}
+    assert one.calls == ["reset", (2, 4), (3, 6), "evaluate"]
+    each: dict[str, Any] = {"val": Recorder({"x": 2}), "ood": [Recorder(None)]}
+    assert inference_on_dataset(double, loaders, each) == {"val": {"x": 2}, "ood": {}}
+    assert each["val"].calls == ["reset", (1, 2), "evaluate"]
+    untouched = Recorder()
+    with pytest.raises(KeyError, match="ood"):
+        inference_on_dataset(double, loaders, {"val": untouched})
+    assert untouched.calls == []
+
+
 def share_of(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     """Batches of different sizes: outputs that a model repeats, and targets."""
     outputs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7], [0.8, 0.2]])
