@@ -436,8 +436,10 @@ def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -
 def plateau_of_the_main_rank() -> float:
     trainer = linear_trainer(lr=1.0)
     scheduler = ReduceLROnPlateau(trainer.optimizer, factor=0.5, patience=0)
-    evaluate = EvalHook(2, lambda: {"loss": 1.0} if comm.is_main_process() else {})
-    trainer.register_hooks([evaluate, LRScheduler(scheduler=scheduler, metric="loss")])
+    results = {"val": {"loss": 0.5}, "ood": {"loss": 1.0}}
+    evaluate = EvalHook(2, lambda: results if comm.is_main_process() else {})
+    watching = LRScheduler(scheduler=scheduler, metric="ood/loss")
+    trainer.register_hooks([evaluate, watching])
     trainer.train(0, 8)
     return float(trainer.optimizer.param_groups[0]["lr"])
 
