@@ -1,6 +1,9 @@
-"""The recipes by which code for other frameworks changes its imports."""
+"""The recipes by which code for other frameworks changes its imports, and packages of theirs."""
 
 import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -13,3 +16,19 @@ def after_recipe(framework: str, text: str) -> str:
         command, input=text, stdout=subprocess.PIPE, check=True, text=True
     )
     return done.stdout
+
+
+@contextmanager
+def installed(folder: Path, package: str, files: Mapping[str, str]) -> Iterator[None]:
+    """Write a package into a folder. Inside of this it can be imported."""
+    for name, text in files.items():
+        path = folder / package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            del sys.modules[name]

@@ -1,19 +1,46 @@
 """omegaconf's functions on ConfigDicts."""
 
+from contextlib import nullcontext
 from typing import Any
 
+from hooktrain.compat.peers import of_peers
 from hooktrain.config import ConfigDict as DictConfig
+from hooktrain.config.config_dict import find_key
 
 ListConfig = list
+MISSING: Any = "???"
+open_dict = nullcontext  # a ConfigDict takes new keys
 
 
-class OmegaConf:
-    """Those functions of omegaconf that configurations use, with ConfigDict as the DictConfig."""
+class _Functions(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        otherwise = f"OmegaConf.{name} is omegaconf's own: install that beside"
+        return getattr(of_peers("OmegaConf", ["omegaconf"], otherwise), name)
+
+
+class OmegaConf(metaclass=_Functions):
+    """Those functions of omegaconf that configurations use, with ConfigDict as the DictConfig.
+
+    Others are omegaconf's own, where that is installed. They take no ConfigDict.
+    """
 
     @staticmethod
     def create(obj: Any = None, **options: Any) -> Any:
         """A config of a dict, or a list."""
         return DictConfig(root={} if obj is None else obj).root
+
+    @staticmethod
+    def select(cfg: Any, key: str, *, default: Any = None, **options: Any) -> Any:
+        """The value at a dotted path, or ``default`` where there is none."""
+        value = cfg
+        for part in key.split("."):
+            found = find_key(value, part)
+            if found is None:
+                return default
+            value = value[found]
+        return value
 
     @staticmethod
     def to_container(cfg: Any, *, resolve: bool = False, **options: Any) -> Any:

@@ -5,6 +5,7 @@
 itself, where it is installed.
 """
 
+import sys
 from typing import Any
 
 from torch._C import _log_api_usage_once as _log_api_usage  # noqa: F401
@@ -35,15 +36,22 @@ from hooktrain.utils.registry import Registry as Registry
 
 # isort: split
 # Last, since these replace what has the same names above.
+from hooktrain.compat import model_zoo as model_zoo
 from hooktrain.compat.checkpoint import *
 from hooktrain.compat.config import *
 from hooktrain.compat.data import *
 from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
 from hooktrain.compat.functions import *  # type: ignore[assignment]
+from hooktrain.compat.model_zoo import get_config as get_config
 from hooktrain.compat.paths import *
 from hooktrain.compat.solver import *  # type: ignore[assignment]
 from hooktrain.compat.utils import *
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
+
+# What modules of detectron2 hold is all here, as for `from detectron2.utils import events, logger`.
+_here: Any = sys.modules[__name__]
+build = collect_env = defaults = env = events = file_io = logger = _here
+memory = registry = samplers = train_loop = _here
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ _MODULES = (
     "detectron2.utils.file_io",
     "detectron2.utils.logger",
     "detectron2.utils.memory",
+    "detectron2.model_zoo",
     "detectron2.modeling",
     "fvcore.common.checkpoint",
     "fvcore.common.config",

@@ -79,7 +79,7 @@ class _PathManager:
     rm = _by_handler("_rm", os.remove)
 
 
-PathManager = _PathManager()
+PathManager = g_pathmgr = _PathManager()
 
 
 def _of_model_zoo(address: str) -> str:

@@ -10,6 +10,7 @@ value that it names, whatever its type. In a longer string it is replaced by the
 import copy
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -93,6 +94,7 @@ def _warn_of_a_typo(name: str, known: Iterable[Any]) -> None:
 
 def to_config(value: Any) -> Any:
     """A copy of dicts, lists and tuples with ConfigDicts as dicts; other values as they are."""
+    value = from_omegaconf(value)
     kind = type(value)
     if kind in (dict, ConfigDict):
         return ConfigDict(value)
@@ -102,6 +104,20 @@ def to_config(value: Any) -> Any:
     if any(map(_is_reference, items)):
         return items
     return kind(items)
+
+
+def from_omegaconf(value: Any, resolve: bool = False) -> Any:
+    """A DictConfig or ListConfig of omegaconf as plain dicts and lists; others as they are.
+
+    Args:
+        value: anything.
+        resolve: whether its references are replaced. They are written as ours are.
+    """
+    kind = type(value)
+    if kind.__module__ in ("omegaconf.dictconfig", "omegaconf.listconfig"):
+        omegaconf: Any = sys.modules["omegaconf"]
+        return omegaconf.OmegaConf.to_container(value, resolve=resolve)
+    return value
 
 
 def known_keys(container: Any) -> Sequence[Any]:

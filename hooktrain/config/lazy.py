@@ -15,6 +15,7 @@ from typing import Any
 from hooktrain.config.config_dict import (
     ConfigDict,
     dotted,
+    from_omegaconf,
     logger,
     resolve,
     restore_references,
@@ -66,7 +67,7 @@ def instantiate(cfg: Any) -> Any:
         Exception: What a target raises, with a note about the path and the target; for an unknown
             argument the note suggests the nearest parameter.
     """
-    return _built(cfg, ())
+    return _built(from_omegaconf(cfg, resolve=True), ())
 
 
 def _built(value: Any, path: tuple[Any, ...]) -> Any:

@@ -1,14 +1,25 @@
 """Configurations that were written with omegaconf."""
 
+import importlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
 from torch import nn
 
 from hooktrain.compat.detectron2 import (
+    MISSING,
     DictConfig,
     LazyCall,
+    LazyConfig,
     ListConfig,
     OmegaConf,
     instantiate,
+    open_dict,
 )
+from recipes import installed
 
 
 def test_omegaconfs_functions_take_and_give_configs() -> None:
@@ -22,3 +33,90 @@ def test_omegaconfs_functions_take_and_give_configs() -> None:
     empty = OmegaConf.create()
     empty.layer = LazyCall(nn.Linear)(2, 3)
     assert instantiate(empty.layer).weight.shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("a.b.1.c", 2), ("a.b", [1, {"c": 2}]), ("a.x", None), ("a.b.9", None)],
+)
+def test_a_dotted_path_selects(key: str, value: object) -> None:
+    cfg = OmegaConf.create({"a": {"b": [1, {"c": 2}]}})
+    assert OmegaConf.select(cfg, key) == value
+    assert OmegaConf.select(cfg, "a.b.c", default=7) == 7
+
+
+def test_a_config_takes_new_keys() -> None:
+    cfg = OmegaConf.create({"a": MISSING})
+    with open_dict(cfg) as opened:
+        opened.new = 1
+    assert cfg == {"a": "???", "new": 1}
+
+
+def test_other_functions_are_omegaconfs_own() -> None:
+    with pytest.raises(ImportError, match=r"OmegaConf\.from_cli is omegaconf's own"):
+        OmegaConf.from_cli()
+
+
+# As much of omegaconf as is asked for, where it is not installed.
+STAND_IN = {
+    "dictconfig.py": "class DictConfig:\n    pass\n",
+    "listconfig.py": "class ListConfig:\n    pass\n",
+    "__init__.py": """
+from omegaconf.dictconfig import DictConfig
+from omegaconf.listconfig import ListConfig
+
+class OmegaConf:
+    @staticmethod
+    def create(content, flags=None):
+        cfg = DictConfig() if isinstance(content, dict) else ListConfig()
+        cfg.content = content
+        return cfg
+
+    @staticmethod
+    def to_container(cfg, resolve=False):
+        if isinstance(cfg, dict):
+            return {k: OmegaConf.to_container(v, resolve) for k, v in cfg.items()}
+        if resolve and cfg == "${..width}":
+            return 3
+        return OmegaConf.to_container(cfg.content, resolve) if hasattr(cfg, "content") else cfg
+""",
+}
+
+
+@pytest.fixture
+def omegaconf(tmp_path: Path) -> Iterator[Any]:
+    files = STAND_IN if find_spec("omegaconf") is None else {}
+    with installed(tmp_path / "stand_in", "omegaconf", files):
+        yield importlib.import_module("omegaconf")
+
+
+CONFIG = """
+from omegaconf import OmegaConf
+from torch import nn
+
+_objects = {"allow_objects": True}
+_layer = {"_target_": nn.Linear, "in_features": "${..width}", "out_features": 2}
+model = OmegaConf.create({"layer": _layer, "width": 3}, flags=_objects)
+train = {"sizes": OmegaConf.create([1, "${model.width}"])}
+"""
+
+
+def test_what_omegaconf_has_made_is_taken_into_a_config(
+    omegaconf: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG)
+    cfg = LazyConfig.load(path)
+    assert cfg.train.sizes == [1, 3]
+    assert cfg.model.layer.in_features == 3
+    cfg = LazyConfig.apply_overrides(cfg, ["model.width=4"])
+    assert instantiate(cfg.model.layer).weight.shape == (2, 4)
+    assert cfg.train.sizes == [1, 4]
+
+
+def test_what_omegaconf_has_made_is_instantiated(omegaconf: Any) -> None:
+    layer = {"_target_": "torch.nn.Linear", "in_features": "${..width}"}
+    cfg = omegaconf.OmegaConf.create(
+        {"layer": {**layer, "out_features": 2}, "width": 3}
+    )
+    assert instantiate(cfg)["layer"].weight.shape == (2, 3)

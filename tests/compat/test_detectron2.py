@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from hooktrain.compat import detectron2
+from hooktrain.events import get_event_storage
 from recipes import after_recipe
 
 HERE = "from hooktrain.compat.detectron2 import"
@@ -23,6 +24,10 @@ IMPORTS = {
         "from hooktrain.compat.solver import LRScheduler"
     ),
     "from omegaconf import OmegaConf": f"{HERE} OmegaConf",
+    "from detectron2 import model_zoo as zoo": f"{HERE} model_zoo as zoo",
+    "from detectron2.model_zoo import get_config": f"{HERE} get_config",
+    "\tfrom detectron2.utils import comm, visualizer": f"\t{HERE} comm, visualizer",
+    "from iopath.common.file_io import g_pathmgr": f"{HERE} g_pathmgr",
     'logging.getLogger("detectron2.trainer")': 'logging.getLogger("hooktrain.trainer")',
     **dict.fromkeys(
         [
@@ -46,7 +51,9 @@ def test_the_recipe_changes_the_imports_of_training() -> None:
 NAMES = """
 detectron2.checkpoint: DetectionCheckpointer PeriodicCheckpointer
 detectron2.config: LazyCall LazyConfig instantiate
-omegaconf: OmegaConf DictConfig ListConfig
+detectron2: model_zoo
+detectron2.model_zoo: get_config
+omegaconf: OmegaConf DictConfig ListConfig MISSING open_dict
 detectron2.data: DatasetFromList MapDataset ToIterableDataset
 detectron2.data.build: trivial_batch_collator worker_init_reset_seed
 detectron2.data.samplers: TrainingSampler RepeatFactorTrainingSampler InferenceSampler
@@ -56,7 +63,7 @@ detectron2.engine.hooks: EvalHook LRScheduler PeriodicWriter BestCheckpointer It
 detectron2.evaluation: DatasetEvaluator DatasetEvaluators inference_on_dataset print_csv_format
 detectron2.solver: LRMultiplier WarmupParamScheduler get_default_optimizer_params
 detectron2.solver: build_optimizer build_lr_scheduler maybe_add_gradient_clipping
-detectron2.utils: comm
+detectron2.utils: comm env events logger
 detectron2.utils.collect_env: collect_env_info
 detectron2.utils.comm: all_gather gather get_rank get_world_size is_main_process reduce_dict
 detectron2.utils.env: seed_all_rng
@@ -64,7 +71,7 @@ detectron2.utils.events: EventStorage EventWriter CommonMetricPrinter JSONWriter
 detectron2.utils.logger: _log_api_usage
 detectron2.utils.logger: setup_logger create_small_table log_every_n_seconds log_first_n
 fvcore.common.checkpoint: Checkpointer _IncompatibleKeys _strip_prefix_if_present
-iopath.common.file_io: PathManager PathHandler HTTPURLHandler
+iopath.common.file_io: PathManager PathHandler HTTPURLHandler g_pathmgr
 fvcore.common.history_buffer: HistoryBuffer
 fvcore.common.param_scheduler: CosineParamScheduler MultiStepParamScheduler
 fvcore.common.registry: Registry
@@ -83,6 +90,21 @@ def test_what_scripts_import_is_in_the_flat_module(line: str) -> None:
 def test_an_old_scheduler_says_where_it_is(module: str) -> None:
     with pytest.raises(ImportError, match=r"no 'WarmupCosineLR'.*install it beside"):
         importlib.import_module(f"hooktrain.compat.{module}").WarmupCosineLR  # noqa: B018
+
+
+def test_a_whole_module_of_detectron2_has_the_names_that_are_here() -> None:
+    assert detectron2.events.get_event_storage is get_event_storage
+    assert detectron2.logger.log_first_n is detectron2.log_first_n
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("file_lock", "iopath"), ("visualizer", "detectron2")]
+)
+def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
+    name: str, owner: str
+) -> None:
+    with pytest.raises(ImportError, match=f"no '{name}'.* {owner}'s own: install"):
+        getattr(detectron2, name)
 
 
 def test_a_name_of_detection_says_where_it_is() -> None:

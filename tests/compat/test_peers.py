@@ -1,13 +1,14 @@
 """Names that hooktrain lacks, from packages that may be installed."""
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hooktrain.compat.peers import of_peers
+from recipes import installed
 
-# A package of the peers' kind; it is imported anew in each test.
+# A package of the peers' kind.
 FILES = {
     "__init__.py": "",
     "first.py": "both = 'first'",
@@ -17,14 +18,9 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "a_peer"
-    folder.mkdir()
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("a_peer", "a_peer.first", "a_peer.second"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def peer(tmp_path: Path) -> Iterator[None]:
+    with installed(tmp_path, "a_peer", FILES):
+        yield
 
 
 def test_the_first_installed_module_that_has_a_name_gives_it() -> None:
