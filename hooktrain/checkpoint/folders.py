@@ -7,6 +7,7 @@ before anything is read. The folder gets its name when it is complete.
 """
 
 import hashlib
+import io
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
+    _validate_global_plan,
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -29,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -53,12 +55,17 @@ Keys = tuple[Any, ...]
 Parts = dict[str, list[tuple[Any, ...]]]
 """Of each part of each tensor: offsets, sizes, file, and where it begins and how long it is."""
 
+Digests = dict[str, tuple[int, str]]
+"""The size and the sha256 of each file, by its name."""
+
 # torch warns of a save by one process without a process group, which is fine here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def save_folder(
-    state: dict[str, Any], folder: AnyPath, group: ProcessGroup | None = None
+    state: dict[str, Any],
+    folder: AnyPath,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Write a state to a folder that is there as a whole, or not at all. Collective.
 
@@ -74,7 +81,8 @@ def save_folder(
         ValueError: on every rank, if two tensors have one dotted name, or the ranks do not hold
             the shards of the same tensors.
         FileExistsError: if something else than a sharded checkpoint has that name.
-        OSError: on every rank, if the disk of one is full or fails. The old folder is as it was.
+        OSError: on every rank, if the disk of one is full or fails, or gives back something else
+            than was written. The old folder is as it was.
     """
     target = Path(folder)
     skeleton, tensors = _split(state)
@@ -89,14 +97,21 @@ def save_folder(
             return stack.enter_context(replacing(target))
 
         temporary = on_main_process(begin, group)
-        parts = _save_tensors(tensors, temporary, group)
+        parts, written = _save_tensors(tensors, temporary, group)
 
-        rank = comm.get_rank()
-        of_all = on_all_ranks(lambda: _digests(temporary, f"__{rank}_*"), group)
+        def read_again() -> Digests:
+            for name, digest in written.items():
+                if _digest(temporary / name) != digest:
+                    raise OSError(f"{target / name} is not as it was written")
+            return written
+
+        of_all = on_all_ranks(read_again, group)
 
         def complete() -> None:
             write_file({"state": skeleton, "parts": parts}, temporary / STATE)
-            files = _digests(temporary, "[!_]*")
+            files = {}
+            for path in temporary.glob("[!_]*"):
+                files[path.name] = _digest(path)
             for digests in of_all:
                 files.update(digests)
             for name in files:
@@ -216,12 +231,50 @@ def _dotted(keys: Keys) -> str:
     return ".".join(map(str, keys))
 
 
-def _namesake(path: str, shape: torch.Size, tensors: Mapping[str, Tensor]) -> Any:
+def _namesake(
+    path: str,
+    shape: torch.Size,
+    tensors: Mapping[str, Tensor],
+) -> Any:
     """The tensor of this shape whose name is in the dotted path, or None."""
     for name, tensor in tensors.items():
         if tensor.shape == shape and f".{name}." in f".{path}.":
             return tensor
     return None
+
+
+class _HashedFile(io.BufferedWriter):
+    """A file that takes the digest of what is written to it."""
+
+    def __init__(self, path: AnyPath) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.size = 0
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        count = super().write(data)
+        self.size += count
+        return count
+
+
+class _Files(filesystem.FileSystem):
+    """Makes the files of a rank, and has the digests of its shards."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, _HashedFile] = {}
+
+    def create_stream(self, path: AnyPath, mode: str) -> Any:
+        file = _HashedFile(path)
+        self._files[Path(path).name] = file
+        return file
+
+    def digests(self) -> Digests:
+        found = {}
+        for name, file in self._files.items():
+            if name.startswith("__"):
+                found[name] = (file.size, file.sha256.hexdigest())
+        return found
 
 
 class _Writer(filesystem.FileSystemWriter):
@@ -236,15 +289,22 @@ class _Writer(filesystem.FileSystemWriter):
 
 
 def _save_tensors(
-    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
-) -> Parts:
-    """Write this rank's shards, and on the main process whole tensors; return all parts."""
+    tensors: dict[str, Tensor],
+    folder: Path,
+    group: ProcessGroup | None,
+) -> tuple[Parts, Digests]:
+    """Write this rank's shards, and on the main process whole tensors.
+
+    Returns:
+        All parts, and what this rank has written.
+    """
     own = {}
     for name, tensor in tensors.items():
         if is_sharded(tensor) or comm.is_main_process():
             own[name] = tensor
     # Copying ahead would use the accelerator, from another thread.
     writer = _Writer(folder, per_thread_copy_ahead=0)
+    writer.fs = files = _Files()
     # Plans are kept: to agree on them takes the main process long, for each tensor of each rank.
     planner = DefaultSavePlanner(
         flatten_state_dict=False,
@@ -277,7 +337,7 @@ def _save_tensors(
                 info.length,
             )
             parts[name].append(part)
-    return parts
+    return parts, files.digests()
 
 
 def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> None:
@@ -293,9 +353,12 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
             chunks.append(chunk)
             index = MetadataIndex(name, offsets)
             saved.storage_data[index] = filesystem._StorageInfo(file, *place)
+        if not chunks:
+            raise ValueError(f"{name} has no part")
         properties = TensorProperties(tensor.dtype)
         metadata = TensorStorageMetadata(properties, tensor.shape, chunks)
         saved.state_dict_metadata[name] = metadata
+    _refuse_holes(saved)
     reader = filesystem.FileSystemReader(folder)
     planner = DefaultLoadPlanner()
     planner.set_up_planner(tensors, saved, is_coordinator=True)
@@ -304,9 +367,13 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
     reader.read_data(plan, planner).wait()
 
 
-def _digests(folder: Path, pattern: str) -> dict[str, tuple[int, str]]:
-    """The digests of the files whose names match a pattern."""
-    return {path.name: _digest(path) for path in folder.glob(pattern)}
+def _refuse_holes(saved: Metadata) -> None:
+    """Parts that do not fill a tensor would leave in it what the memory held before."""
+    # Of two plans it also compares the sizes. Older versions of torch return a bool.
+    plans = [SavePlan([])] * 2
+    problems: Any = _validate_global_plan(plans, saved)
+    if problems not in ([], True):
+        raise ValueError(f"parts are missing or overlap: {problems}")
 
 
 def _digest(path: Path) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
 
 from equality import assert_equal
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, folders
+from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, folders
 from hooktrain.checkpoint.files import (
     CorruptCheckpointError,
     is_folder,
@@ -122,6 +122,11 @@ CRAFTED: dict[str, Change] = {
     "no parts": lambda content, part: content.pop("parts"),
     "no dict": lambda content, part: content.update(state=[1]),
     "offsets of another dimension": lambda content, part: part.__setitem__(0, (0,)),
+    "a hole at the beginning": lambda content, part: part.__setitem__(
+        slice(2), [(1, 0), (2, 4)]
+    ),
+    "a part beyond the end": lambda content, part: part.__setitem__(0, (1, 0)),
+    "no part": lambda content, part: part.clear(),
     "text for an offset": lambda content, part: part.__setitem__(0, "text"),
     "a beginning beyond the end": lambda content, part: part.__setitem__(3, 1 << 40),
     "a beginning that overflows": lambda content, part: part.__setitem__(3, 1 << 70),
@@ -148,7 +153,7 @@ def test_a_crafted_folder_is_passed_over_for_an_older_one(
     part = list(content["parts"]["model.w"][0])
     change(content, part)
     if "parts" in content:
-        content["parts"]["model.w"] = [part]
+        content["parts"]["model.w"] = [part] if part else []
     shutil.copy(folder / "__0_0.distcp", folder / "lost")
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
@@ -206,6 +211,54 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     kinds = [re.sub(r"tmp-\d+-.+", "tmp", name) for name in trace]
     files = [".state.pth.tmp", ".a.tmp", ".manifest.pth.tmp", ".a.tmp"]
     assert kinds == ["__0_0.distcp", ".metadata.tmp", *files, "renamed", tmp_path.name]
+
+
+def test_parts_of_which_one_hides_a_hole_are_refused(
+    sharded: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(sharded, folder)
+    content = torch.load(folder / "state.pth", weights_only=True)
+    first, (_, *second) = content["parts"]["model.weight"]
+    content["parts"]["model.weight"] = [first, ((3, 0), *second)]
+    forge(folder, "state.pth", content)
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        read_checkpoint(str(folder))
+
+
+def write_wrongly(folder: Path) -> list[str]:
+    """Rank 1's disk gives back another byte than was written; what each rank has read again."""
+    read = []
+    real = folders._digest
+
+    def digest(path: Path) -> Any:
+        read.append(path.name)
+        if path.name == "__1_0.distcp" and "wrong" in path.parent.name:
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + b"x")
+        return real(path)
+
+    folders._digest = digest
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.ParameterDict({"w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])})
+    checkpointer = Checkpointer(model, folder, sharded=True)
+    periodic = PeriodicCheckpointer(checkpointer, 1, max_to_keep=1)
+    periodic.step(0)
+    read.clear()
+    periodic.step(1)
+    again = sorted(read)
+    wrong = outcome(checkpointer.save, "wrong")
+    return [wrong, *again]
+
+
+def test_each_rank_reads_its_own_shard_again_and_no_other(tmp_path: Path) -> None:
+    main, other = run_ranks(write_wrongly, 2, tmp_path)
+    assert main[0] == other[0]
+    assert "wrong/__1_0.distcp is not as it was written" in main[0]
+    assert other[1:] == ["__1_0.distcp"]
+    assert main.count("__0_0.distcp") == 1
+    assert "__1_0.distcp" not in main
+    assert names(tmp_path) == [".lock", "last_checkpoint", "model_0000001"]
 
 
 def save_on_two_ranks(folder: Path) -> None:
