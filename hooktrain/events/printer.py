@@ -7,7 +7,7 @@ from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import EventWriter, UnwrittenScalars
 from hooktrain.utils import comm
 from hooktrain.utils.env import peak_memory
-from hooktrain.utils.logger import in_lines, pretty_seconds, setup_logger
+from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
 _TIMES = ("time", "data_time")
@@ -60,8 +60,8 @@ class CommonMetricPrinter(EventWriter):
         for iteration, metrics in found.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
-            for text in in_lines(results):
-                self.logger.info("%s  %s", head, text)
+            for i in range(0, len(results), 2):  # more are too long for a terminal
+                self.logger.info("  ".join([head, *results[i : i + 2]]))
             line = [head, *fields]
             if is_running and iteration == storage.iter:
                 line = [*self._eta(storage, end), *line, *peak_memory()]

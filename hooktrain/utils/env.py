@@ -100,7 +100,8 @@ def device_module() -> Any:
 
 def peak_memory() -> list[str]:
     """The accelerator's peak of allocated memory, if it has one, for a line of the log."""
-    peak = getattr(device_module(), "max_memory_allocated", None)
+    module = device_module()
+    peak = getattr(module, "max_memory_allocated", None)
     if peak is None:
         return []
     megabytes = peak() / 2**20

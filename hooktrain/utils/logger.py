@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from textwrap import wrap
 from types import SimpleNamespace
 
 from termcolor import colored
@@ -210,16 +209,3 @@ def _is_watched() -> bool:
 def pretty_seconds(seconds: float) -> str:
     """Days, hours, minutes and seconds, such as ``1 day, 3:00:05``."""
     return str(timedelta(seconds=int(seconds)))
-
-
-def in_lines(fields: list[str]) -> list[str]:
-    """The fields in as few lines as fit on a terminal."""
-    text = "  ".join(fields)
-    text = text.replace(": ", ":\xa0")  # which is no place to break
-    lines = wrap(
-        text,
-        width=85,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace("\xa0", " ") for line in lines]
