@@ -43,6 +43,7 @@ from hooktrain.compat.mmengine_model import (
     detect_anomalous_params as detect_anomalous_params,
     revert_sync_batchnorm as revert_sync_batchnorm,
 )
+from hooktrain.compat.mmengine_runner import MessageHub as MessageHub
 from hooktrain.compat.mmengine_strategy import (
     BaseStrategy as BaseStrategy,
     DDPStrategy as DDPStrategy,
@@ -69,7 +70,6 @@ _INSTEAD = {
     "EmptyCacheHook": "hooks.CallbackHook(after_step=lambda trainer: torch.cuda.empty_cache())",
     "IterTimerHook": "hooks.IterationTimer",
     "LoggerHook": "hooks.PeriodicWriter(default_writers(folder))",
-    "MessageHub": "get_event_storage() of hooktrain.events: iter, history(name)",
     "NaiveVisualizationHook": "trainer.storage.put_image",
     "ParamSchedulerHook": "hooks.LRScheduler",
     "ProfilerHook": "hooks.TorchProfiler",

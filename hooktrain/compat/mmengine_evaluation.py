@@ -57,5 +57,5 @@ class BaseMetric(DatasetEvaluator):
         metrics = on_main_process(lambda: self.compute_metrics(results))
         self.results.clear()
         if self.prefix:
-            return {self.prefix: metrics}
+            return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
         return metrics

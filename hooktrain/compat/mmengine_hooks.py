@@ -5,36 +5,23 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from hooktrain.compat.mmengine_runner import Runner
 from hooktrain.engine import HookBase
 from hooktrain.utils import names
 
-
-class _Runner:
-    """A trainer under the names of a runner."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.logger = logging.getLogger("hooktrain")
-        self.epoch_length = trainer.epoch_length or trainer.max_iter
-
-    @property
-    def epoch(self) -> int:
-        return int(self.trainer.iter // self.epoch_length)
-
-    def __getattr__(self, name: str) -> Any:
-        ours = {"max_iters": "max_iter", "train_dataloader": "data_loader"}
-        return getattr(self.trainer, ours.get(name, name))
-
+logger = logging.getLogger(__name__)
 
 _ELSEWHERE = {
     "before_save_checkpoint": "return what is to be saved from state_dict()",
     "after_load_checkpoint": "take what was saved in load_state_dict(state)",
 }
+# They need what an evaluator sees, or are of a test, which no trainer makes.
+_NEVER_CALLED = [
+    f"{when}_{what}"
+    for what in ("val_iter", "test_iter", "test_epoch", "test")
+    for when in ("before", "after")
+]
 for _when in ("before", "after"):
-    for _what in ("val", "test", "val_epoch", "test_epoch", "val_iter", "test_iter"):
-        _ELSEWHERE[f"{_when}_{_what}"] = (
-            "give inference_on_dataset callbacks, as after_inference"
-        )
     for _what in ("epoch", "iter"):
         _ELSEWHERE[f"_{_when}_{_what}"] = f"override {_when}_train_{_what}"
 
@@ -47,7 +34,7 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
         if runner is not None:  # called by a subclass
             method(self, runner)
             return
-        runner = _Runner(self.trainer)
+        runner = Runner(self.trainer)
         if method.__name__ == "before_train":
             self.before_run(runner)
         method(self, runner)
@@ -58,9 +45,11 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hook(HookBase):
-    """A hook with the events of MMEngine's training; the trainer is under a runner's names.
+    """A hook with MMEngine's events; the trainer is under a runner's names.
 
-    Hooks run in the order of their registration, whatever their priority.
+    Those of a validation are called around the function of each ``EvalHook``. A warning names
+    what is never called: events of a test, and those around a batch of a validation. Hooks run
+    in the order of their registration, whatever their priority.
 
     Raises:
         TypeError: when a subclass is defined that has other events.
@@ -70,6 +59,9 @@ class Hook(HookBase):
 
     def __init_subclass__(cls) -> None:
         names.refuse_overrides(cls, _ELSEWHERE)
+        never = [name for name in _NEVER_CALLED if name in vars(cls)]
+        if never:
+            logger.warning("Nothing calls %s of %s here", never, cls.__qualname__)
         for name in ("before_train", "after_train"):
             if name in vars(cls):
                 setattr(cls, name, _with_runner(vars(cls)[name]))
@@ -94,6 +86,18 @@ class Hook(HookBase):
     def after_train_epoch(self, runner: Any) -> None:
         """Called after the last iteration of an epoch."""
 
+    def before_val(self, runner: Any) -> None:
+        """Called before a validation."""
+
+    def after_val(self, runner: Any) -> None:
+        """Called after a validation."""
+
+    def before_val_epoch(self, runner: Any) -> None:
+        """Called after :meth:`before_val`."""
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        """Called before :meth:`after_val`, with the metrics."""
+
     def before_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None
     ) -> None:
@@ -106,7 +110,7 @@ class Hook(HookBase):
 
     def before_step(self) -> None:
         """Call the events before an iteration."""
-        runner = _Runner(self.trainer)
+        runner = Runner(self.trainer)
         place = runner.iter % runner.epoch_length
         if place == 0:
             self.before_train_epoch(runner)
@@ -114,11 +118,26 @@ class Hook(HookBase):
 
     def after_step(self) -> None:
         """Call the events after an iteration."""
-        runner = _Runner(self.trainer)
+        trainer = self.trainer
+        runner = Runner(trainer)
         place = runner.iter % runner.epoch_length
-        self.after_train_iter(runner, place, runner.last_batch, runner.last_outputs)
+        batch = getattr(trainer, "last_batch", None)
+        outputs = getattr(trainer, "last_outputs", None)
+        self.after_train_iter(runner, place, batch, outputs)
         if place + 1 == runner.epoch_length:
-            self.after_train_epoch(runner)
+            self.after_train_epoch(Runner(trainer, ahead=1))
+
+    def before_eval(self) -> None:
+        """Call the events before a validation."""
+        runner = Runner(self.trainer, 1, 1)
+        self.before_val(runner)
+        self.before_val_epoch(runner)
+
+    def after_eval(self, results: Any) -> None:
+        """Call the events after a validation."""
+        runner = Runner(self.trainer, 1, 1)
+        self.after_val_epoch(runner, results)
+        self.after_val(runner)
 
     def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
         """Whether this is one of every ``n`` iterations after ``start``."""

@@ -56,6 +56,17 @@ class BaseStrategy(strategy.BaseStrategy):
             self.build_logger(**self._log_kwargs)
 
     @property
+    def seed(self) -> Any:
+        """The seed. If nobody has chosen it yet, this calls :meth:`setup`: a collective."""
+        if self._seed is None:
+            self.setup()
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: Any) -> None:
+        self._seed = seed
+
+    @property
     def experiment_name(self) -> str:
         """The name with the timestamp, or the timestamp alone."""
         if self._experiment_name is None:

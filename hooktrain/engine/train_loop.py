@@ -234,6 +234,7 @@ class TrainerBase:
         self.epoch_length = self.epoch_length or self._steps.epoch_length
         self._agree()
         self.storage.iter = self.iter
+        self.storage.trainer = weakref.proxy(self)
         if self._trainer is not None:
             self._share_with(self._trainer)
         self._steps.preflight()

@@ -55,12 +55,17 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration.
+        trainer: whose run this is, once it has begun.
+        info: plain values that others keep here, to be saved with the metrics.
         written: how many values of each metric each writer has written.
         file_sizes: how many bytes the files of metrics have, by name.
     """
 
+    trainer: Any = None
+
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
+        self.info: dict[str, Any] = {}
         self.written: dict[str, dict[str, int]] = {}
         self.file_sizes: dict[str, int] = {}
         self._current_prefix = ""
@@ -260,6 +265,7 @@ class EventStorage:
             "metrics": metrics,
             "written_counts": dict(self.written),
             "file_sizes": dict(self.file_sizes),
+            "info": dict(self.info),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -272,6 +278,7 @@ class EventStorage:
         self.iter = state_dict["iteration"]
         self.written = dict(state_dict.get("written_counts", {}))
         self.file_sizes = dict(state_dict.get("file_sizes", {}))
+        self.info = dict(state_dict.get("info", {}))
         self._histories = histories
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:

@@ -252,6 +252,7 @@ class GroupParamScheduler:
             "start_values": [*self.start_values],
             "written_values": self.written_values,
             "_global_step": self.global_step,
+            "last_step": self.last_step,
             "_last_value": self.get_last_value(),
         }
 

@@ -62,7 +62,6 @@ def test_what_models_and_scripts_import_is_there() -> None:
     ("name", "instead"),
     [
         ("Runner", "StepTrainer"),
-        ("MessageHub", "get_event_storage"),
         ("LoggerHook", "hooks"),
         ("kaiming_init", "nothing, or"),
     ],
@@ -166,7 +165,6 @@ def test_what_a_model_overrides_around_its_forward_is_called_in_each_step() -> N
 @pytest.mark.parametrize(
     ("base", "method", "instead"),
     [
-        (Hook, "after_val_epoch", "inference_on_dataset callbacks"),
         (Hook, "before_save_checkpoint", "state_dict"),
         (Hook, "_after_iter", "override after_train_iter"),
         (AmpOptimWrapper, "_clip_grad", r"override clip_gradients\(\)"),

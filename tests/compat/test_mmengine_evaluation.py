@@ -27,7 +27,7 @@ def evaluate(data: list[list[float]]) -> dict[str, Any]:
 
 def test_a_metric_gets_the_results_of_all_ranks_in_order() -> None:
     of_ranks = run_ranks(evaluate, 2, [[1.0, 2.0], [3.0]])
-    assert of_ranks == [{"spread": {"all": [2.0, 3.0, 4.0]}}] * 2
-    metric = Spread(prefix="")
+    assert of_ranks == [{"spread/all": [2.0, 3.0, 4.0]}] * 2
+    metric = Spread(prefix="")  # which takes the default
     metric.process(None, torch.ones(3))
-    assert metric.evaluate(size=2) == {"spread": {"all": [1.0, 1.0]}}
+    assert metric.evaluate(size=2) == {"spread/all": [1.0, 1.0]}

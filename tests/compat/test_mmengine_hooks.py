@@ -1,10 +1,17 @@
-"""Hooks for MMEngine."""
+"""Hooks for MMEngine, and what they know of a run."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from hooktrain.compat.mmengine import Hook, StepTrainer
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat.mmengine import Hook, MessageHub, StepTrainer
+from hooktrain.engine import HookBase
+from hooktrain.engine.hooks import EvalHook, PeriodicCheckpointer
+from hooktrain.events import EventStorage
 from mmengine_toys import Net, sgd
 
 
@@ -65,3 +72,192 @@ def test_a_hook_has_mmengines_events() -> None:
         "end of train",
         "end of run",
     ]
+
+
+class Told(Hook):
+    """Notes where the run is at each of its events."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, event: str, runner: Any, *more: Any) -> None:
+        self.seen.append((event, runner.epoch, runner.iter, *more))
+
+    def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+        self.note("iter", runner)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        self.note("epoch", runner)
+
+    def before_val(self, runner: Any) -> None:
+        self.note("before", runner)
+
+    def before_val_epoch(self, runner: Any) -> None:
+        self.note("before epoch", runner)
+
+    def after_val_epoch(
+        self, runner: Any, metrics: dict[str, float] | None = None
+    ) -> None:
+        self.note("after epoch", runner, metrics)
+
+    def after_val(self, runner: Any) -> None:
+        self.note("after", runner)
+
+
+def trained(
+    *hooks: HookBase, max_iter: int = 2, folder: Path | None = None
+) -> StepTrainer:
+    model = Net()
+    trainer = StepTrainer(model, [[torch.ones(3, 2)], [torch.ones(4, 2)]], sgd(model))
+    trainer.register_hooks(hooks)
+    if folder is not None:
+        checkpointer = Checkpointer(model, folder, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
+        checkpointer.resume_or_load("")
+    trainer.train(max_iter=max_iter)
+    return trainer
+
+
+def test_a_validation_comes_with_its_events_where_mmengine_has_them() -> None:
+    hook = Told()
+    trained(hook, EvalHook("1 epoch", lambda: {"acc": 0.5}, eval_after_train=False))
+    # As MMEngine's Runner calls them: an epoch and its last iteration are over by then.
+    assert hook.seen == [
+        ("iter", 0, 0),
+        ("iter", 0, 1),
+        ("epoch", 0, 2),
+        ("before", 1, 2),
+        ("before epoch", 1, 2),
+        ("after epoch", 1, 2, {"acc": 0.5}),
+        ("after", 1, 2),
+    ]
+
+
+def test_events_that_nothing_calls_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Showing(Noting):
+        def after_val_iter(self, *_: Any, **__: Any) -> None:
+            raise AssertionError
+
+        def after_test_epoch(self, *_: Any, **__: Any) -> None:
+            raise AssertionError
+
+    hook = Showing()
+    trained(hook, EvalHook(1, lambda: {"acc": 0.5}))
+    assert "end of epoch" in hook.seen
+    (record,) = [each for each in caplog.records if "Nothing calls" in each.message]
+    assert "['after_val_iter', 'after_test_epoch'] of" in record.message
+    assert "Showing" in record.message
+
+
+class Asking(Hook):
+    def before_train(self, runner: Any) -> None:
+        runner.mine = 1
+
+    def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+        self.answers = {
+            "work_dir": runner.work_dir,
+            "max_epochs": runner.max_epochs,
+            "max_iters": runner.max_iters,
+            "world_size": runner.world_size,
+            "rank": runner.rank,
+            "loader": len(runner.train_loop.dataloader),
+            "val": runner.val_dataloader,
+            "hub": runner.message_hub.get_info("iter"),
+            "wrapped": runner.distributed,
+            "rate": runner.optim_wrapper.get_lr()["lr"],
+            "hooks": len(runner.hooks),
+            "mine": runner.mine,
+        }
+        with pytest.raises(
+            AttributeError, match=r"no runner\.cfg here; .* trainer\.cfg"
+        ):
+            runner.cfg  # noqa: B018
+        with pytest.raises(
+            AttributeError, match=r"runner\.epoch is what the trainer has"
+        ):
+            runner.epoch = 3
+        runner.logger.info("asked")
+        runner.train_loop.stop_training = True
+
+
+def test_a_hook_finds_what_it_asks_a_runner_for(tmp_path: Path) -> None:
+    hook = Asking()
+    trainer = trained(hook, max_iter=5, folder=tmp_path)
+    assert hook.answers == {
+        "work_dir": str(tmp_path),
+        "max_epochs": 3,
+        "max_iters": 5,
+        "world_size": 1,
+        "rank": 0,
+        "loader": 2,
+        "val": None,
+        "hub": 0,
+        "wrapped": False,
+        "rate": [0.1],
+        "hooks": 2,
+        "mine": 1,
+    }
+    assert (trainer.iter, trainer.stop_reason) == (1, "a hook has set stop_training")
+
+
+def test_without_a_checkpointer_there_is_no_work_dir() -> None:
+    with pytest.raises(
+        AttributeError, match="no hook of the trainer has a checkpointer"
+    ):
+        trained(Asking())
+
+
+NAMES = ("iter", "epoch", "max_iters", "max_epochs")
+
+
+class Telling(Hook):
+    count = 0
+
+    def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+        hub = MessageHub.get_current_instance()
+        assert MessageHub.get_instance("another") is hub
+        known = [hub.get_info(name) for name in NAMES]
+        assert known == [getattr(runner, name) for name in NAMES]
+        self.count = hub.get_info("count", 0) + 1
+        hub.update_info("count", self.count)
+        hub.update_info("object", self, resumed=False)
+        assert hub.get_info("object") is self
+        hub.update_scalars({"train/a": runner.iter, "b": {"value": 6, "count": 2}})
+        with pytest.raises(TypeError, match="cannot save mine of type"):
+            hub.update_info("mine", object())
+
+
+def test_what_a_hub_is_told_in_a_run_is_saved_with_it(tmp_path: Path) -> None:
+    trained(Telling(), max_iter=2, folder=tmp_path)
+    resumed = Telling()
+    trainer = trained(resumed, max_iter=4, folder=tmp_path)
+    assert trainer.start_iter == 2
+    assert resumed.count == 4
+    values = [value for value, _ in trainer.storage.history("a").values()]
+    assert values == [0, 1, 2, 3]
+    assert trainer.storage.latest()["b"] == (3, 3)
+
+
+def test_outside_of_a_run_a_hub_knows_what_it_was_told_there() -> None:
+    hub = MessageHub.get_current_instance()
+    assert hub.get_info("iter") is None
+    hub.update_info("told before", 1)
+    assert hub.get_info("told before") == 1
+    assert hub.get_info("never told", 2) == 2
+
+
+def test_a_hub_gives_metrics_in_mmengines_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # MMEngine looks for it
+    hub = MessageHub.get_current_instance()
+    with EventStorage() as storage:
+        for value in (1.0, 2.0, 6.0):
+            storage.put_scalar("loss", torch.tensor(value))
+        loss = hub.get_scalar("train/loss")
+        assert (loss.current(), loss.mean(), loss.mean(2)) == (6, 3, 4)
+        assert [*hub.log_scalars] == ["loss"]
+        with pytest.raises(KeyError, match="no metric 'val/loss'; did you mean 'loss'"):
+            hub.get_scalar("val/loss")

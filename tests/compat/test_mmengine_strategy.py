@@ -2,6 +2,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hooktrain.compat.mmengine import DDPStrategy, SingleDeviceStrategy
@@ -24,6 +25,16 @@ def test_a_run_has_a_name() -> None:
     assert plain.experiment_name == plain.timestamp
     made = SingleDeviceStrategy(experiment_name="digits")
     assert made.experiment_name == f"digits_{made.timestamp}"
+
+
+def test_a_strategy_has_a_seed_before_it_is_set_up() -> None:
+    chosen = SingleDeviceStrategy(env_kwargs={"seed": 3}, device="cpu")
+    assert (chosen.seed, chosen.launcher, chosen.world_size) == (3, "none", 1)
+    drawn = SingleDeviceStrategy(device="cpu")
+    seed = drawn.seed
+    assert torch.initial_seed() == seed
+    drawn.setup()
+    assert drawn.seed == seed
 
 
 def test_a_logger_writes_into_the_folder_of_the_run(tmp_path: Path) -> None:

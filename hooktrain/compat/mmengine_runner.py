@@ -1,0 +1,179 @@
+"""What MMEngine's hooks and models know of a run: the runner, and the hub of messages."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hooktrain.checkpoint.files import storable
+from hooktrain.events import get_event_storage, has_event_storage
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.utils import comm
+
+# A trainer's names of what a runner and its loop have.
+_OURS = {
+    "max_iters": "max_iter",
+    "train_dataloader": "data_loader",
+    "dataloader": "data_loader",
+    "hooks": "_hooks",
+}
+# What they have, where the trainer has no attribute of that name.
+_MORE: dict[str, Callable[[Any], Any]] = {
+    "work_dir": lambda trainer: _of_hooks(trainer, "checkpointer").save_dir,
+    "param_schedulers": lambda trainer: _of_hooks(trainer, "scheduler"),
+    "message_hub": lambda trainer: MessageHub.get_current_instance(),
+    "logger": lambda trainer: logging.getLogger("hooktrain"),
+    "rank": lambda trainer: comm.get_rank(),
+    "world_size": lambda trainer: comm.get_world_size(),
+    "distributed": lambda trainer: unwrap_model(trainer.model) is not trainer.model,
+    "val_dataloader": lambda trainer: None,
+    "val_loop": lambda trainer: None,
+    "test_dataloader": lambda trainer: None,
+}
+
+
+def _of_hooks(trainer: Any, name: str) -> Any:
+    for hook in trainer._hooks:
+        if hasattr(hook, name):
+            return getattr(hook, name)
+    raise AttributeError(f"no hook of the trainer has a {name}")
+
+
+class Runner:
+    """A trainer under the names of a runner and of its loop.
+
+    It has what the trainer has. What is set on it is set on the trainer.
+
+    Args:
+        trainer: the trainer.
+        ahead: 1 where the current iteration counts as finished, as in a validation.
+        epoch_ahead: 1 where the epoch that it ends counts as finished too.
+    """
+
+    def __init__(self, trainer: Any, ahead: int = 0, epoch_ahead: int = 0) -> None:
+        vars(self).update(trainer=trainer, ahead=ahead, epoch_ahead=epoch_ahead)
+
+    def __getattr__(self, name: str) -> Any:
+        ours = _OURS.get(name, name)
+        if hasattr(self.trainer, ours):
+            return getattr(self.trainer, ours)
+        if name in _MORE:
+            return _MORE[name](self.trainer)
+        raise AttributeError(
+            f"there is no runner.{name} here; if a hook needs it, set trainer.{name}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "stop_training" and value:
+            self.trainer.request_stop("a hook has set stop_training")
+        elif hasattr(type(self), name):
+            raise AttributeError(f"runner.{name} is what the trainer has, and stays so")
+        else:
+            setattr(self.trainer, _OURS.get(name, name), value)
+
+    @property
+    def iter(self) -> int:
+        """The current iteration, or the number of finished ones."""
+        return int(self.trainer.iter + self.ahead)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, or the number of finished ones."""
+        done = self.trainer.iter + self.epoch_ahead
+        return int(done // self.epoch_length)
+
+    @property
+    def max_epochs(self) -> int:
+        """The epochs of the run, of which the last may be shorter."""
+        epochs: int = math.ceil(self.trainer.max_iter / self.epoch_length)
+        return epochs
+
+    @property
+    def epoch_length(self) -> int:
+        """The iterations of an epoch, or of the run."""
+        return int(self.trainer.epoch_length or self.trainer.max_iter or 1)
+
+    @property
+    def train_loop(self) -> "Runner":
+        """The loop."""
+        return self
+
+
+class MessageHub:
+    """What models and hooks tell each other of a run, wherever they are.
+
+    There is one, whatever its name. It knows ``iter``, ``epoch``, ``max_iters`` and
+    ``max_epochs`` of the trainer that is running. Its scalars are the metrics of the
+    trainer's storage: ``train/loss`` is ``loss``.
+    """
+
+    def __init__(self) -> None:
+        self._unsaved: dict[str, Any] = {}
+
+    @staticmethod
+    def get_instance(name: str = "", **ignored: Any) -> "MessageHub":
+        """The hub."""
+        return _HUB
+
+    @staticmethod
+    def get_current_instance() -> "MessageHub":
+        """The hub."""
+        return _HUB
+
+    def get_info(self, key: str, default: Any = None) -> Any:
+        """Some information, or the default."""
+        if has_event_storage():
+            storage = get_event_storage()
+            if key in ("iter", "epoch", "max_iters", "max_epochs"):
+                return getattr(Runner(storage.trainer), key)
+            default = storage.info.get(key, default)
+        return self._unsaved.get(key, default)
+
+    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
+        """Tell something.
+
+        Args:
+            key: its name.
+            value: the information.
+            resumed: whether what is told in a run is saved with it.
+
+        Raises:
+            TypeError: for what is to be saved, and not of tensors and plain types.
+        """
+        if resumed and has_event_storage():
+            self._unsaved.pop(key, None)
+            get_event_storage().info |= storable({key: value})
+        else:
+            self._unsaved[key] = value
+
+    def update_scalar(
+        self, key: str, value: Any, count: int = 1, resumed: bool = True
+    ) -> None:
+        """Record a metric, which is saved: the mean of ``count`` values with this sum."""
+        get_event_storage().put_scalar(_metric(key), value / count)
+
+    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Record several metrics: values, or ``dict(value=..., count=...)``."""
+        for key, value in log_dict.items():
+            entry = value if isinstance(value, Mapping) else {"value": value}
+            self.update_scalar(key, **entry)
+
+    @property
+    def log_scalars(self) -> dict[str, Any]:
+        """A copy of all metrics, each as :meth:`get_scalar` gives it."""
+        return {key: self.get_scalar(key) for key in get_event_storage().histories()}
+
+    def get_scalar(self, key: str) -> Any:
+        """A copy of a metric's values, as MMEngine's ``HistoryBuffer``."""
+        from mmengine.logging import HistoryBuffer  # type: ignore[import-untyped]
+
+        history = get_event_storage().history(_metric(key))
+        values = [value for value, _ in history.values()]
+        return HistoryBuffer(values, [1] * len(values))
+
+
+_HUB = MessageHub()
+
+
+def _metric(key: str) -> str:
+    return key.removeprefix("train/")
