@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any, NoReturn, TypeAlias
 
@@ -71,6 +71,12 @@ class HookBase:
 
     def after_step(self) -> None:
         """Called after each iteration."""
+
+    def before_eval(self) -> None:
+        """Called before an evaluation."""
+
+    def after_eval(self, results: Any) -> None:
+        """Called after an evaluation."""
 
     def is_due(self, period: int | str, at_end: bool | None = True) -> bool:
         """Whether what happens every ``period`` iterations is due after this one.
@@ -321,6 +327,15 @@ class TrainerBase:
             self.succeeded = False
             raise first
 
+    def run_eval(self, evaluate: Callable[[], Any]) -> Any:
+        """Evaluate, between the hooks' events."""
+        for hook in self._hooks:
+            hook.before_eval()
+        results = evaluate()
+        for hook in self._hooks:
+            hook.after_eval(results)
+        return results
+
     # What hooks ask for.
 
     def request_stop(self, reason: str) -> None:
@@ -377,7 +392,7 @@ class TrainerBase:
         """Refuse a senseless run, before the hooks begin."""
 
     def begin_steps(self) -> None:
-        """Get ready for the first step, when the hooks have begun."""
+        """Get ready, when the hooks have begun."""
 
     def end_steps(self, succeeded: bool) -> None:
         """Undo :meth:`begin_steps`, before the hooks end."""
@@ -388,7 +403,7 @@ class TrainerBase:
         return self._trainer is None or self._trainer.can_save
 
     def check_weights(self) -> None:
-        """Raise FloatingPointError if weights that are to be saved are not finite."""
+        """Refuse to save weights that are not finite."""
 
     def step_state_dict(self) -> dict[str, Any]:
         """The state of the steps: optimizer and position in the data."""
@@ -514,7 +529,7 @@ class TrainerBase:
             index = self._indices(before)[0]
         elif after is not None:
             index = self._indices(after)[-1] + 1
-        # A cycle of strong references would keep the model's memory.
+        # A cycle would keep the model's memory.
         me = weakref.proxy(self)
         for hook in as_list(hooks, HookBase, "hooks"):
             if hook is None:
@@ -559,7 +574,7 @@ class TrainerBase:
         return named
 
     def describe_hooks(self) -> str:
-        """The hooks in order, each with its events, one a line."""
+        """The hooks in order, with their events."""
         lines = []
         for key, hook in self._named_hooks().items():
             own = []

@@ -34,7 +34,7 @@ def get_event_storage() -> "EventStorage":
 
 
 def has_event_storage() -> bool:
-    """Whether the caller is inside a ``with storage:`` block."""
+    """Whether there is one."""
     return bool(_entered.get())
 
 
@@ -55,8 +55,8 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration.
-        trainer: whose run this is, once it has begun.
-        info: plain values that others keep here, to be saved with the metrics.
+        trainer: whose run this is.
+        info: plain values, saved too.
         written: how many values of each metric each writer has written.
         file_sizes: how many bytes the files of metrics have, by name.
     """
@@ -107,7 +107,7 @@ class EventStorage:
             raise ValueError(
                 f"metric {name!r} was put with {hint} before, not {smoothing_hint!r}"
             )
-        # Numbers wait too: adding them all at once takes less time.
+        # Numbers wait too: that takes less time.
         if cur_iter is None:
             cur_iter = self.iter
         history.pending.append((value, cur_iter))
@@ -172,7 +172,7 @@ class EventStorage:
         return self._histories[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        """The values of all metrics by name, in order of appearance."""
+        """The values of all metrics by name."""
         self._fetch_pending()
         return dict(self._histories)
 
@@ -186,7 +186,7 @@ class EventStorage:
     _latest_scalars = property(latest)
 
     def latest_iter(self, name: str) -> int | None:
-        """The iteration of a metric's last value, or None; without a transfer."""
+        """The iteration of a metric's last value, or None."""
         history = self._histories.get(name)
         if history is None:
             return None
@@ -204,7 +204,7 @@ class EventStorage:
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """How many values of a metric the last ``window_size`` iterations have."""
+        """How many values the last ``window_size`` iterations have."""
         return len(self.history(name).recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:

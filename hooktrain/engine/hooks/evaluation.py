@@ -31,8 +31,8 @@ _PATIENCE_SECONDS = 5.0
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    The results become metrics. Hooks that have ``before_eval()`` or ``after_eval(results)`` are
-    called around the function. Register it on every rank or on none. The main process's results
+    The results become metrics. The hooks' ``before_eval`` and ``after_eval`` are called around
+    the function. Register it on every rank or on none. The main process's results
     count, and every rank gets them, so that hooks that act on a metric do the same everywhere.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
@@ -82,10 +82,7 @@ class EvalHook(HookBase):
         numbers: dict[str, float] = {}
         error: Exception | None = None
         try:
-            self._tell_hooks("before_eval")
-            results = self._func() or {}
-            self._tell_hooks("after_eval", results)
-            numbers = _as_numbers(results)
+            numbers = _as_numbers(self.trainer.run_eval(self._func) or {})
         except Exception as raised:
             logger.exception("The evaluation failed:")
             error = raised
@@ -109,11 +106,6 @@ class EvalHook(HookBase):
             # A name that training uses too keeps its hint.
             storage.put_scalar(name, number, hints.get(name, False))
         self.has_results |= bool(numbers)
-
-    def _tell_hooks(self, event: str, *args: Any) -> None:
-        for hook in self.trainer._hooks:
-            if hasattr(hook, event):
-                getattr(hook, event)(*args)
 
 
 def _all_come(seconds: float | None) -> bool:
