@@ -305,7 +305,7 @@ class TrainerBase:
         self.succeeded = done == self.max_iter
 
     def after_train(self) -> None:
-        """Call every hook whose ``before_train`` ran; the first error wins."""
+        """Call the hooks that have begun; the first error wins."""
         if self.succeeded:
             self.iter = self.max_iter
         self.storage.iter = self.iter

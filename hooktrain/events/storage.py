@@ -164,7 +164,7 @@ class EventStorage:
         self._histograms.append(histogram)
 
     def history(self, name: str) -> HistoryBuffer:
-        """The values of one metric, else a KeyError."""
+        """The values of a metric."""
         self._fetch_pending()
         if name not in self._histories:
             hint = did_you_mean(name, self._histories)
@@ -181,7 +181,7 @@ class EventStorage:
         histories = self.histories()
         return {name: history.tail(1)[0] for name, history in histories.items()}
 
-    # detectron2's names, which many projects read.
+    # detectron2's names.
     _history = property(histories)
     _latest_scalars = property(latest)
 
@@ -220,11 +220,11 @@ class EventStorage:
         return list(self._histograms)
 
     def clear_images(self) -> None:
-        """Forget the queued images."""
+        """Forget the images."""
         self._vis_data.clear()
 
     def clear_histograms(self) -> None:
-        """Forget the queued histograms."""
+        """Forget the histograms."""
         self._histograms.clear()
 
     def step(self) -> None:
@@ -247,7 +247,8 @@ class EventStorage:
             self._current_prefix = outer
 
     def __enter__(self) -> "EventStorage":
-        _entered.set((*_entered.get(), self))
+        outer = _entered.get()
+        _entered.set((*outer, self))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -265,7 +266,7 @@ class EventStorage:
             "metrics": metrics,
             "written_counts": dict(self.written),
             "file_sizes": dict(self.file_sizes),
-            "info": dict(self.info),
+            "info": self.info,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -278,7 +279,8 @@ class EventStorage:
         self.iter = state_dict["iteration"]
         self.written = dict(state_dict.get("written_counts", {}))
         self.file_sizes = dict(state_dict.get("file_sizes", {}))
-        self.info = dict(state_dict.get("info", {}))
+        info = state_dict.get("info", {})
+        self.info = dict(info)
         self._histories = histories
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
@@ -293,7 +295,7 @@ class EventStorage:
             )
         if value.is_cpu:
             return float(value.item())
-        # MPS has no doubles. The host does not wait for the copy.
+        # MPS has no doubles.
         dtype = torch.float32 if value.is_mps else torch.float64
         scalar = value.detach().reshape(())
         scalar = scalar.to(dtype, copy=True)
