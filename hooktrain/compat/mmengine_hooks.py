@@ -7,6 +7,7 @@ from typing import Any
 
 from hooktrain.compat.mmengine_runner import Runner
 from hooktrain.engine import HookBase
+from hooktrain.engine.hooks import EvalHook
 from hooktrain.utils import names
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,41 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
             return
         runner = Runner(self.trainer)
         if method.__name__ == "before_train":
+            _join_evaluations(self.trainer)
             self.before_run(runner)
         method(self, runner)
         if method.__name__ == "after_train":
             self.after_run(runner)
 
     return event
+
+
+def _join_evaluations(trainer: Any) -> None:
+    for hook in trainer._hooks:
+        if isinstance(hook, EvalHook) and not isinstance(hook._func, _Validation):
+            hook._func = _Validation(trainer, hook._func)
+
+
+class _Validation:
+    """The function of an EvalHook, with the events of all hooks around it."""
+
+    def __init__(self, trainer: Any, evaluate: Callable[[], Any]) -> None:
+        self._trainer = trainer
+        self._evaluate = evaluate
+
+    def __call__(self) -> Any:
+        self._call("before_val")
+        self._call("before_val_epoch")
+        metrics = self._evaluate() or {}
+        self._call("after_val_epoch", metrics)
+        self._call("after_val")
+        return metrics
+
+    def _call(self, event: str, *args: Any) -> None:
+        runner = Runner(self._trainer, ahead=1, epoch_ahead=1)
+        for hook in self._trainer._hooks:
+            if isinstance(hook, Hook):
+                getattr(hook, event)(runner, *args)
 
 
 class Hook(HookBase):
@@ -126,18 +156,6 @@ class Hook(HookBase):
         self.after_train_iter(runner, place, batch, outputs)
         if place + 1 == runner.epoch_length:
             self.after_train_epoch(Runner(trainer, ahead=1))
-
-    def before_eval(self) -> None:
-        """Call the events before a validation."""
-        runner = Runner(self.trainer, 1, 1)
-        self.before_val(runner)
-        self.before_val_epoch(runner)
-
-    def after_eval(self, results: Any) -> None:
-        """Call the events after a validation."""
-        runner = Runner(self.trainer, 1, 1)
-        self.after_val_epoch(runner, results)
-        self.after_val(runner)
 
     def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
         """Whether this is one of every ``n`` iterations after ``start``."""

@@ -74,13 +74,16 @@ class Runner:
     @property
     def iter(self) -> int:
         """The current iteration, or the number of finished ones."""
-        return int(self.trainer.iter + self.ahead)
+        return self._iter(self.ahead)
 
     @property
     def epoch(self) -> int:
         """The current epoch, or the number of finished ones."""
-        done = self.trainer.iter + self.epoch_ahead
-        return int(done // self.epoch_length)
+        return self._iter(self.epoch_ahead) // self.epoch_length
+
+    def _iter(self, ahead: int) -> int:
+        # At the end of the run all are finished.
+        return int(min(self.trainer.iter + ahead, self.trainer.max_iter))
 
     @property
     def max_epochs(self) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any, NoReturn, TypeAlias
 
@@ -71,12 +71,6 @@ class HookBase:
 
     def after_step(self) -> None:
         """Called after each iteration."""
-
-    def before_eval(self) -> None:
-        """Called before an evaluation."""
-
-    def after_eval(self, results: Any) -> None:
-        """Called after an evaluation."""
 
     def is_due(self, period: int | str, at_end: bool | None = True) -> bool:
         """Whether what happens every ``period`` iterations is due after this one.
@@ -305,7 +299,7 @@ class TrainerBase:
         self.succeeded = done == self.max_iter
 
     def after_train(self) -> None:
-        """Call the hooks that have begun; the first error wins."""
+        """Call every hook whose ``before_train`` ran; the first error wins."""
         if self.succeeded:
             self.iter = self.max_iter
         self.storage.iter = self.iter
@@ -326,15 +320,6 @@ class TrainerBase:
         if first is not None:
             self.succeeded = False
             raise first
-
-    def run_eval(self, evaluate: Callable[[], Any]) -> Any:
-        """Evaluate, between the hooks' events."""
-        for hook in self._hooks:
-            hook.before_eval()
-        results = evaluate()
-        for hook in self._hooks:
-            hook.after_eval(results)
-        return results
 
     # What hooks ask for.
 
@@ -392,7 +377,7 @@ class TrainerBase:
         """Refuse a senseless run, before the hooks begin."""
 
     def begin_steps(self) -> None:
-        """Get ready, when the hooks have begun."""
+        """Get ready for the first step, when the hooks have begun."""
 
     def end_steps(self, succeeded: bool) -> None:
         """Undo :meth:`begin_steps`, before the hooks end."""
@@ -529,7 +514,7 @@ class TrainerBase:
             index = self._indices(before)[0]
         elif after is not None:
             index = self._indices(after)[-1] + 1
-        # A cycle would keep the model's memory.
+        # A cycle of strong references would keep the model's memory.
         me = weakref.proxy(self)
         for hook in as_list(hooks, HookBase, "hooks"):
             if hook is None:

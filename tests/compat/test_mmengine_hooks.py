@@ -118,9 +118,13 @@ def trained(
     return trainer
 
 
-def test_a_validation_comes_with_its_events_where_mmengine_has_them() -> None:
+@pytest.mark.parametrize("after_train", [False, True])
+def test_a_validation_comes_with_its_events_where_mmengine_has_them(
+    after_train: bool,
+) -> None:
     hook = Told()
-    trained(hook, EvalHook("1 epoch", lambda: {"acc": 0.5}, eval_after_train=False))
+    validation = EvalHook("1 epoch", lambda: {"acc": 0.5}, after_train)
+    trainer = trained(hook, validation)
     # As MMEngine's Runner calls them: an epoch and its last iteration are over by then.
     assert hook.seen == [
         ("iter", 0, 0),
@@ -131,6 +135,8 @@ def test_a_validation_comes_with_its_events_where_mmengine_has_them() -> None:
         ("after epoch", 1, 2, {"acc": 0.5}),
         ("after", 1, 2),
     ]
+    trainer.train(max_iter=4)
+    assert [event for event, *_ in hook.seen].count("before") == 2
 
 
 def test_events_that_nothing_calls_are_named_once(

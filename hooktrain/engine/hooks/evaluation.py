@@ -31,8 +31,7 @@ _PATIENCE_SECONDS = 5.0
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    The results become metrics. The hooks' ``before_eval`` and ``after_eval`` are called around
-    the function. Register it on every rank or on none. The main process's results
+    The results become metrics. Register it on every rank or on none. The main process's results
     count, and every rank gets them, so that hooks that act on a metric do the same everywhere.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
@@ -82,7 +81,7 @@ class EvalHook(HookBase):
         numbers: dict[str, float] = {}
         error: Exception | None = None
         try:
-            numbers = _as_numbers(self.trainer.run_eval(self._func) or {})
+            numbers = _as_numbers(self._func() or {})
         except Exception as raised:
             logger.exception("The evaluation failed:")
             error = raised
