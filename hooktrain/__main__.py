@@ -18,7 +18,7 @@ _SCRIPTS = {
 _USAGE = """usage: hooktrain COMMAND ...
 
   train --config-file FILE [key=value ...]   train; --help says more
-  eval --config-file FILE [--resume]         evaluate a checkpoint
+  eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
   plot RUN ...                               draw the metrics of runs
   checkpoint inspect|verify|... PATH         look into checkpoints, check them, convert them
   new FOLDER                                 make a folder with a training script to begin with

@@ -35,8 +35,10 @@ logger = logging.getLogger("hooktrain.train_net")
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """The arguments that scripts share, and two more."""
+    """The arguments that scripts share, and three more."""
     parser = default_argument_parser()
+    best = "with --eval-only: evaluate the best model of the run's folder"
+    parser.add_argument("--best", action="store_true", help=best)
     dry = "two iterations, to see that it works and how fast"
     parser.add_argument("--dry-run", action="store_true", help=dry)
     show = "print the configuration, and do nothing else"
@@ -57,9 +59,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         default_setup(cfg, args)
         dry_run(cfg)
         return {}
+    if args.best and not args.eval_only:
+        raise ValueError("--best is for --eval-only: training goes on by --resume")
     default_setup(cfg, args)
     if args.eval_only:
-        return evaluate(cfg, args.resume)
+        return evaluate(cfg, args.resume, args.best)
     trainer = DefaultTrainer(cfg)
     logger.debug("Hooks:\n%s", trainer.describe_hooks())
     # torchrun's --max-restarts goes on by itself.
@@ -71,23 +75,42 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def evaluate(cfg: Any, resume: bool) -> dict[str, Any]:
-    """Evaluate the last checkpoint, or the initial weights; return the results."""
+def evaluate(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
+    """Evaluate the best or the last checkpoint, or initial weights; return the results."""
     strategy = DefaultTrainer.build_strategy(cfg)
     initialised = {"init_weights_for_test_or_val": False}
     model = strategy.prepare(
         lambda: DefaultTrainer.build_model(cfg), dispatch_kwargs=initialised
     )
     checkpointer = Checkpointer(model, cfg.train.output_dir)
-    is_saved = resume and checkpointer.has_checkpoint()
-    if not is_saved and not cfg.train.init_checkpoint:
-        logger.warning(
-            "Evaluating initial weights: no --resume, or nothing to resume from"
-        )
-    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    if best:
+        load_best(checkpointer)
+    else:
+        is_saved = resume and checkpointer.has_checkpoint()
+        if not is_saved and not cfg.train.init_checkpoint:
+            logger.warning(
+                "Evaluating initial weights: no --resume, or nothing to resume from"
+            )
+        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
     results = DefaultTrainer.test(cfg, model)
     print_csv_format(results)
     return results
+
+
+def load_best(checkpointer: Checkpointer) -> None:
+    """Load the best model of the folder, a file or a folder of shards, and say which it is."""
+    folder = Path(checkpointer.save_dir)
+    path = folder / "model_best.pth"
+    if not path.exists():
+        path = folder / "model_best"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no model_best.pth in {str(folder)!r}: a run with an evaluation and "
+            "train.best_metric saves it"
+        )
+    best = checkpointer.load(path, checkpointables=[])["best"]
+    text = "The best %s of the run was %.4g, at iteration %d"
+    logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
 
 
 def in_short(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -76,9 +77,22 @@ def test_a_run_leaves_what_the_readme_promises(tmp_path: Path) -> None:
         f"copypaste: {rows(tmp_path)[-1]['classification/accuracy']:.4f}," in evaluated
     )
 
+    evaluated = run(tmp_path, "--eval-only", "--best", "train.eval_period=5")
+    assert re.search(r"Loading model from \S+/model_best.pth\n", evaluated)
+    best = "The best classification/accuracy of the run was .*, at iteration 12\n"
+    assert re.search(best, evaluated)
+
     resumed = run(tmp_path, "--resume", "train.max_iter=16")
     assert "Starting training from iteration 12" in resumed
     assert [line["iteration"] for line in rows(tmp_path)] == [3, 7, 11, 15, 16]
+
+
+def test_where_there_is_no_best_model_an_evaluation_of_it_says_so(
+    tmp_path: Path,
+) -> None:
+    done = run_program(*command(tmp_path, "--eval-only", "--best"))
+    assert done.returncode == 1
+    assert f"there is no model_best.pth in '{tmp_path}'" in done.stdout
 
 
 def test_the_configuration_is_printed_as_it_loads(tmp_path: Path) -> None:
