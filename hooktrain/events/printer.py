@@ -6,7 +6,7 @@ import time
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import EventWriter, UnwrittenScalars
 from hooktrain.utils import comm
-from hooktrain.utils.env import peak_memory
+from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
@@ -64,7 +64,7 @@ class CommonMetricPrinter(EventWriter):
                 self.logger.info("  ".join([head, *results[i : i + 2]]))
             line = [head, *fields]
             if is_running and iteration == storage.iter:
-                line = [*self._eta(storage, end), *line, *peak_memory()]
+                line = [*self._eta(storage, end), *line, *_memory()]
             elif not fields:
                 continue
             self.logger.info("  ".join(line))
@@ -125,3 +125,13 @@ def _place(name: str) -> int:
         return 2 + _TIMES.index(name)
     is_rate = name == "lr" or name.endswith(".lr")
     return 4 if is_rate else 1
+
+
+def _memory() -> list[str]:
+    """The accelerator's peak of allocated memory, if it has one."""
+    module = device_module()
+    peak = getattr(module, "max_memory_allocated", None)
+    if peak is None:
+        return []
+    megabytes = peak() / 2**20
+    return [f"max_mem: {megabytes:.0f}M"]

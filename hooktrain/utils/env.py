@@ -96,13 +96,3 @@ def device_module() -> Any:
     """The module of the current accelerator, such as ``torch.cuda``; None if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device and torch.get_device_module(device)
-
-
-def peak_memory() -> list[str]:
-    """The accelerator's peak of allocated memory, if it has one, for a line of the log."""
-    module = device_module()
-    peak = getattr(module, "max_memory_allocated", None)
-    if peak is None:
-        return []
-    megabytes = peak() / 2**20
-    return [f"max_mem: {megabytes:.0f}M"]

@@ -66,7 +66,8 @@ class _TerminalHandler(_Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # the process was started without one
             self.stream = sys.stdout
-            _draw("")
+            if not _cell():
+                _draw("")
             super().emit(record)
 
 
@@ -155,9 +156,9 @@ def show_progress(
     total: int,
     seconds_left: float | None = None,
 ) -> bool:
-    """Draw a progress bar below the lines on the terminal, if a person watches one.
+    """Draw a progress bar, if a person watches the terminal or the cell of a notebook.
 
-    The next line takes its place.
+    On a terminal it stands below the lines, and the next line takes its place.
 
     Args:
         what: what takes so long.
@@ -184,13 +185,15 @@ def show_progress(
     return True
 
 
-# What stands in the last line of the terminal, and since when.
-_bar = SimpleNamespace(text="", drawn_at=0.0)
+# What stands in the last line of the terminal, or in which cell, and since when.
+_bar = SimpleNamespace(text="", cell="", drawn_at=0.0)
 
 
 def _draw(text: str) -> None:
     """Replace the bar by another; an empty one removes it."""
-    if text or _bar.text:
+    if _cell():
+        _show(text)
+    elif text or _bar.text:
         with suppress(OSError):  # the terminal may be gone
             sys.stdout.write(f"\r\x1b[K{text}")
             sys.stdout.flush()
@@ -198,11 +201,30 @@ def _draw(text: str) -> None:
     _bar.drawn_at = time.monotonic()
 
 
+def _cell() -> str:
+    """A name for the cell of a notebook that is running, or ""."""
+    message = getattr(sys.stdout, "parent_header", {})
+    name: str = message.get("msg_id", "")
+    return name
+
+
+def _show(text: str) -> None:
+    """Replace the bar of the cell, which stands where it was drawn first."""
+    from IPython.display import display
+
+    cell = _cell()
+    data = {"text/plain": text}
+    is_there = cell == _bar.cell
+    display(data, raw=True, display_id=cell, update=is_there)
+    _bar.cell = cell
+
+
 def _is_watched() -> bool:
-    """Whether a person watches the terminal, and wants to see progress."""
+    """Whether a person watches, and wants to see progress."""
     for handler in logging.getLogger("hooktrain").handlers:
         if isinstance(handler, _TerminalHandler) and handler.level <= logging.INFO:
-            return sys.stdout is not None and sys.stdout.isatty()
+            is_terminal = sys.stdout is not None and sys.stdout.isatty()
+            return is_terminal or bool(_cell())
     return False
 
 

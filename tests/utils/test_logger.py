@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,39 @@ def test_a_bar_stands_below_the_lines_where_somebody_watches(
     one, two, three = (erase + bar for bar in bars)
     expected = one + two + erase + three + erase if watched else ""
     assert re.fullmatch(re.escape(expected) + rf"{TIME} hello\n", screen.getvalue())
+
+
+def test_a_bar_in_a_notebook_stays_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, str, bool]] = []
+
+    def display(data: dict[str, str], raw: bool, display_id: str, update: bool) -> None:
+        shown.append((display_id, data["text/plain"], update))
+
+    class Stream(io.StringIO):  # as a kernel's
+        parent_header: dict[str, str]
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(
+        sys.modules, "IPython.display", SimpleNamespace(display=display)
+    )
+    monkeypatch.setattr(sys, "stdout", stream := Stream())
+    logger = setup_logger(color=False)
+    try:
+        for cell in ("one", "two"):
+            stream.parent_header = {"msg_id": cell}
+            assert show_progress("Training", 1, 2)
+            logger.info("hello")
+            assert show_progress("Training", 2, 2)
+    finally:
+        close_logger()
+    bar = "Training [###############---------------] 1/2"
+    assert shown == [
+        ("one", bar, False),
+        ("one", "", True),
+        ("two", bar, False),
+        ("two", "", True),
+    ]
+    assert re.fullmatch(rf"({TIME} hello\n){{2}}", stream.getvalue())
 
 
 def test_setting_up_again_replaces_what_was_there(
