@@ -10,7 +10,10 @@ from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
-_TIMES = ("time", "data_time")
+_TIMES = {
+    "time": 2,
+    "data_time": 3,
+}
 _HIDDEN = ("eta_seconds", "rank_data_time")
 
 
@@ -83,9 +86,7 @@ class CommonMetricPrinter(EventWriter):
         """What is shown, of training and of evaluations."""
         hints = storage.smoothing_hints()
         total = metrics.get("total_loss")
-        fields: list[str] = []
-        results: list[str] = []
-
+        shown: tuple[list[str], list[str]] = ([], [])
         for name in sorted(metrics, key=_place):
             value = metrics[name]
             is_detail = hints[name] and "/" in name and "[metric]" not in name
@@ -96,9 +97,8 @@ class CommonMetricPrinter(EventWriter):
             if name in _TIMES:
                 value = storage.history(name).avg(self._window_size)
             is_result = "/" in name and not hints[name]
-            place = results if is_result else fields
-            place.append(f"{name}: {value:.4g}")
-        return fields, results
+            shown[is_result].append(f"{name}: {value:.4g}")
+        return shown
 
     def _eta(
         self,
@@ -121,10 +121,9 @@ def _place(name: str) -> int:
     """Its place in a line: losses first, then others, times, rates."""
     if is_loss(name):
         return 0
-    if name in _TIMES:
-        return 2 + _TIMES.index(name)
-    is_rate = name == "lr" or name.endswith(".lr")
-    return 4 if is_rate else 1
+    is_rate = f".{name}".endswith(".lr")
+    place = 4 if is_rate else 1
+    return _TIMES.get(name, place)
 
 
 def _memory() -> list[str]:
