@@ -26,7 +26,7 @@ format: .venv/installed-dev
 
 docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	$(BIN)/python -m pdoc --docformat google --no-show-source -o output/api hooktrain
+	$(BIN)/python tools/api_reference.py output/api
 
 benchmark: .venv/installed
 	$(BIN)/python tools/benchmark.py step

@@ -8,27 +8,41 @@ The page of a package has all that people import from it. Needs the extra `docs`
 import importlib
 import pkgutil
 import sys
+import warnings
 from inspect import ismodule
 from pathlib import Path
-
-import pdoc
+from types import ModuleType
 
 import hooktrain
 
 
+def modules() -> list[ModuleType]:
+    """All packages and modules of hooktrain."""
+    found = pkgutil.walk_packages(hooktrain.__path__, "hooktrain.")
+    return [hooktrain, *(importlib.import_module(info.name) for info in found)]
+
+
+def exports(package: ModuleType) -> list[str]:
+    """What people import from a package: its modules and its names."""
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    for name, value in vars(package).items():
+        is_known = name.startswith("_") or name in names
+        if not is_known and not ismodule(value):
+            names.append(name)
+    return names
+
+
 def main(folder: Path) -> None:
-    """Tell pdoc what packages export, by `__all__`, and let it write the pages."""
-    names = ["hooktrain"]
-    for info in pkgutil.walk_packages(hooktrain.__path__, "hooktrain."):
-        names.append(info.name)
-        module = importlib.import_module(info.name)
-        public = [name for name in vars(module) if not name.startswith("_")]
-        exported = [name for name in public if not ismodule(getattr(module, name))]
-        if info.ispkg and exported:
-            modules = [inner.name for inner in pkgutil.iter_modules(module.__path__)]
-            module.__all__ = [*exported, *modules]
+    """Tell pdoc what packages export, and let it write the pages."""
+    import pdoc
+
+    # What only type checkers import is not found.
+    warnings.filterwarnings("ignore", "Error parsing type annotation")
+    for module in modules():
+        if hasattr(module, "__path__"):
+            module.__all__ = exports(module)  # type: ignore[attr-defined]
     pdoc.render.configure(docformat="google", show_source=False)
-    pdoc.pdoc(*names, output_directory=folder)
+    pdoc.pdoc("hooktrain", output_directory=folder)
 
 
 if __name__ == "__main__":

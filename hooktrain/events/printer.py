@@ -127,8 +127,7 @@ def _place(name: str) -> int:
 
 def _memory() -> list[str]:
     """The accelerator's peak of allocated memory, if it has one."""
-    module = device_module()
-    peak = getattr(module, "max_memory_allocated", None)
+    peak = getattr(device_module(), "max_memory_allocated", None)
     if peak is None:
         return []
     megabytes = peak() / 2**20
