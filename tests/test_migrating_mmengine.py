@@ -80,6 +80,17 @@ trainer.train(max_iter=2 * len(train_dataloader))
 """
 PAIRS = ["mmengine", "gan", "two-updates"]
 
+# The first pair with momenta, rules for parameters, and schedules in iterations and in epochs.
+RULES = {
+    'dict(type="SGD", lr=0.01)': (
+        'dict(type="AdamW", lr=0.01, weight_decay=0.1), paramwise_cfg=dict(bias_decay_mult=0.0)'
+    ),
+    "milestones=[2, 3]": "milestones=[2, 4]",
+    'dict(type="MultiStepLR"': (
+        'dict(type="LinearLR", begin=10, end=90, by_epoch=False), dict(type="MultiStepLR"'
+    ),
+}
+
 
 def ported(pair: str) -> str:
     """The script before, by the recipe, up to its runner; then what takes that one's place."""
@@ -93,6 +104,24 @@ def ported(pair: str) -> str:
 
 for _pair in PAIRS:
     SCRIPTS[f"{_pair}-ported"] = ported(_pair)
+
+
+def with_rules(script: str) -> str:
+    """A script with other optimizers and schedules."""
+    for old, new in RULES.items():
+        assert old in script
+        script = script.replace(old, new)
+    opening = (
+        "param_scheduler=" if "runner =" in script else "build_param_scheduler(\n    "
+    )
+    script = script.replace(f"{opening}dict(", f"{opening}[dict(")
+    return script.replace("milestones=[2, 4])", "milestones=[2, 4])]")
+
+
+def resumed(script: str) -> str:
+    """A script of MMEngine that goes on with a checkpoint of ours."""
+    options = 'load_from="epoch_3.pth", resume=True)\nrunner.train()'
+    return script.replace(")\nrunner.train()", f"    {options}")
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +164,26 @@ def test_a_run_of_mmengine_goes_on_here_from_a_converted_checkpoint(
     assert trainer.start_iter == 75
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert_same_weights(trainer.model.state_dict(), before["mmengine"])
+
+
+@pytest.mark.parametrize("rules", [False, True])
+def test_a_run_of_ours_goes_on_in_mmengine_from_a_converted_checkpoint(
+    rules: bool,
+    tmp_path: Path,
+    before: dict[str, Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = [SCRIPTS["mmengine-ported"], SCRIPTS["mmengine-back"]]
+    parts += [resumed(SCRIPTS["mmengine-before"]), SCRIPTS["mmengine-before"]]
+    if rules:
+        parts = [with_rules(parts[0]), parts[1], *map(with_rules, parts[2:])]
+        parts[1] = parts[1].replace("=25)", "=25, paramwise_cfg=True)")
+    monkeypatch.setitem(SCRIPTS, "theirs", parts[3])
+    monkeypatch.setitem(SCRIPTS, "ours", "\n".join(parts[:3]))
+    weights = run_scripts(["theirs", "ours"], tmp_path, warnings="ignore")
+    log = next((tmp_path / "ours/work_dir").glob("*/*.log")).read_text()
+    assert "resumed epoch: 3, iter: 75" in log
+    assert_same_weights(weights["ours"], weights["theirs"])
 
 
 def run_on_this_rank(paths: list[str]) -> list[tuple[str, Weights]]:

@@ -141,9 +141,44 @@ def test_a_strategy_goes_on_from_a_trainers_checkpoint(
     path = tmp_path / "iter_4.pth"
     whole.checkpointer.save("model_0000003", iteration=3)
     saved = load_file(tmp_path / "model_0000003.pth")
-    torch.save(mmengine.to_mmengine(saved), path)
+    torch.save(mmengine.to_mmengine(saved, ema=False), path)
     other = Run(tmp_path)
     rest = other.strategy.resume(path)
     assert rest is not None
     assert rest["meta"]["iter"] == 4
     assert_same(other, whole)
+
+
+def test_a_checkpoint_is_the_same_after_a_conversion_there_and_back(
+    tmp_path: Path, whole: Run
+) -> None:
+    whole.checkpointer.save("model_0000003", iteration=3)
+    saved = load_file(tmp_path / "model_0000003.pth")
+    back = mmengine.from_mmengine(mmengine.to_mmengine(saved))
+    assert_equal(back["model"], dict(saved["model"]))
+    assert back["iteration"] == 3
+    for part in ("optimizer", "seed"):
+        assert_equal(back["trainer"][part], saved["trainer"][part])
+    hooks, expected = back["trainer"]["hooks"], saved["trainer"]["hooks"]
+    assert_equal(hooks["EMA"], dict(expected["EMA"]))
+    assert_equal(
+        hooks["LRScheduler"]["schedulers"], expected["LRScheduler"]["schedulers"]
+    )
+    assert mmengine.to_mmengine(saved, 2)["meta"] == {"iter": 4, "epoch": 2, "seed": 3}
+
+
+def test_what_a_strategy_saves_becomes_mmengines(tmp_path: Path, whole: Run) -> None:
+    whole.strategy.save_checkpoint(tmp_path / "x.pth", extra_ckpt={"meta": {"iter": 4}})
+    converted = mmengine.to_mmengine(load_file(tmp_path / "x.pth"), paramwise_cfg=True)
+    theirs = whole.as_mmengine_has_it()
+    assert_equal(converted["state_dict"], dict(whole.strategy.model_state_dict()))
+    groups = converted["optimizer"]["param_groups"]
+    assert [group["params"] for group in groups] == [
+        [name] for name in theirs["state_dict"]
+    ]
+    rates = [group["lr"] for group in theirs["optimizer"]["param_groups"]]
+    assert [group["lr"] for group in groups] == rates
+    (ours,), (expected,) = converted["param_schedulers"], theirs["param_schedulers"]
+    assert ours["_last_value"] == expected["_last_value"][:-1]
+    assert ours["base_values"] == expected["base_values"][:-1]
+    assert ours["last_step"] == expected["last_step"]
