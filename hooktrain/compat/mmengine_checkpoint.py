@@ -90,34 +90,29 @@ def to_mmengine(
     if "trainer" not in state:
         state = from_mmengine(state)
     trainer = state["trainer"]
-    model = dict(state["model"])
-    converted: dict[str, Any] = {"state_dict": model}
-    if ema and "EMA" in trainer["hooks"]:
-        average = dict(trainer["hooks"]["EMA"])
-        converted["ema_state_dict"] = average
-        _swap(model, average)
-    optimizer = dict(trainer["optimizer"])
-    if "grad_scaler" in optimizer:
-        optimizer["loss_scaler"] = optimizer["grad_scaler"]
-    hook = trainer["hooks"].get("LRScheduler", {})
-    schedulers = hook.get("schedulers", {})
-    schedulers = schedulers.get("", schedulers)
-    if paramwise_cfg:
-        groups = _groups_of_one(optimizer["param_groups"], model)
-        optimizer["param_groups"] = [group for _, group in groups]
-        homes = [home for home, _ in groups]
-        schedulers = [_for_groups(each, homes) for each in schedulers]
     done = trainer["iteration"] + 1
     meta = {"iter": done, "seed": trainer.get("seed")}
     if epoch_length is not None:
         meta["epoch"] = done // epoch_length
-    return {
-        **converted,
+    optimizer = dict(trainer["optimizer"])
+    if "grad_scaler" in optimizer:
+        optimizer["loss_scaler"] = optimizer["grad_scaler"]
+    hooks = trainer["hooks"]
+    schedulers = hooks.get("LRScheduler", {}).get("schedulers", {})
+    schedulers = schedulers.get("", schedulers)
+    converted = {
+        "meta": meta,
+        "message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}},
+        "state_dict": dict(state["model"]),
         "optimizer": optimizer,
         "param_schedulers": schedulers,
-        "message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}},
-        "meta": meta,
     }
+    if paramwise_cfg:
+        _split_groups(converted)
+    if ema and "EMA" in hooks:
+        average = converted["ema_state_dict"] = dict(hooks["EMA"])
+        _swap(converted["state_dict"], average)
+    return converted
 
 
 def _swap(model: dict[str, Any], average: dict[str, Any]) -> None:
@@ -128,20 +123,17 @@ def _swap(model: dict[str, Any], average: dict[str, Any]) -> None:
         average[key] = value
 
 
-def _groups_of_one(
-    groups: Sequence[dict[str, Any]], model: Mapping[str, Any]
-) -> list[tuple[int, dict[str, Any]]]:
-    """A group for each parameter, in the model's order, with the place of its old one."""
+def _split_groups(state: dict[str, Any]) -> None:
+    """Make a group for each parameter, in the model's order."""
+    optimizer = state["optimizer"]
     split = {}
-    for home, group in enumerate(groups):
+    for home, group in enumerate(optimizer["param_groups"]):
         for name in group["params"]:
             split[name] = home, {**group, "params": [name]}
-    return [split[name] for name in model if name in split]
-
-
-def _for_groups(scheduler: Mapping[str, Any], homes: Sequence[int]) -> dict[str, Any]:
-    state = dict(scheduler)
-    for key in ("base_values", "_last_value"):
-        values = state[key]
-        state[key] = [values[home] for home in homes]
-    return state
+    found = [split[name] for name in state["state_dict"] if name in split]
+    optimizer["param_groups"] = [group for _, group in found]
+    schedulers = [dict(scheduler) for scheduler in state["param_schedulers"]]
+    for scheduler in schedulers:
+        for key in ("base_values", "_last_value"):
+            scheduler[key] = [scheduler[key][home] for home, _ in found]
+    state["param_schedulers"] = schedulers

@@ -77,6 +77,22 @@ class _Validation:
 class Hook(HookBase):
     """A hook with MMEngine's events; the trainer is under a runner's names.
 
+    ::
+
+        before_run(runner)
+        before_train(runner)
+        before_train_epoch(runner)              # of len(loader) iterations
+        before_train_iter(runner, batch_idx)    # the batch is not there yet
+        after_train_iter(runner, batch_idx, data_batch, outputs)
+        after_train_epoch(runner)
+        after_train(runner)
+        after_run(runner)
+
+        before_val(runner)
+        before_val_epoch(runner)
+        after_val_epoch(runner, metrics)
+        after_val(runner)
+
     Those of a validation are called around the function of each ``EvalHook``. A warning names
     what is never called: events of a test, and those around a batch of a validation. Hooks run
     in the order of their registration, whatever their priority.
@@ -104,39 +120,12 @@ class Hook(HookBase):
     def after_train(self, runner: Any) -> None:
         """Called after the last iteration."""
 
-    def before_run(self, runner: Any) -> None:
-        """Called before :meth:`before_train`."""
+    def _event(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def after_run(self, runner: Any) -> None:
-        """Called after :meth:`after_train`."""
-
-    def before_train_epoch(self, runner: Any) -> None:
-        """Called before the first iteration of an epoch, which has ``len(loader)``."""
-
-    def after_train_epoch(self, runner: Any) -> None:
-        """Called after the last iteration of an epoch."""
-
-    def before_val(self, runner: Any) -> None:
-        """Called before a validation."""
-
-    def after_val(self, runner: Any) -> None:
-        """Called after a validation."""
-
-    def before_val_epoch(self, runner: Any) -> None:
-        """Called after :meth:`before_val`."""
-
-    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
-        """Called before :meth:`after_val`, with the metrics."""
-
-    def before_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None
-    ) -> None:
-        """Called before each iteration; the batch is not there yet, and None."""
-
-    def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
-        """Called after each iteration, with its batch and what ``train_step`` returned."""
+    before_run = before_train_epoch = before_train_iter = _event
+    after_train_iter = after_train_epoch = after_run = _event
+    before_val = before_val_epoch = after_val_epoch = after_val = _event
 
     def before_step(self) -> None:
         """Call the events before an iteration."""

@@ -21,14 +21,13 @@ _OURS = {
 _MORE: dict[str, Callable[[Any], Any]] = {
     "work_dir": lambda trainer: _of_hooks(trainer, "checkpointer").save_dir,
     "param_schedulers": lambda trainer: _of_hooks(trainer, "scheduler"),
-    "message_hub": lambda trainer: MessageHub.get_current_instance(),
+    "message_hub": lambda trainer: _HUB,
     "logger": lambda trainer: logging.getLogger("hooktrain"),
     "rank": lambda trainer: comm.get_rank(),
     "world_size": lambda trainer: comm.get_world_size(),
     "distributed": lambda trainer: unwrap_model(trainer.model) is not trainer.model,
     "val_dataloader": lambda trainer: None,
     "val_loop": lambda trainer: None,
-    "test_dataloader": lambda trainer: None,
 }
 
 
@@ -66,8 +65,6 @@ class Runner:
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "stop_training" and value:
             self.trainer.request_stop("a hook has set stop_training")
-        elif hasattr(type(self), name):
-            raise AttributeError(f"runner.{name} is what the trainer has, and stays so")
         else:
             setattr(self.trainer, _OURS.get(name, name), value)
 
@@ -118,10 +115,7 @@ class MessageHub:
         """The hub."""
         return _HUB
 
-    @staticmethod
-    def get_current_instance() -> "MessageHub":
-        """The hub."""
-        return _HUB
+    get_current_instance = get_instance
 
     def get_info(self, key: str, default: Any = None) -> Any:
         """Some information, or the default."""
@@ -160,11 +154,6 @@ class MessageHub:
         for key, value in log_dict.items():
             entry = value if isinstance(value, Mapping) else {"value": value}
             self.update_scalar(key, **entry)
-
-    @property
-    def log_scalars(self) -> dict[str, Any]:
-        """A copy of all metrics, each as :meth:`get_scalar` gives it."""
-        return {key: self.get_scalar(key) for key in get_event_storage().histories()}
 
     def get_scalar(self, key: str) -> Any:
         """A copy of a metric's values, as MMEngine's ``HistoryBuffer``."""

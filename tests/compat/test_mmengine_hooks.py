@@ -180,10 +180,6 @@ class Asking(Hook):
             AttributeError, match=r"no runner\.cfg here; .* trainer\.cfg"
         ):
             runner.cfg  # noqa: B018
-        with pytest.raises(
-            AttributeError, match=r"runner\.epoch is what the trainer has"
-        ):
-            runner.epoch = 3
         runner.logger.info("asked")
         runner.train_loop.stop_training = True
 
@@ -264,6 +260,5 @@ def test_a_hub_gives_metrics_in_mmengines_buffers(
             storage.put_scalar("loss", torch.tensor(value))
         loss = hub.get_scalar("train/loss")
         assert (loss.current(), loss.mean(), loss.mean(2)) == (6, 3, 4)
-        assert [*hub.log_scalars] == ["loss"]
         with pytest.raises(KeyError, match="no metric 'val/loss'; did you mean 'loss'"):
             hub.get_scalar("val/loss")
