@@ -21,7 +21,7 @@ _OURS = {
 _MORE: dict[str, Callable[[Any], Any]] = {
     "work_dir": lambda trainer: _of_hooks(trainer, "checkpointer").save_dir,
     "param_schedulers": lambda trainer: _of_hooks(trainer, "scheduler"),
-    "message_hub": lambda trainer: _HUB,
+    "message_hub": lambda trainer: MessageHub.get_instance(),
     "logger": lambda trainer: logging.getLogger("hooktrain"),
     "rank": lambda trainer: comm.get_rank(),
     "world_size": lambda trainer: comm.get_world_size(),
