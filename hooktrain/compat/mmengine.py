@@ -30,7 +30,10 @@ from hooktrain.compat.mmengine_checkpoint import (
     to_mmengine as to_mmengine,
 )
 from hooktrain.compat.mmengine_evaluation import BaseMetric as BaseMetric
-from hooktrain.compat.mmengine_hooks import Hook as Hook
+from hooktrain.compat.mmengine_hooks import (
+    Hook as Hook,
+    ParamSchedulerHook as ParamSchedulerHook,
+)
 from hooktrain.compat.mmengine_model import (
     BaseAveragedModel as BaseAveragedModel,
     BatchNormXd as BatchNormXd,
@@ -43,7 +46,7 @@ from hooktrain.compat.mmengine_model import (
     detect_anomalous_params as detect_anomalous_params,
     revert_sync_batchnorm as revert_sync_batchnorm,
 )
-from hooktrain.compat.mmengine_runner import MessageHub as MessageHub
+from hooktrain.compat.mmengine_runner import MessageHub as MessageHub, Runner as _Runner
 from hooktrain.compat.mmengine_strategy import (
     BaseStrategy as BaseStrategy,
     DDPStrategy as DDPStrategy,
@@ -59,6 +62,7 @@ barrier = comm.synchronize
 get_rank = comm.get_rank
 get_world_size = comm.get_world_size
 is_main_process = comm.is_main_process
+EpochBasedTrainLoop = _Runner  # what runner.train_loop is
 MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
 
 _INSTEAD = {
@@ -71,7 +75,6 @@ _INSTEAD = {
     "IterTimerHook": "hooks.IterationTimer",
     "LoggerHook": "hooks.PeriodicWriter(default_writers(folder))",
     "NaiveVisualizationHook": "trainer.storage.put_image",
-    "ParamSchedulerHook": "hooks.LRScheduler",
     "ProfilerHook": "hooks.TorchProfiler",
     "Runner": "StepTrainer(model, data_loader, optim_wrapper), with hooks",
     "RuntimeInfoHook": "nothing: the trainer and hooks.LRScheduler record it",

@@ -172,3 +172,12 @@ class Hook(HookBase):
     def is_last_train_iter(self, runner: Any) -> bool:
         """Whether this is the last iteration."""
         return bool(runner.iter + 1 == runner.max_iters)
+
+
+class ParamSchedulerHook(Hook):
+    """To derive a schedule of one's own from. ``hooks.LRScheduler`` steps schedulers."""
+
+    def before_run(self, runner: Any) -> None:
+        """Refuse to take the place of ``hooks.LRScheduler``."""
+        if type(self) is ParamSchedulerHook:
+            raise TypeError("in place of ParamSchedulerHook take hooks.LRScheduler")

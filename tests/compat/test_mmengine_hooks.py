@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.compat.mmengine import Hook, MessageHub, StepTrainer
+from hooktrain.compat.mmengine import (
+    EpochBasedTrainLoop,
+    Hook,
+    MessageHub,
+    ParamSchedulerHook,
+    StepTrainer,
+)
 from hooktrain.engine import HookBase
 from hooktrain.engine.hooks import EvalHook, PeriodicCheckpointer
 from hooktrain.events import EventStorage
@@ -181,6 +187,7 @@ class Asking(Hook):
         ):
             runner.cfg  # noqa: B018
         runner.logger.info("asked")
+        assert isinstance(runner.train_loop, EpochBasedTrainLoop)
         runner.train_loop.stop_training = True
 
 
@@ -262,3 +269,16 @@ def test_a_hub_gives_metrics_in_mmengines_buffers(
         assert (loss.current(), loss.mean(), loss.mean(2)) == (6, 3, 4)
         with pytest.raises(KeyError, match="no metric 'val/loss'; did you mean 'loss'"):
             hub.get_scalar("val/loss")
+
+
+class Halving(ParamSchedulerHook):
+    def before_train_epoch(self, runner: Any) -> None:
+        for group in runner.optim_wrapper.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def test_a_schedule_of_ones_own_derives_from_mmengines_hook() -> None:
+    trainer = trained(Halving(), max_iter=4)
+    assert trainer.optim_wrapper.get_lr()["lr"] == [0.025]
+    with pytest.raises(TypeError, match=r"take hooks\.LRScheduler"):
+        trained(ParamSchedulerHook())
