@@ -21,7 +21,7 @@ from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.logger import pretty_seconds
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.names import did_you_mean, is_loss
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +333,7 @@ class BestCheckpointer(HookBase):
 
 
 class RunSummary(HookBase):
-    """Logs how a run has come to its end: after how long, its best value, and its folder.
+    """Logs how a run has come to its end: its length, last and best values, and folder.
 
     Register it last.
 
@@ -351,23 +351,32 @@ class RunSummary(HookBase):
         self._start = time.perf_counter()
 
     def after_train(self) -> None:
-        """Log three lines, after a good end."""
+        """Log four lines, after a good end."""
         trainer = self.trainer
         if not trainer.succeeded:
             return
         how = "Stopped early" if trainer.stop_reason else "Finished"
         seconds = pretty_seconds(time.perf_counter() - self._start)
+        logger.info(
+            "%s after %d iterations; this run took %s",
+            how,
+            trainer.max_iter,
+            seconds,
+        )
         latest = trainer.storage.latest_with_smoothing_hint()
-        loss, _ = latest.get("total_loss", (math.nan, -1))
-        text = "%s after %d iterations; this run took %s; the last total_loss is %.4g"
-        logger.info(text, how, trainer.max_iter, seconds, loss)
+        losses = [f"{n}: {v:.4g}" for n, (v, _) in latest.items() if is_loss(n)]
+        logger.info("The last losses: %s", "  ".join(losses[:3]))
         best = self._best
         if best is not None and best.best_metric is not None:
-            name = best._val_metric
-            last, _ = latest.get(name, (math.nan, -1))
-            text = "The best %s is %.4g, of iteration %d, in %s; the last is %.4g"
-            found = (best.best_metric, best.best_iter, best._file)
-            logger.info(text, name, *found, last)
+            last, _ = latest.get(best._val_metric, (math.nan, -1))
+            logger.info(
+                "The best %s is %.4g, of iteration %d, in %s; the last is %.4g",
+                best._val_metric,
+                best.best_metric,
+                best.best_iter,
+                best._file,
+                last,
+            )
         logger.info("Everything is in %s", self._folder)
 
 

@@ -87,13 +87,15 @@ def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) 
         (
             -1,
             False,
-            "Finished after 8 iterations; this run took 0:00:16; the last total_loss is 0.5"
+            "Finished after 8 iterations; this run took 0:00:16"
+            "\nThe last losses: total_loss: 0.5  loss_a: 0.5"
             "\nThe best accuracy is 9, of iteration 2, in model_best.pth; the last is 1",
         ),
         (
             3,
             True,
-            "Stopped early after 4 iterations; this run took 0:00:08; the last total_loss is 0.5"
+            "Stopped early after 4 iterations; this run took 0:00:08"
+            "\nThe last losses: total_loss: 0.5  loss_a: 0.5"
             "\nThe best accuracy is 9, of iteration 2, in model_best; the last is 1",
         ),
     ],
@@ -108,7 +110,7 @@ def test_a_run_is_summed_up_at_its_end(
 ) -> None:
     def work(trainer: Any) -> None:
         clock.now += 2.0
-        trainer.storage.put_scalar("total_loss", 0.5)
+        trainer.storage.put_scalars(total_loss=0.5, loss_a=0.5)
         if trainer.iter == stop_at:
             trainer.request_stop("tired")
 
