@@ -81,12 +81,14 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
     for run, name_of_run in zip(runs, names_of(runs), strict=True):
         metrics = read_run(run)
         total = metrics.get("total_loss", [])
+        losses = [metrics[name] for name in metrics if is_of_training(name)]
+        of_training = total or max(losses, key=len, default=[])
         for name, points in sorted(metrics.items()):
             is_total = points == total and name != "total_loss"
             if name not in wanted if wanted else is_total:
                 continue
             # Training writes all of its metrics together; evaluations write when they come.
-            is_seldom = bool(total) and not is_written_with(points, total)
+            is_seldom = bool(of_training) and not is_written_with(points, of_training)
             label = f"{name_of_run}: {name}" if len(runs) > 1 else name
             is_smooth = is_loss(name) and not is_seldom
             line = Line(points, count if is_smooth else 1)
@@ -94,10 +96,15 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
     return {title: panels[title] for title in TITLES if title in panels}
 
 
-def is_written_with(points: Points, total: Points) -> bool:
-    """Whether a metric has as many values as the total loss, and none after its last."""
-    has_as_many = len(total) - 1 <= len(points) <= len(total)
-    return has_as_many and points[-1][0] <= total[-1][0]
+def is_of_training(name: str) -> bool:
+    """Whether a metric has the name of a loss that is trained."""
+    return is_loss(name) and "val" not in name and "/" not in name
+
+
+def is_written_with(points: Points, loss: Points) -> bool:
+    """Whether a metric has as many values as a loss of training, and none after its last."""
+    has_as_many = len(loss) - 1 <= len(points) <= len(loss)
+    return has_as_many and points[-1][0] <= loss[-1][0]
 
 
 def names_of(runs: list[Path]) -> list[str]:

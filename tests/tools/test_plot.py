@@ -43,18 +43,18 @@ def test_metrics_are_put_into_panels(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("period", "last"),
-    [(3, 9), (3, 8), (1, 9), (2, 8)],
+    ("period", "last", "total"),
+    [(3, 9, "total_loss"), (3, 8, "loss_c"), (1, 9, "total_loss"), (2, 8, "loss_c")],
     ids=["at the end", "while it runs", "often", "with each line"],
 )
 def test_what_comes_from_evaluations_is_a_result(
-    period: int, last: int, tmp_path: Path
+    period: int, last: int, total: str, tmp_path: Path
 ) -> None:
     rows: list[dict[str, float]] = []
     for i in range(last + 1):
         row: dict[str, float] = {"iteration": i}
         if i % 2 == 1 and i < 9:
-            row |= {"total_loss": 3.0, "loss_a": 2.0, "loss_b": 1.0, "grad_norm": i}
+            row |= {total: 3.0, "loss_a": 2.0, "loss_b": 1.0, "grad_norm": i}
         if i % period == period - 1:
             row |= {"nll": i, "val_loss": i}
         rows.append(row)
@@ -64,7 +64,7 @@ def test_what_comes_from_evaluations_is_a_result(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows if len(row) > 1))
     panels = plot.read([tmp_path], [], count=9)
     assert {title: [*panel] for title, panel in panels.items()} == {
-        "losses": ["loss_a", "loss_b", "total_loss", "val_loss"],
+        "losses": ["loss_a", "loss_b", total, "val_loss"],
         "results": ["nll"],
         "others": ["grad_norm"],
     }
