@@ -90,6 +90,13 @@ def test_the_script_of_the_guide_trains_on_any_number_of_processes(
     assert "Warning" not in printed
 
 
+def test_the_guide_lists_its_sections() -> None:
+    contents, _, sections = GUIDE.partition("\n## ")
+    titles = re.findall(r"^## (.+)$", f"## {sections}", re.MULTILINE)
+    anchors = [title.lower().replace(",", "").replace(" ", "-") for title in titles]
+    assert sorted(re.findall(r"\]\(#([\w-]+)\)", contents)) == sorted(anchors)
+
+
 def with_a_slow_rank(program: str) -> str:
     """What the hook of the guide prints where rank 1 is slow."""
     names: dict[str, Any] = {"hooks": hooks, "comm": comm}

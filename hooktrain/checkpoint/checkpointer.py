@@ -264,7 +264,7 @@ class Checkpointer:
         accept it.
 
         Args:
-            path: of a file or folder, or an address (:func:`~hooktrain.checkpoint.local_path`). ""
+            path: of a file or folder, or an address (:func:`hooktrain.checkpoint.local_path`). ""
                 and None load nothing.
             checkpointables: names of those to load beside the model; by default all.
                 ``"trainer.optimizer"`` is loaded by ``load_state_dict(state, only={"optimizer"})``.

@@ -145,7 +145,7 @@ def load_checkpoint(
 
     The state of the model is under ``"model"`` or ``"state_dict"``, or the file is a bare state
     dict. :func:`load_model_state` says what is loaded; it takes a prefix ``module.`` off by itself.
-    Nothing but the model is loaded; :class:`~hooktrain.checkpoint.Checkpointer` resumes a run.
+    Nothing but the model is loaded; :class:`hooktrain.checkpoint.Checkpointer` resumes a run.
 
     Example::
 

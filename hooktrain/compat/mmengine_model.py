@@ -192,7 +192,7 @@ class MMDistributedDataParallel(StepDistributedDataParallel):
         module: the model, on its device.
         detect_anomalous_params: log in each step the parameters that the loss does not
             depend on, see :func:`detect_anomalous_params`. It takes time.
-        **kwargs: see :class:`~hooktrain.model.StepDistributedDataParallel`.
+        **kwargs: see :class:`hooktrain.model.StepDistributedDataParallel`.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
         Args:
             log_level: the least important messages to log.
-            log_file: see :func:`~hooktrain.utils.logger.setup_logger`; None is
+            log_file: see :func:`hooktrain.utils.logger.setup_logger`; None is
                 ``<log_dir>/<timestamp>.log``.
             ignored: what else MMEngine's logger takes.
         """

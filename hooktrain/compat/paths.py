@@ -67,7 +67,7 @@ class _PathManager:
         self._handlers |= dict.fromkeys(prefixes, handler)
 
     def get_local_path(self, path: AnyPath, **kwargs: Any) -> str:
-        """The path of a local file, as :func:`~hooktrain.checkpoint.local_path` finds it."""
+        """The path of a local file, as :func:`hooktrain.checkpoint.local_path` finds it."""
         return local_path(path, alone=True)
 
     open = _by_handler("_open", open)

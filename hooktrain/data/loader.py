@@ -228,7 +228,7 @@ def build_train_loader(
         dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each
             rank and each worker its part by itself.
         total_batch_size: samples in a batch of all ranks together; a multiple of their number.
-        mapper: applied to each sample, see :class:`~hooktrain.data.MapDataset`.
+        mapper: applied to each sample, see :class:`hooktrain.data.MapDataset`.
         sampler: gives the indices; None shuffles with ``seed``. One of torch's kind must divide
             the data among the ranks by itself. It is asked for a thousand indices at a time.
         seed: of the order and of what is random in a sample. Any non-negative integer; None draws
@@ -282,7 +282,7 @@ def build_test_loader(
         dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each
             rank its part by itself.
         mapper: applied to each sample.
-        sampler: gives this rank's indices; None is :class:`~hooktrain.data.InferenceSampler`.
+        sampler: gives this rank's indices; None is :class:`hooktrain.data.InferenceSampler`.
         options: of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
             ``collate_fn``.
     """

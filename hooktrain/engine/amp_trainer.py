@@ -13,7 +13,7 @@ from hooktrain.solver import AmpOptimWrapper
 class AMPTrainer(SimpleTrainer):
     """A :class:`SimpleTrainer` in mixed precision.
 
-    With accumulation or clipping, give an :class:`~hooktrain.solver.AmpOptimWrapper` to
+    With accumulation or clipping, give an :class:`hooktrain.solver.AmpOptimWrapper` to
     ``SimpleTrainer``. The other arguments are those of :class:`ModelTrainer`.
 
     Args:

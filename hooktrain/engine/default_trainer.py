@@ -39,7 +39,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
 
     Args:
         output_dir: the folder to write to; the first write makes it.
-        max_iter: see :class:`~hooktrain.events.CommonMetricPrinter`.
+        max_iter: see :class:`hooktrain.events.CommonMetricPrinter`.
     """
     output_dir = on_disk(output_dir)
     metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
@@ -71,20 +71,20 @@ def default_hooks(
     sums it up.
 
     Args:
-        scheduler: see :class:`~hooktrain.engine.hooks.LRScheduler`.
+        scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`.
         checkpointer: what saves.
         checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
-        eval_function: see :class:`~hooktrain.engine.hooks.EvalHook`; None never evaluates.
+        eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
         eval_period: 0 evaluates at the end only.
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
         best_mode: ``"max"``, ``"min"`` or None; see
-            :class:`~hooktrain.engine.hooks.BestCheckpointer`.
+            :class:`hooktrain.engine.hooks.BestCheckpointer`.
         best_ema: the average whose weights ``model_best.pth`` holds; None saves the raw
             ones.
-        writers: see :class:`~hooktrain.engine.hooks.PeriodicWriter`.
+        writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`.
         log_period: of the writers.
-        watchdog_s: see :class:`~hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
+        watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
     """
     found: list[hooks.HookBase] = [
         hooks.IterationTimer(),
@@ -129,8 +129,8 @@ class DefaultTrainer(TrainerBase):
     """A trainer with the default hooks, built from a lazy configuration.
 
     The trainer inside, ``_trainer``, makes the steps: a
-    :class:`~hooktrain.engine.StepTrainer` for models with ``train_step``, a
-    :class:`~hooktrain.engine.SimpleTrainer` for others.
+    :class:`hooktrain.engine.StepTrainer` for models with ``train_step``, a
+    :class:`hooktrain.engine.SimpleTrainer` for others.
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
     ``dataloader.{train,test,evaluator}`` and ``train``; ``train`` has all keys of
@@ -138,8 +138,8 @@ class DefaultTrainer(TrainerBase):
     test data or an evaluator nothing is evaluated. With a dict of several test loaders the
     results are by their names, as in ``val/classification/accuracy``. In place of ``optimizer`` and
     ``lr_multiplier`` it may have ``optim_wrapper`` and ``param_scheduler``, as
-    :func:`~hooktrain.solver.build_optim_wrapper` and
-    :func:`~hooktrain.solver.build_param_scheduler` take them: for several optimizers, or
+    :func:`hooktrain.solver.build_optim_wrapper` and
+    :func:`hooktrain.solver.build_param_scheduler` take them: for several optimizers, or
     for schedules of anything but the learning rate. ``hooks`` is a list of further hooks,
     which run right before the evaluation; ``writers`` is a list of further writers.
 
@@ -376,7 +376,7 @@ class DefaultTrainer(TrainerBase):
         Args:
             cfg: the configuration.
             model: the model.
-            evaluators: as :func:`~hooktrain.evaluation.inference_on_dataset` takes them.
+            evaluators: as :func:`hooktrain.evaluation.inference_on_dataset` takes them.
                 As while training, a model that owns its steps has its ``val_step`` called.
                 None takes that of :meth:`build_evaluator`, and calls ``test_step``.
         """

@@ -51,7 +51,7 @@ def launch(
 
     - Under torchrun, srun or mpirun, which have started the processes already, this one
       joins the others, however many were asked for here; see
-      :func:`~hooktrain.strategy.environment.find_place`.
+      :func:`hooktrain.strategy.environment.find_place`.
     - A single process is a plain call, without a process group. So is none.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.

@@ -27,8 +27,8 @@ class ModelTrainer(TrainerBase):
 
     Args:
         model: the model, which is put into training mode.
-        data_loader: an iterable of batches; see :class:`~hooktrain.data.batches.Batches`.
-        optimizer: a torch optimizer, an :class:`~hooktrain.solver.OptimWrapper`, or a dict
+        data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`.
+        optimizer: a torch optimizer, an :class:`hooktrain.solver.OptimWrapper`, or a dict
             of either.
         gather_metric_period: the ranks exchange metrics every so many iterations, or every
             ``"1 epoch"``. Until then they cannot be read.
@@ -183,7 +183,7 @@ class SimpleTrainer(ModelTrainer):
     """The training of one model by one optimizer.
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
-    and returns what :func:`~hooktrain.engine.losses.parse_losses` understands. For another
+    and returns what :func:`hooktrain.engine.losses.parse_losses` understands. For another
     loss define :meth:`compute_loss` in a subclass, for another step :meth:`run_step`.
 
     The arguments are those of :class:`ModelTrainer`.

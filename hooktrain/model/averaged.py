@@ -28,7 +28,7 @@ class BaseAveragedModel(nn.Module):
     float32: in bfloat16 a small weight changes nothing. Buffers are copied at each
     update. So the statistics of BatchNorm are those of the model's own weights, which is
     good enough for a moving average. For others measure them before use, in training
-    mode, by :func:`~hooktrain.model.update_bn_stats`.
+    mode, by :func:`hooktrain.model.update_bn_stats`.
 
     Args:
         model: is copied. Data parallel wrappers and ``torch.compile`` are looked through.
@@ -201,7 +201,7 @@ class StochasticWeightAverage(BaseAveragedModel):
     """The equal average of the weights at each interval (SWA, arXiv:1803.05407).
 
     The first update copies the weights, so those at construction do not count. To begin
-    late in training, see the hook :class:`~hooktrain.engine.hooks.EMA`. Measure the
+    late in training, see the hook :class:`hooktrain.engine.hooks.EMA`. Measure the
     statistics of BatchNorm before the average is used, see :class:`BaseAveragedModel`.
     """
 

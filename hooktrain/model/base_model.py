@@ -95,8 +95,8 @@ class BaseModel(nn.Module, ABC):
                 return scores
 
     Each method may be overridden. A model with its own :meth:`train_step` needs
-    :class:`~hooktrain.model.SeparateDistributedDataParallel` on several ranks, or a
-    subclass of :class:`~hooktrain.model.StepDistributedDataParallel` that has this step
+    :class:`hooktrain.model.SeparateDistributedDataParallel` on several ranks, or a
+    subclass of :class:`hooktrain.model.StepDistributedDataParallel` that has this step
     too.
 
     Args:
@@ -148,7 +148,7 @@ class BaseModel(nn.Module, ABC):
 
         Args:
             data: a batch, as the data loader gives it.
-            optim_wrapper: the :class:`~hooktrain.solver.OptimWrapper`.
+            optim_wrapper: the :class:`hooktrain.solver.OptimWrapper`.
 
         Returns:
             The values to log, without gradient and on the device.

@@ -49,7 +49,7 @@ def update_bn_stats(
 
     Args:
         model: is called with each batch, without gradients, in the mode that it is in; a
-            :class:`~hooktrain.model.BaseModel` as in training.
+            :class:`hooktrain.model.BaseModel` as in training.
         data_loader: at least ``num_iters`` batches. No more are drawn from it.
         num_iters: how many batches; with 0 nothing changes.
 

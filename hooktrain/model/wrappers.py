@@ -49,12 +49,12 @@ class NamingDistributedDataParallel(DistributedDataParallel):
     ["StepDistributedDataParallel", "MMDistributedDataParallel"]
 )
 class StepDistributedDataParallel(NamingDistributedDataParallel):
-    """DistributedDataParallel around a :class:`~hooktrain.model.BaseModel`.
+    """DistributedDataParallel around a :class:`hooktrain.model.BaseModel`.
 
     The training step calls the model through DDP, so that the ranks exchange gradients.
     Where several backward passes are accumulated, they do so in the last one only. A
     model with several optimizers needs
-    :class:`~hooktrain.model.SeparateDistributedDataParallel`.
+    :class:`hooktrain.model.SeparateDistributedDataParallel`.
 
     Args:
         module: the model, on its device. It has the ``data_preprocessor`` and
@@ -112,7 +112,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
     backward pass through them follows, since DDP waits for one.
 
     Each child with trainable parameters is replaced, in the model, by a
-    :class:`~hooktrain.model.StepDistributedDataParallel` around it. Other children stay
+    :class:`hooktrain.model.StepDistributedDataParallel` around it. Other children stay
     as they are, with the values of the first rank. The state has the names of the bare
     model: those of this wrapper with a prefix ``module.``, as DDP has it, those of
     ``module`` without any. So a checkpoint fits any number of ranks.

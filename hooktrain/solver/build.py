@@ -114,7 +114,7 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
       wrapper, by default :class:`OptimWrapper`, and the other items are its arguments;
     - the same with a configuration as ``optimizer``: a dict with ``type`` (a name, a
       class, or its dotted name) and its arguments. ``constructor`` is what builds it, by
-      default :class:`~hooktrain.solver.DefaultOptimWrapperConstructor`;
+      default :class:`hooktrain.solver.DefaultOptimWrapperConstructor`;
     - a dict of several of these by name, for a model that owns its step. A configuration
       is for the parameters of the submodule of that name::
 

@@ -268,7 +268,7 @@ class OptimWrapper:
         match_parameters(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a state: see :func:`~hooktrain.solver.optim_state.load_optimizer_state`."""
+        """Load a state: see :func:`hooktrain.solver.optim_state.load_optimizer_state`."""
         load_optimizer_state(self.optimizer, state_dict, parameter_names(self._model))
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)

@@ -18,7 +18,7 @@ and ReduceOnPlateau, for which torch has schedulers as well, and ``XxxMomentum``
 
 Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
 value where the range begins. The arguments that all schedulers have are those of
-:class:`~hooktrain.solver.param_scheduler.GroupParamScheduler`; the range is given by
+:class:`hooktrain.solver.param_scheduler.GroupParamScheduler`; the range is given by
 keyword.
 """
 
@@ -60,7 +60,7 @@ class GroupParamScheduler:
     To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
 
     Args:
-        optimizer: a torch optimizer or an :class:`~hooktrain.solver.OptimWrapper`.
+        optimizer: a torch optimizer or an :class:`hooktrain.solver.OptimWrapper`.
         param_name: what the groups call the parameter, such as ``"weight_decay"``.
         begin: the first step of the range, at least 0.
         end: the step after the last one of the range; from then on the value stays.

@@ -382,7 +382,7 @@ class BaseStrategy(ABC):
         Args:
             state_dict: of a model, wrapped or not.
             strict: raise a RuntimeError if there is a difference.
-            revise_keys: see :func:`~hooktrain.checkpoint.revise_names`.
+            revise_keys: see :func:`hooktrain.checkpoint.revise_names`.
         """
         state = revise_names(state_dict, revise_keys)
         load_model_state(unwrap_model(self.model), state, strict)
@@ -458,7 +458,7 @@ class BaseStrategy(ABC):
         """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
 
         The generators are seeded by the checkpoint's seed, the number of iterations in
-        ``meta["iter"]`` and the rank; see :func:`~hooktrain.utils.env.seed_step`.
+        ``meta["iter"]`` and the rank; see :func:`hooktrain.utils.env.seed_step`.
 
         Args:
             filename: as for :meth:`load_checkpoint`; None is the newest intact one in

@@ -46,7 +46,7 @@ def wrapper_for(model: nn.Module) -> str:
 
     ``NamingDistributedDataParallel``, which is torch's with better messages, except for
     models that own their training step: ``StepDistributedDataParallel`` for one with the
-    step of :class:`~hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for
+    step of :class:`hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for
     others.
     """
     step = getattr(type(model), "train_step", None)

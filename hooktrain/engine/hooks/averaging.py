@@ -43,7 +43,7 @@ class EMA(HookBase):
             a copy of the weights. 0 and 1 are the same.
 
     Attributes:
-        average: the :class:`~hooktrain.model.BaseAveragedModel`; ``average.module`` is the
+        average: the :class:`hooktrain.model.BaseAveragedModel`; ``average.module`` is the
             averaged model.
 
     Raises:

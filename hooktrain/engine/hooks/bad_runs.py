@@ -100,7 +100,7 @@ class Watchdog(HookBase):
     each of them ends: the one to blame is the one whose stack shows no collective.
 
     ``timeout_s`` must exceed the longest iteration, also the first one with its compilation, and
-    the longest save. Each batch of :func:`~hooktrain.evaluation.inference_on_dataset` counts as
+    the longest save. Each batch of :func:`hooktrain.evaluation.inference_on_dataset` counts as
     progress. Call :func:`hooktrain.utils.timer.beat` inside of anything else that takes long.
     The final evaluation is watched if the hook is registered last.
 

@@ -19,9 +19,9 @@ class LRScheduler(HookBase):
 
     A schedule is one of:
 
-    - a :class:`~hooktrain.solver.ParamScheduler`, which multiplies the optimizer's learning rate
+    - a :class:`hooktrain.solver.ParamScheduler`, which multiplies the optimizer's learning rate
       over the whole run;
-    - one of MMEngine's family, such as :class:`~hooktrain.solver.LinearLR`. It steps at the end of
+    - one of MMEngine's family, such as :class:`hooktrain.solver.LinearLR`. It steps at the end of
       each epoch if it has ``by_epoch``, and ``ReduceOnPlateauLR`` of
       ``hooktrain.compat.mmengine`` also after each new value of its ``monitor``;
     - a scheduler of torch.

@@ -44,7 +44,7 @@ class Preemption(HookBase):
 
     The workers of a torch ``DataLoader`` that a trainer or an evaluation iterates over leave the
     signals to their process. Start those of other loaders by
-    :func:`~hooktrain.utils.workers.start_workers`.
+    :func:`hooktrain.utils.workers.start_workers`.
 
     Register it on every rank, and last, so that the checkpoint holds what the other hooks did.
     Python has signal handlers in the main thread only: in another one the hook does nothing.
