@@ -43,6 +43,8 @@ def main(folder: Path) -> None:
             module.__all__ = exports(module)  # type: ignore[attr-defined]
     pdoc.render.configure(docformat="google", show_source=False)
     pdoc.pdoc("hooktrain", output_directory=folder)
+    for page in folder.rglob("*.html"):  # "Example::" comes before a block of code
+        page.write_text(page.read_text("utf-8").replace("::</p>", ":</p>"), "utf-8")
 
 
 if __name__ == "__main__":
