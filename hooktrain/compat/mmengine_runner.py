@@ -150,10 +150,9 @@ class MessageHub:
         get_event_storage().put_scalar(_metric(key), value / count)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Record several metrics: values, or ``dict(value=..., count=...)``."""
+        """Record several metrics."""
         for key, value in log_dict.items():
-            entry = value if isinstance(value, Mapping) else {"value": value}
-            self.update_scalar(key, **entry)
+            self.update_scalar(key, value)
 
     def get_scalar(self, key: str) -> Any:
         """A copy of a metric's values, as MMEngine's ``HistoryBuffer``."""

@@ -233,7 +233,8 @@ class Telling(Hook):
         hub.update_info("count", self.count)
         hub.update_info("object", self, resumed=False)
         assert hub.get_info("object") is self
-        hub.update_scalars({"train/a": runner.iter, "b": {"value": 6, "count": 2}})
+        hub.update_scalars({"train/a": runner.iter})
+        hub.update_scalar("b", 6, count=2)
         with pytest.raises(TypeError, match="cannot save mine of type"):
             hub.update_info("mine", object())
 
