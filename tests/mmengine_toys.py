@@ -1,7 +1,10 @@
 """A model with MMEngine's classes."""
 
+import sys
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,12 @@ from hooktrain.compat.mmengine import (
     OptimWrapper,
     Sequential,
 )
+
+with warnings.catch_warnings():
+    warnings.simplefilter(
+        "ignore"
+    )  # here, since it warns and sets environment variables
+    import mmengine.runner  # noqa: F401
 
 
 class Part(BaseModule):
@@ -38,6 +47,13 @@ class Net(BaseModel):
     def weights(self) -> list[float]:
         layers = (self.parts[0].linear, self.parts[1][0].linear)
         return [layer.weight[0, 0].item() for layer in layers]
+
+
+def without_mmengine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if mmengine were not installed, until the test is over."""
+    imported = [name for name in sys.modules if name.startswith("mmengine.")]
+    for name in ("mmengine", *imported):
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def sgd(model: nn.Module) -> OptimWrapper:

@@ -1,8 +1,8 @@
 """What models, hooks, metrics and scripts import from MMEngine, in one place.
 
 ``tools/from_mmengine.sed`` makes ``from mmengine.model import BaseModel`` into
-``from hooktrain.compat.mmengine import BaseModel``. A name that is not here is an ImportError
-which says what takes its place.
+``from hooktrain.compat.mmengine import BaseModel``. A name that is not here comes from mmengine,
+where that is installed; else it is an ImportError.
 """
 
 import logging
@@ -20,7 +20,13 @@ from hooktrain.solver.param_scheduler import *  # type: ignore[assignment]  # no
 from hooktrain.solver.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
-from hooktrain.utils import comm, names, registry
+from hooktrain.utils import comm
+from hooktrain.utils.comm import (
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    is_main_process as is_main_process,
+    synchronize as barrier,  # noqa: F401
+)
 
 # isort: split
 # Last, since they replace what has the same name above.
@@ -46,6 +52,7 @@ from hooktrain.compat.mmengine_model import (
     detect_anomalous_params as detect_anomalous_params,
     revert_sync_batchnorm as revert_sync_batchnorm,
 )
+from hooktrain.compat.mmengine_registry import of_registries
 from hooktrain.compat.mmengine_runner import MessageHub as MessageHub, Runner as _Runner
 from hooktrain.compat.mmengine_strategy import (
     BaseStrategy as BaseStrategy,
@@ -56,134 +63,79 @@ from hooktrain.compat.mmengine_strategy import (
 from hooktrain.compat.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
+from hooktrain.compat.peers import of_peers
 from hooktrain.compat.schedulers import *
 
-barrier = comm.synchronize
-get_rank = comm.get_rank
-get_world_size = comm.get_world_size
-is_main_process = comm.is_main_process
+del globals()["PARAM_SCHEDULERS"]  # of a star above; __getattr__ has another
 EpochBasedTrainLoop = _Runner  # what runner.train_loop is
 MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
 
-_INSTEAD = {
-    "CheckpointHook": "hooks.PeriodicCheckpointer and hooks.BestCheckpointer",
-    "Config": "LazyConfig of hooktrain.config",
-    "DistSamplerSeedHook": "nothing: the trainer calls set_epoch",
-    "EMAHook": "hooks.EMA(model, decay=1 - momentum, warmup=False)",
-    "EarlyStoppingHook": "hooks.EarlyStopping",
-    "EmptyCacheHook": "hooks.CallbackHook(after_step=lambda trainer: torch.cuda.empty_cache())",
-    "IterTimerHook": "hooks.IterationTimer",
-    "LoggerHook": "hooks.PeriodicWriter(default_writers(folder))",
-    "NaiveVisualizationHook": "trainer.storage.put_image",
-    "ProfilerHook": "hooks.TorchProfiler",
-    "Runner": "StepTrainer(model, data_loader, optim_wrapper), with hooks",
-    "RuntimeInfoHook": "nothing: the trainer and hooks.LRScheduler record it",
-    "SyncBuffersHook": "create_ddp_model(model, broadcast_buffers=True)",
-}
+# Where mmengine has the names that are not here.
+_MODULES = (
+    "mmengine",
+    "mmengine.registry",
+    "mmengine.model",
+    "mmengine.model.weight_init",
+    "mmengine.runner",
+    "mmengine.runner.checkpoint",
+    "mmengine.runner.loops",
+    "mmengine.hooks",
+    "mmengine.dist",
+    "mmengine.evaluator",
+    "mmengine.evaluator.metric",
+    "mmengine.optim",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    instead = _INSTEAD.get(
-        name, "nothing, or torch.nn.init; for collectives hooktrain.utils.comm"
+    if name == "Registry" or name.isupper():
+        return of_registries(name)
+    return of_peers(
+        name,
+        _MODULES,
+        f"hooktrain has no {name!r}: docs/migrating.md says what takes its place, if anything "
+        "does; or it comes from mmengine, where that is installed",
     )
-    raise ImportError(f"in place of MMEngine's {name}: {instead} (docs/migrating.md)")
-
-
-class Registry(registry.Registry):
-    """A registry with MMEngine's arguments.
-
-    Args:
-        name: see :class:`hooktrain.utils.registry.Registry`.
-        build_func: called as ``build_func(cfg, ..., registry=self)`` in place of :meth:`build`.
-        parent: shares its objects with this one, whatever their scopes.
-        ignored: such as ``scope`` and ``locations``: import the modules that register.
-    """
-
-    def __init__(
-        self, name: str, build_func: Any = None, parent: Any = None, **ignored: Any
-    ) -> None:
-        super().__init__(name)
-        self.build_func = build_func
-        if parent is not None:
-            self._objects = parent._objects
-
-    def get(self, name: str) -> Any:
-        """What is registered under a name, with or without a scope; None if nothing is."""
-        _, _, without_scope = name.partition(".")
-        found = self._objects.get(without_scope)
-        return self._objects.get(name, found)
-
-    def find(self, kind: Any) -> Any:
-        """As the base class does; ``"mmengine.SGD"`` is also what is ``"SGD"`` here."""
-        found = self.get(kind) if isinstance(kind, str) else kind
-        if found is not None:
-            return found
-        return names.locate(kind) if "." in kind else super().get(kind)
-
-    def build(self, cfg: Any, /, **kwargs: Any) -> Any:
-        """As the base class does, with ``default_args`` for keys that ``cfg`` lacks."""
-        if self.build_func is not None:
-            return self.build_func(cfg, registry=self, **kwargs)
-        defaults = kwargs.pop("default_args", None) or {}
-        return super().build(cfg, **{**defaults, **kwargs})
-
-
-for _name in (
-    "DATASETS",
-    "DATA_SAMPLERS",
-    "FUNCTIONS",
-    "HOOKS",
-    "METRICS",
-    "TASK_UTILS",
-    "TRANSFORMS",
-):
-    globals()[_name] = Registry(_name.lower())
-for _name, _registry in vars(registry).items():
-    if isinstance(_registry, registry.Registry):
-        globals()[_name] = Registry(_registry.name, parent=_registry)
 
 
 class BaseModule(nn.Module):
     """A module whose children's ``init_weights`` are called by its own.
 
     Args:
-        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``.
+        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``; where
+            mmengine is installed any of its initialisers, or a list of such.
         args: of the next base class.
         kwargs: of the next base class.
 
     Attributes:
         is_init: whether weights were initialised or loaded. If not, trainers initialise them.
-
-    Raises:
-        ValueError: for another ``init_cfg``.
     """
 
-    def __init__(
-        self, init_cfg: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
-    ) -> None:
+    def __init__(self, init_cfg: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        pretrained = (
-            isinstance(init_cfg, Mapping) and init_cfg.get("type") == "Pretrained"
-        )
-        if init_cfg and not pretrained:
-            raise ValueError(
-                f"initialise weights in init_weights(), not by init_cfg={init_cfg!r}"
-            )
         self.init_cfg = init_cfg
         self.is_init = False
         self.register_load_state_dict_post_hook(_is_loaded)  # type: ignore[no-untyped-call]
 
     def init_weights(self) -> None:
-        """Initialise the children, then load what ``init_cfg`` names."""
+        """Initialise as ``init_cfg`` says, then the children, then load what it names."""
+        configs = self.init_cfg or []
+        if isinstance(configs, Mapping):
+            configs = [configs]
+        # The type is a name or mmengine's class.
+        pretrained = [each for each in configs if "Pretrained" in str(each["type"])]
+        drawn = [each for each in configs if each not in pretrained]
+        if drawn:
+            otherwise = (
+                f"initialise weights in init_weights(), or install mmengine for {drawn}"
+            )
+            of_peers("initialize", ["mmengine.model"], otherwise)(self, drawn)
         for child in self.children():
             if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
                 child.init_weights()  # type: ignore[operator]
-        if self.init_cfg:
-            prefix = self.init_cfg.get("prefix") or ""
-            path = self.init_cfg["checkpoint"]
-            checkpoint.load_checkpoint(self, path, prefix=prefix)
+        for each in pretrained:
+            prefix = each.get("prefix") or ""
+            checkpoint.load_checkpoint(self, each["checkpoint"], prefix=prefix)
         self.is_init = True
 
 
@@ -236,13 +188,20 @@ class MMLogger:
     """Gives the logger of the package."""
 
     @staticmethod
-    def get_current_instance() -> logging.Logger:
-        """The logger."""
+    def get_instance(*args: Any, **kwargs: Any) -> logging.Logger:
+        """The logger, whatever name is asked for."""
         return logging.getLogger("hooktrain")
+
+    get_current_instance = get_instance
 
 
 def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> None:
-    """Log a message, whichever logger is named, or by the logger that is given."""
+    """Log a message, whichever logger is named, or by the logger that is given.
+
+    ``"silent"`` logs nothing.
+    """
+    if logger == "silent":
+        return
     if not isinstance(logger, logging.Logger):
         logger = MMLogger.get_current_instance()
     logger.log(level, message)

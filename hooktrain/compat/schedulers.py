@@ -84,6 +84,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
     """
 
     NEEDS = ("end", "total_steps")
+    SHARES = ("pct_start",)
 
     eta_max: float
     total_steps: int | None = None
@@ -95,8 +96,6 @@ class OneCycleParamScheduler(GroupParamScheduler):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        if not 0 <= self.pct_start <= 1:
-            raise ValueError(f"pct_start must lie in [0, 1]: {self.pct_start!r}")
         if self.anneal_strategy not in ("cos", "linear"):
             raise ValueError(
                 f"anneal_strategy must be 'cos' or 'linear': {self.anneal_strategy!r}"
@@ -157,6 +156,7 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
+    SHARES = ("factor",)
     _COUNTED = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"

@@ -147,7 +147,8 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
         raise TypeError(
-            f"expected an OptimWrapper, a torch optimizer or a dict, but got {cfg!r}"
+            f"expected a torch optimizer, hooktrain's OptimWrapper or a dict, but got {cfg!r} "
+            f"of {type(cfg)}"
         )
     if isinstance(cfg.get("optimizer"), Optimizer):
         return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]

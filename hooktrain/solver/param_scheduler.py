@@ -79,6 +79,7 @@ class GroupParamScheduler:
         written_values: what this scheduler set last; None before, and for tensors.
 
     Raises:
+        TypeError: for something else than an optimizer.
         ValueError: for an argument out of range, or an empty range.
         KeyError: if a group does not have the parameter; or, with ``last_step``, its
             initial value.
@@ -86,6 +87,8 @@ class GroupParamScheduler:
 
     # One of these arguments must be given for the scheduler to know where it ends.
     NEEDS: ClassVar[tuple[str, ...]] = ()
+    # These arguments must lie in [0, 1].
+    SHARES: ClassVar[tuple[str, ...]] = ()
     optimizer: Schedulable = field(repr=False)
     param_name: str
     _: KW_ONLY
@@ -96,6 +99,10 @@ class GroupParamScheduler:
     verbose: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Schedulable):
+            raise TypeError(
+                f"optimizer must be a torch optimizer or an OptimWrapper: {self.optimizer!r}"
+            )
         self._check_arguments()
         groups = self.optimizer.param_groups
         self.base_values = [self._base_value(group) for group in groups]
@@ -108,6 +115,10 @@ class GroupParamScheduler:
 
     def _check_arguments(self) -> None:
         """Refuse impossible arguments, before anything is written."""
+        for name in self.SHARES:
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in [0, 1]: {value!r}")
         if not 0 <= self.begin < self.end or self.last_step < -1:
             raise ValueError(
                 f"0 <= begin < end and last_step >= -1 must hold, but not in {self!r}"
@@ -297,6 +308,8 @@ _ParamScheduler = GroupParamScheduler  # MMEngine's name
 class ConstantParamScheduler(GroupParamScheduler):
     """``base * factor``, and the base at the last step."""
 
+    SHARES = ("factor",)
+
     factor: float = 1.0 / 3
 
     def _share(self, k: int) -> float:
@@ -308,6 +321,7 @@ class LinearParamScheduler(GroupParamScheduler):
     """A line from ``base * start_factor`` to ``base * end_factor``."""
 
     NEEDS = ("end",)
+    SHARES = ("start_factor", "end_factor")
 
     start_factor: float = 1.0 / 3
     end_factor: float = 1.0

@@ -85,6 +85,7 @@ def test_a_cycle_ends_with_exactly_its_final_value() -> None:
         (lambda o: CosineRestartLR(o, [3, 3]), r"periods .*\[3, 3\], .*\(1,\)"),
         (lambda o: ReduceOnPlateauLR(o, rule="min"), "'less' or 'greater'.*'min'"),
         (lambda o: ReduceOnPlateauLR(o, threshold=-1), "negative: .*threshold=-1"),
+        (lambda o: ReduceOnPlateauLR(o, factor=1.5), "factor must lie .*: 1.5"),
         (lambda o: ReduceOnPlateauLR(o, min_value=[0, 0]), r"of the 1 .*\[0, 0\]"),
         (lambda o: OneCycleLR(o, 1.0, anneal_strategy="up"), "'cos' or 'linear'.*'up'"),
     ],

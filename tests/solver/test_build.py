@@ -211,7 +211,7 @@ def test_configurations_by_name_are_for_submodules() -> None:
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        ("SGD", TypeError, "expected an OptimWrapper, .*but got 'SGD'"),
+        ("SGD", TypeError, "hooktrain's OptimWrapper .*but got 'SGD'"),
         ({}, ValueError, "give 'optimizer', .*, not {}"),
         ({"type": "OptimWrapper", "optimiser": 1}, ValueError, "'optimiser': 1"),
         ({"optimizer": {"lr": 0.1}}, ValueError, "a dict with 'type', not .*'lr': 0.1"),

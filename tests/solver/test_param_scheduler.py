@@ -133,6 +133,12 @@ def test_classes_have_mmengines_names_and_arguments(
     assert pickle.loads(pickle.dumps(getattr(ours, name))) is getattr(ours, name)
 
 
+@pytest.mark.parametrize("optimizer", [None, torch.nn.Linear(1, 1)])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match=f"torch optimizer .*{str(optimizer)[:6]}"):
+        StepLR(optimizer, 2)
+
+
 def test_the_last_step_has_exactly_the_final_value() -> None:
     optimizer = sgd(1.0)
     scheduler = PolyLR(optimizer, eta_min=0.25, end=30)
@@ -144,6 +150,9 @@ def test_the_last_step_has_exactly_the_final_value() -> None:
     [
         (lambda o: StepLR(o, 2, begin=5, end=5), "begin=5, end=5"),
         (lambda o: StepLR(o, 2, last_step=-2), "last_step=-2"),
+        (lambda o: ConstantLR(o, factor=1.5), "factor must .* 1.5"),
+        (lambda o: LinearLR(o, start_factor=-0.5, end=5), "start_factor must .* -0.5"),
+        (lambda o: LinearLR(o, end_factor=2, end=5), "end_factor must .* 2"),
         (
             lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
             "epoch_length=0",
