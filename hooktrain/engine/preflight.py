@@ -1,13 +1,14 @@
-"""What is asked once, before the first step of a run: does all belong together?"""
+"""What is asked before the first step of a run, and after its first period."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import SupportsIndex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hooktrain.solver.optim_state import parameter_names
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
 
 logger = logging.getLogger(__name__)
@@ -89,3 +90,28 @@ def _lists_of_layers(model: nn.Module) -> Iterator[str]:
             items = value if isinstance(value, list | tuple) else ()
             if any(isinstance(item, nn.Module) for item in items):
                 yield f"{path}.{key}"
+
+
+def versions(optim_wrapper: Any) -> dict[str, list[int]]:
+    """How often each parameter was changed so far, by the names of the optimizers."""
+    found = {}
+    for name, wrapper in wrappers_by_name(optim_wrapper).items():
+        parameters = [p for group in wrapper.param_groups for p in group["params"]]
+        found[name] = [p._version for p in parameters]
+    return found
+
+
+def warn_of_idle(optim_wrapper: Any, before: Mapping[str, list[int]]) -> None:
+    """Name the optimizers that have done nothing, and do not accumulate.
+
+    Args:
+        optim_wrapper: one or several.
+        before: what :func:`versions` gave when the run began; those to look at.
+    """
+    now = versions(optim_wrapper) if before else {}
+    for name, wrapper in wrappers_by_name(optim_wrapper).items():
+        # Some write to p.data, which has no version; but they have a state.
+        is_idle = name in now and now[name] == before[name]
+        if is_idle and not wrapper.optimizer.state and wrapper.should_update():
+            what = name or type(wrapper.optimizer).__name__
+            logger.warning("The optimizer %s has made no step so far", what)

@@ -289,6 +289,7 @@ class TrainerBase:
         self._finished = done
         if done % self.sync_period == 0 or done == self.max_iter:
             self.synchronize()
+            self._steps.end_period()
         for hook in self._hooks:
             hook.after_step()
         if self._late_error is not None:
@@ -378,6 +379,9 @@ class TrainerBase:
 
     def begin_steps(self) -> None:
         """Get ready for the first step, when the hooks have begun."""
+
+    def end_period(self) -> None:
+        """Look back, after an exchange."""
 
     def end_steps(self, succeeded: bool) -> None:
         """Undo :meth:`begin_steps`, before the hooks end."""

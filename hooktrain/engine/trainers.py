@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
 from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
-from hooktrain.engine.preflight import check_parts
+from hooktrain.engine.preflight import check_parts, versions, warn_of_idle
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import batch_caller, unwrap_model
-from hooktrain.solver import OptimWrapperDict, build_optim_wrapper
+from hooktrain.solver import build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
@@ -41,11 +41,11 @@ class ModelTrainer(TrainerBase):
         updating: in ``after_backward``, the wrapper whose update comes next.
 
     Raises:
-        TypeError: for another model or optimizer, or several for a step with one update.
+        TypeError: for another model or optimizer.
         ValueError: for a period below 1.
     """
 
-    optim_wrapper: Any  # an OptimWrapper, or for StepTrainer an OptimWrapperDict
+    optim_wrapper: Any  # an OptimWrapper or OptimWrapperDict
 
     def __init__(
         self,
@@ -125,6 +125,12 @@ class ModelTrainer(TrainerBase):
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()
+        self._at_first = versions(self.optim_wrapper)
+
+    def end_period(self) -> None:
+        """Name an optimizer that was idle in the first period."""
+        warn_of_idle(self.optim_wrapper, self._at_first)
+        self._at_first = {}
 
     def _check_mode(self) -> None:
         if not self.model.training:
@@ -180,7 +186,7 @@ class ModelTrainer(TrainerBase):
 
 
 class SimpleTrainer(ModelTrainer):
-    """The training of one model by one optimizer.
+    """The training of one model, by one optimizer or several together.
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
     and returns what :func:`hooktrain.engine.losses.parse_losses` understands. For another
@@ -192,10 +198,6 @@ class SimpleTrainer(ModelTrainer):
     @property
     def batches_per_step(self) -> int:
         """As many as make one update."""
-        if isinstance(self.optim_wrapper, OptimWrapperDict):
-            raise TypeError(
-                "SimpleTrainer has one optimizer: for several take StepTrainer"
-            )
         return self.optim_wrapper.accumulative_counts  # type: ignore[no-any-return]
 
     def run_step(self) -> None:

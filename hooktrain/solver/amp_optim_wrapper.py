@@ -65,6 +65,7 @@ class AmpOptimWrapper(OptimWrapper):
         if isinstance(loss_scale, int | float):
             self._fixed_scale = float(loss_scale)
         self._unscaled = False
+        self._updates_scale = True
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
@@ -93,6 +94,12 @@ class AmpOptimWrapper(OptimWrapper):
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
 
+    def share_scaler(self, before: "AmpOptimWrapper") -> None:
+        """Take its scaler. Its scale changes when the last of them has stepped."""
+        self.grad_scaler = before.grad_scaler
+        self._fixed_scale = before._fixed_scale
+        before._updates_scale = False
+
     def _apply(self, **kwargs: Any) -> bool:
         scaler = self.grad_scaler
         self._unscaled = False
@@ -104,7 +111,8 @@ class AmpOptimWrapper(OptimWrapper):
         # scaler knows of it.
         found_inf = scaler._found_inf_per_device(self.optimizer).values()
         overflowed = any(flag.item() for flag in found_inf)
-        scaler.update(self._fixed_scale)
+        if self._updates_scale:
+            scaler.update(self._fixed_scale)
         if overflowed:
             self.count_skipped_update()
         return not overflowed

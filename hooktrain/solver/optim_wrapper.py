@@ -211,6 +211,9 @@ class OptimWrapper:
     def unscale_gradients(self) -> None:
         """Undo what a scaler did to the gradients."""
 
+    def share_scaler(self, before: Any) -> None:
+        """Take the scaler of one that steps before."""
+
     def _apply(self, **kwargs: Any) -> bool:
         self.optimizer.step(**kwargs)
         return True

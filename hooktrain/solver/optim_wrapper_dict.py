@@ -1,21 +1,39 @@
 """Several optimizer wrappers by name."""
 
 from collections.abc import Mapping
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hooktrain.solver.optim_state import State
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.param_groups import ParamGroup
 
+# Where one loss is for all, these are the same for all.
+_OF_THE_FIRST = (
+    "accumulative_counts",
+    "should_update",
+    "should_sync",
+    "scale_loss",
+    "optim_context",
+)
+
 
 class OptimWrapperDict(dict[str, OptimWrapper]):
-    """Optimizer wrappers by name, each with its own precision and accumulation.
+    """Optimizer wrappers by name, for losses of their own, or for one loss together.
 
-    The model's ``train_step`` takes the one it needs::
+    With a loss for each of them, the model's ``train_step`` takes the one it needs, and
+    each has its own precision and accumulation::
 
         optim_wrapper["generator"].update_params(loss)
+
+    With one loss for all, as where Muon trains the matrices and AdamW the rest, they do
+    what a single wrapper does: one backward pass, and each clips and updates its own
+    parameters. They accumulate in step, and in one precision with one scaler::
+
+        optim_wrapper.update_params(loss)
 
     Metrics of a member carry its name: ``generator.grad_norm``.
 
@@ -24,6 +42,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     Raises:
         TypeError: if a value is no wrapper.
+        ValueError: at the first loss for all, if they differ in what they have to share.
     """
 
     def __init__(self, **wrappers: OptimWrapper) -> None:
@@ -34,6 +53,8 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         super().__init__(wrappers)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_FIRST:
+            return getattr(self._first, name)
         raise AttributeError(
             f"an OptimWrapperDict has no {name!r}: call optim_wrapper[name].{name}, "
             f"where the name is one of {[*self]}"
@@ -75,6 +96,55 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         """
         for wrapper in self.values():
             wrapper.initialize_count_status(model, wrapper.inner_count, -1)
+
+    # One loss for all
+
+    @cached_property
+    def _first(self) -> OptimWrapper:
+        """What counts and scales for all: the first one."""
+        kinds = []
+        for wrapper in self.values():
+            dtype = getattr(wrapper, "dtype", None)
+            kinds.append((type(wrapper), wrapper.accumulative_counts, dtype))
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                "optimizers with one loss need the same type of wrapper, "
+                f"accumulative_counts and dtype, not {kinds}"
+            )
+        for before, wrapper in pairwise(self.values()):
+            wrapper.share_scaler(before)
+        return next(iter(self.values()))
+
+    def start_accumulation(self) -> None:
+        """Begin a new accumulation in each."""
+        for wrapper in self.values():
+            wrapper.start_accumulation()
+
+    def update_params(self, loss: Tensor, **options: Any) -> bool:
+        """Take in one loss for all; see :meth:`OptimWrapper.update_params`."""
+        me: Any = self
+        return OptimWrapper.update_params(me, loss, **options)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of one loss for all."""
+        self._first.backward(loss, **kwargs)
+        for wrapper in self.values():
+            wrapper.inner_count = self._first.inner_count
+
+    def unscale_gradients(self) -> None:
+        """See :meth:`OptimWrapper.unscale_gradients`."""
+        for wrapper in self.values():
+            wrapper.unscale_gradients()
+
+    def step(self, **kwargs: Any) -> bool:
+        """Let each clip its gradients and update its parameters.
+
+        Returns:
+            False where a scaler has skipped one of them.
+        """
+        self.unscale_gradients()
+        updated = [wrapper.step(**kwargs) for wrapper in self.values()]
+        return all(updated)
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Forget the gradients of all; see :meth:`OptimWrapper.zero_grad`."""

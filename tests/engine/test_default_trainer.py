@@ -202,6 +202,31 @@ def digits(folder: Path, *overrides: str) -> Any:
     return LazyConfig.apply_overrides(cfg, [*options, *overrides])
 
 
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2
+
+
+def test_a_configuration_gives_one_loss_to_several_optimizers(tmp_path: Path) -> None:
+    cfg = digits(tmp_path, "train.max_iter=6", "train.device=cpu", "~optimizer")
+    cfg.optim_wrapper = {
+        "muon": {"params": is_matrix, "optimizer": {"type": "Muon", "lr": 0.02}},
+        "adamw": {"params": "rest", "optimizer": {"type": "AdamW", "lr": 1e-3}},
+    }
+    LazyConfig.save(cfg, tmp_path / "config.json")
+    trainer = DefaultTrainer(LazyConfig.load(str(tmp_path / "config.json")))
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        assert not before[name].equal(parameter), name
+    sizes = {}
+    for name, wrapper in trainer.optim_wrapper.items():
+        (group,) = wrapper.param_groups
+        sizes[name] = {parameter.ndim for parameter in group["params"]}
+        assert len(trainer.storage.history(f"{name}.lr").values()) == 6
+    assert sizes["muon"] == {2}
+    assert 2 not in sizes["adamw"]
+
+
 def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(
     tmp_path: Path,
 ) -> None:

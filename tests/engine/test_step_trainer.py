@@ -285,3 +285,47 @@ def test_a_dict_of_torch_optimizers_is_what_several_wrappers_are() -> None:
     trainer.train(0, 4)
     assert isinstance(trainer.optim_wrapper, OptimWrapperDict)
     assert torch.equal(weights_of(model), weights_of(expected))
+
+
+def test_an_optimizer_that_the_step_forgets_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Forgets(Two):
+        def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> Any:
+            loss = self.a(data) + self.b(data)
+            optim_wrapper["a"].update_params(loss)  # which accumulates longer
+            return {"loss": loss}
+
+    model = Forgets()
+    waiting = OptimWrapper(sgd(model.a), accumulative_counts=40)
+    wrappers = OptimWrapperDict(a=waiting, b=OptimWrapper(sgd(model.b)))
+    StepTrainer(model, batches(4), wrappers).train(0, 40)
+    text = "The optimizer b has made no step so far"
+    assert [record.message for record in caplog.records] == [text]
+
+
+def test_a_model_may_give_several_optimizers_one_loss() -> None:
+    class Together(Two):
+        def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> Any:
+            loss = self.a(data) + self.b(data)
+            optim_wrapper.update_params(loss)
+            return {"loss": loss}
+
+    model = Together()
+    seen = []
+    trainer = StepTrainer(
+        model, batches(4), {"a": sgd(model.a), "b": sgd(model.b, lr=0.2)}
+    )
+    trainer.register_hooks(
+        [CallbackHook(after_backward=lambda trainer: seen.append(trainer.updating))]
+    )
+    trainer.train(0, 4)
+    assert seen == [*trainer.optim_wrapper.values()] * 4
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        reference = LinearLoss()
+        optimizer = sgd(reference, lr=rate)
+        for batch in batches(4):
+            reference(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(weights_of(getattr(model, name)), weights_of(reference))

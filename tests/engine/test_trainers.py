@@ -41,6 +41,7 @@ from hooktrain.model.sharding import shard_model
 from hooktrain.solver import (
     AmpOptimWrapper,
     ExponentialLR,
+    LinearParamScheduler,
     OptimWrapper,
 )
 from hooktrain.utils import comm
@@ -82,6 +83,48 @@ def test_training_equals_a_loop_written_by_hand_bit_for_bit(
         losses.append((loss.item(), iteration))  # type: ignore[union-attr]
     assert trainer.storage.history("total_loss").values() == losses
     assert torch.equal(trainer.model.fc.weight, model.fc.weight)
+
+
+def by_parts(model: LinearLoss) -> dict[str, Any]:
+    return {
+        "muon": torch.optim.Muon([model.fc.weight], lr=0.1),
+        "adamw": torch.optim.AdamW([model.fc.bias], lr=0.2),
+    }
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_several_optimizers_of_one_loss_equal_a_loop_written_by_hand(
+    named: bool,
+) -> None:
+    def trainer() -> SimpleTrainer:
+        model = LinearLoss()
+        made = SimpleTrainer(model, batches(4), by_parts(model))
+        falling = LinearParamScheduler(1.0, 0.0)
+        each: Any = {"muon": falling, "adamw": falling} if named else falling
+        made.register_hooks([LRScheduler(scheduler=each), hooks.SkipNonFinite()])
+        return made
+
+    ours = trainer()
+    ours.train(max_iter=4)
+    resumed = trainer()
+    resumed.load_state_dict(ours.state_dict())
+    resumed.model.load_state_dict(ours.model.state_dict())
+    resumed.train(max_iter=8)
+    reference = LinearLoss()
+    optimizers = by_parts(reference)
+    for i, batch in enumerate(batches(4) * 2):
+        length = 4 if i < 4 else 8
+        for optimizer, rate in zip(optimizers.values(), (0.1, 0.2), strict=True):
+            optimizer.param_groups[0]["lr"] = rate * (1 - i / length)
+        reference(batch).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(resumed.model.fc.weight, reference.fc.weight)  # type: ignore[union-attr]
+    assert torch.equal(resumed.model.fc.bias, reference.fc.bias)  # type: ignore[union-attr]
+    recorded = resumed.storage.histories()["muon.lr"].values()
+    assert [value for value, _ in recorded][-1] == pytest.approx(0.1 / 8)
+    assert "adamw.lr" in resumed.storage.histories()
 
 
 def test_a_prefix_stands_before_every_name() -> None:

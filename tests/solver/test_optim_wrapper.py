@@ -330,75 +330,6 @@ def test_a_scale_may_be_fixed_or_a_scalers() -> None:
     assert [wrapper.skipped_updates for wrapper in wrappers] == [1, 1, 1]
 
 
-# Several optimizers
-
-
-def several(**options: Any) -> tuple[LinearLoss, LinearLoss, OptimWrapperDict]:
-    a, b = LinearLoss(), LinearLoss()
-    wrapper = AmpOptimWrapper(sgd(b, lr=0.2), "float16")
-    return a, b, OptimWrapperDict(a=wrap(a, **options), b=wrapper)
-
-
-def test_a_momentum_may_be_the_first_beta() -> None:
-    parameters = [*LinearLoss().parameters()]
-    adam = OptimWrapper(torch.optim.Adam(parameters, betas=(0.8, 0.99)))
-    sgd = OptimWrapper(torch.optim.SGD(parameters, momentum=0.9))
-    plain = OptimWrapper(torch.optim.Adagrad(parameters))
-    several = OptimWrapperDict(a=sgd, b=adam)
-    assert several.get_momentum() == {"a.momentum": [0.9], "b.momentum": [0.8]}
-    assert plain.get_momentum() == {"momentum": [0.0]}
-    assert sgd.defaults["momentum"] == 0.9
-
-
-def test_rates_and_metrics_of_several_optimizers_have_their_names() -> None:
-    a, b, wrappers = several(clip_grad={"max_norm": 1.0})
-    batch = batches(1)[0]
-    assert wrappers.get_lr() == {"a.lr": [0.1], "b.lr": [0.2]}
-    assert [groups[0]["lr"] for groups in wrappers.param_groups.values()] == [0.1, 0.2]
-    with EventStorage() as storage:
-        wrappers["a"].update_params(a(batch))
-        assert not wrappers["b"].update_params(b(batch) * torch.inf)
-    assert list(storage.latest()) == ["a.grad_norm", "b.skipped_updates"]
-    a(batch).backward()
-    b(batch).backward()
-    wrappers.zero_grad()  # of all
-    assert [p.grad for m in (a, b) for p in m.parameters()] == [None] * 4
-
-
-def test_all_of_several_optimizers_begin_a_new_accumulation() -> None:
-    a, _, wrappers = several(accumulative_counts=2)
-    wrappers["a"].update_params(a(batches(1)[0]))
-    wrappers.initialize_count_status(a, 7, 8)
-    assert wrappers["a"].should_update()
-    assert wrappers["a"].inner_count == 1
-
-
-def test_the_state_of_several_optimizers_goes_by_name() -> None:
-    a, b, wrappers = several()
-    wrappers["a"].update_params(a(batches(1)[0]))
-    wrappers["b"].update_params(b(batches(1)[0]) * torch.inf)
-    _, _, others = several()
-    others.load_state_dict(wrappers.state_dict())
-    assert others["a"].inner_count == 1
-    assert others["b"].skipped_updates == 1
-    with pytest.raises(ValueError, match=r"\['a'\], not \['a', 'b'\]"):
-        others.check_state_dict({"a": wrappers["a"].state_dict()})
-
-
-@pytest.mark.parametrize("name", ["step", "backward", "update_params"])
-def test_what_only_one_optimizer_does_says_what_to_call(name: str) -> None:
-    _, _, wrappers = several()
-    message = rf"call optim_wrapper\[name\]\.{name}, .* one of \['a', 'b'\]"
-    with pytest.raises(AttributeError, match=message):
-        getattr(wrappers, name)()
-    assert copy.deepcopy(wrappers).get_lr() == wrappers.get_lr()
-
-
-def test_a_member_must_be_a_wrapper() -> None:
-    with pytest.raises(TypeError, match="'a' must be an OptimWrapper: SGD"):
-        OptimWrapperDict(a=sgd(LinearLoss()))  # type: ignore[arg-type]
-
-
 # Several ranks
 
 
@@ -452,6 +383,22 @@ NORMS: list[dict[str, Any]] = [
 ]
 
 
+def _several() -> list[int]:
+    """How often the passes of one loss for two optimizers exchange gradients."""
+    model = sharded.make_sharded()
+    wrappers = {}
+    for name, first in (("head", 0), ("body", 1)):
+        part = torch.optim.SGD([*model.parameters()][first::2], lr=0.1)
+        wrappers[name] = OptimWrapper(part, accumulative_counts=2)
+    together: Any = OptimWrapperDict(**wrappers)
+    exchanges = []
+    for batch in DATA[:4]:
+        with Exchanges() as seen:
+            sharded.train(model, together, [batch])
+        exchanges.append(seen.count)
+    return exchanges
+
+
 def _overflow() -> dict[str, Any]:
     """A step with an infinite gradient on the last rank alone, and one without."""
     model = sharded.make_sharded()
@@ -481,6 +428,7 @@ def _on_two_ranks() -> dict[str, Any]:
     return {
         "accumulated": _accumulated(),
         "clipped": [clipped(sharded.make_sharded(), config) for config in NORMS],
+        "several": _several(),
         "overflow": _overflow(),
     }
 
@@ -501,6 +449,12 @@ def test_shards_are_exchanged_at_the_end_of_an_accumulation(
     # The main process has the full tensors.
     expected = dict(model.state_dict())
     torch.testing.assert_close(two[0]["accumulated"][1], expected, atol=1e-5, rtol=0)
+
+
+def test_shards_of_several_optimizers_with_one_loss_are_exchanged_then_too(
+    two: list[dict[str, Any]],
+) -> None:
+    assert [result["several"] for result in two] == [[0, 3] * 2] * 2
 
 
 def test_clipping_sees_the_norm_of_the_whole_gradient(

@@ -55,8 +55,10 @@ class SkipNonFinite(HookBase):
 
     def after_backward(self) -> None:
         """Drop gradients that are not finite: then the optimizer leaves the parameters alone."""
-        wrapper = self.trainer.updating
-        parameters = [p for group in wrapper.param_groups for p in group["params"]]
+        updating = self.trainer.updating
+        wrappers = wrappers_by_name(updating).values()
+        groups = [group for wrapper in wrappers for group in wrapper.param_groups]
+        parameters = [p for group in groups for p in group["params"]]
         gradients = {str(i): p.grad for i, p in enumerate(parameters)}
         is_bad = bool(non_finite(gradients))  # host-device synchronisation
         if any(map(is_sharded, gradients.values())):
@@ -68,10 +70,11 @@ class SkipNonFinite(HookBase):
             raise FloatingPointError(
                 f"buffers of the model are not finite any more: {broken}\n{WHERE_IT_BEGINS}"
             )
-        wrapper.zero_grad(set_to_none=True)
-        scaler = getattr(wrapper, "grad_scaler", None)
-        if scaler is None or not scaler.is_enabled():  # a scaler counts what it skips
-            wrapper.count_skipped_update()
+        updating.zero_grad(set_to_none=True)
+        for wrapper in wrappers:
+            scaler = getattr(wrapper, "grad_scaler", None)
+            if scaler is None or not scaler.is_enabled():  # it counts what it skips
+                wrapper.count_skipped_update()
         self._skipping = True
         self.trainer.tolerate_losses()
         if comm.is_main_process():

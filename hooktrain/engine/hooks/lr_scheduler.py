@@ -31,8 +31,9 @@ class LRScheduler(HookBase):
     Args:
         optimizer: the optimizer whose rate is recorded, and multiplied; or several by name. None
             takes ``trainer.optimizer``, or for schedules by name ``trainer.optim_wrapper``.
-        scheduler: a schedule; or a list, stepped in order; or for several optimizers a dict of
-            either by name, where ``<name>.lr`` is recorded. None takes ``trainer.scheduler``.
+        scheduler: a schedule; or a list, stepped in order. Several optimizers, whose rates are
+            recorded as ``<name>.lr``, get each the same multiplier, or their own from a dict of
+            either by name. None takes ``trainer.scheduler``.
         metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the metric that it watches.
             It steps after each new value, so register this hook after the one that evaluates.
         by_epoch: whether schedulers of torch count epochs.
@@ -93,15 +94,21 @@ class LRScheduler(HookBase):
             self.scheduler = self.trainer.scheduler
         named = self.scheduler
         if not isinstance(named, Mapping):
-            named = {"": named}
+            several = self._optimizers()
+            names = [*several] if isinstance(several, Mapping) else [""]
+            named = dict.fromkeys(names, named)
         return {
             name: list(given) if isinstance(given, Sequence) else [given]
             for name, given in named.items()
         }
 
-    def _optimizer_of(self, name: str) -> Any:
+    def _optimizers(self) -> Any:
+        """The optimizer, or several by name, in wrappers or not."""
         wrapper = getattr(self.trainer, "optim_wrapper", None)
-        found: Any = self._optimizer or wrapper or self.trainer.optimizer
+        return self._optimizer or wrapper or self.trainer.optimizer
+
+    def _optimizer_of(self, name: str) -> Any:
+        found = self._optimizers()
         if name or isinstance(found, Mapping):
             found = found[name]
         return _unwrapped(found)
