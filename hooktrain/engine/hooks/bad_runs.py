@@ -8,6 +8,7 @@ import threading
 
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.engine.train_loop import HookBase
+from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm, timer
 from hooktrain.utils.tensors import is_sharded, non_finite
@@ -55,10 +56,11 @@ class SkipNonFinite(HookBase):
 
     def after_backward(self) -> None:
         """Drop gradients that are not finite: then the optimizer leaves the parameters alone."""
-        updating = self.trainer.updating
-        wrappers = wrappers_by_name(updating).values()
-        groups = [group for wrapper in wrappers for group in wrapper.param_groups]
-        parameters = [p for group in groups for p in group["params"]]
+        for wrapper in wrappers_by_name(self.trainer.updating).values():
+            self._look_at(wrapper)
+
+    def _look_at(self, wrapper: OptimWrapper) -> None:
+        parameters = [p for group in wrapper.param_groups for p in group["params"]]
         gradients = {str(i): p.grad for i, p in enumerate(parameters)}
         is_bad = bool(non_finite(gradients))  # host-device synchronisation
         if any(map(is_sharded, gradients.values())):
@@ -70,11 +72,10 @@ class SkipNonFinite(HookBase):
             raise FloatingPointError(
                 f"buffers of the model are not finite any more: {broken}\n{WHERE_IT_BEGINS}"
             )
-        updating.zero_grad(set_to_none=True)
-        for wrapper in wrappers:
-            scaler = getattr(wrapper, "grad_scaler", None)
-            if scaler is None or not scaler.is_enabled():  # it counts what it skips
-                wrapper.count_skipped_update()
+        wrapper.zero_grad(set_to_none=True)
+        scaler = getattr(wrapper, "grad_scaler", None)
+        if scaler is None or not scaler.is_enabled():  # a scaler counts what it skips
+            wrapper.count_skipped_update()
         self._skipping = True
         self.trainer.tolerate_losses()
         if comm.is_main_process():
