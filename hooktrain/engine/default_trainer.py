@@ -19,7 +19,7 @@ from hooktrain.engine.preflight import end_of_run
 from hooktrain.engine.step_trainer import StepTrainer
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.engine.trainers import SimpleTrainer
-from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import EventWriter
 from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import unwrap_model
@@ -346,7 +346,7 @@ class DefaultTrainer(TrainerBase):
         return [*found[:2], self.ema, *more, *found[2:]]
 
     @cached_property
-    def _evaluator(self) -> DatasetEvaluator | None:
+    def _evaluator(self) -> Any:
         """Built by the first evaluation, since it may take long."""
         return self.build_evaluator(self.cfg)
 
