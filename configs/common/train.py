@@ -12,7 +12,8 @@ train = dict(
     # like dict(type="FSDPStrategy", wrap=["Block"], mp_policy=dict(param_dtype="bfloat16")).
     strategy="auto",
     device=None,  # None is the accelerator, if there is one; else like "cpu" or "cuda:1"
-    compile=False,  # True, or a dict of torch.compile's arguments
+    compile=False,  # True, names of classes like ["Block"], or a dict of torch.compile's arguments
+    activation_checkpointing=None,  # names of classes like ["Block"], computed again when needed
     cudnn_benchmark=False,
     amp=dict(enabled=False, dtype="float16"),
     accumulative_counts=1,  # batches to one update

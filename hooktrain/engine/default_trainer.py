@@ -243,6 +243,7 @@ class DefaultTrainer(TrainerBase):
             sync_bn=train.sync_bn,
             work_dir=train.output_dir,
             device=train.device,
+            activation_checkpointing=train.get("activation_checkpointing") or (),
             auto_scale_lr=train.auto_scale_lr,
             env_kwargs={"seed": train.seed, "diff_rank_seed": True},
         )

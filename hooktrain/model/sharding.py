@@ -5,9 +5,9 @@ A layer's parameters are brought together right before it computes. Names stay a
 are.
 """
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -34,7 +34,6 @@ def shard_model(
     wrap: WrapRule = (),
     mp_policy: Precision = None,
     offload: bool = False,
-    activation_checkpointing: bool | WrapRule = False,
     reshard_after_forward: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
@@ -60,8 +59,6 @@ def shard_model(
             arguments, with names for data types: ``{"param_dtype": "bfloat16",
             "reduce_dtype": "float32"}``.
         offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
-        activation_checkpointing: the modules whose activations are computed again in the
-            backward pass; True means those of ``wrap``.
         reshard_after_forward: free a unit's parameters after its forward pass and bring
             them together again for the backward one. False takes more memory and
             communicates less.
@@ -91,16 +88,6 @@ def shard_model(
         "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
     }
     units = {model, *select_modules(model, wrap)}
-    if activation_checkpointing is True:
-        activation_checkpointing = wrap
-    if activation_checkpointing is not False:
-        # Around each `forward`, so that modules and names stay as they are.
-        for module in select_modules(model, activation_checkpointing):
-            module.forward = functools.partial(
-                checkpoint,
-                module.forward,
-                use_reentrant=False,
-            )
     is_deferred = on_meta(model)
     if is_deferred:
         _check_initialisable(model)
@@ -127,6 +114,29 @@ def shard_model(
     return model
 
 
+def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
+    """Let modules compute their activations again in the backward pass, in less memory.
+
+    Modules and names stay as they are. Do it before the model is sharded or compiled.
+
+    Args:
+        model: is changed.
+        rule: see :func:`select_modules`.
+
+    Raises:
+        TypeError: as :func:`select_modules`.
+        ValueError: as :func:`select_modules`.
+    """
+    for module in select_modules(model, rule):
+        # A method of this module, which a copy of the model copies too.
+        module.forward = MethodType(_recomputed, module)
+
+
+def _recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(module).forward
+    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+
+
 def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
     """The modules inside a model that a rule selects, outer ones before inner ones.
 
@@ -138,7 +148,7 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
         TypeError: if ``rule`` is a single class or name.
         ValueError: if it selects no module; an empty collection may.
     """
-    if isinstance(rule, str | type):
+    if isinstance(rule, str | type | bool):
         raise TypeError(
             f"a rule must be a collection of classes or a function, not {rule!r}"
         )
@@ -159,7 +169,8 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
 def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
     if callable(rule):
         return rule(name, module)
-    if type(module).__name__ in rule:
+    # Its class and their bases: fully_shard makes a class of its own.
+    if any(kind.__name__ in rule for kind in type(module).__mro__):
         return True
     classes = tuple(kind for kind in rule if isinstance(kind, type))
     return isinstance(module, classes)

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from hooktrain import solver
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.config import instantiate
+from hooktrain.model.sharding import (
+    WrapRule,
+    checkpoint_activations,
+    select_modules,
+)
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import (
@@ -38,6 +43,7 @@ State = dict[str, Any]
 Renames: TypeAlias = Sequence[tuple[str, str]]
 # Of one optimizer, or of several by name.
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
+Compile: TypeAlias = bool | WrapRule | Mapping[str, Any]
 # A model, its configuration, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 
@@ -52,7 +58,8 @@ class BaseStrategy(ABC):
 
     1. :meth:`setup`: process group, device, seed;
     2. :meth:`build_model`, from a configuration if it is one;
-    3. :meth:`init_model_weights`: the model's own ``init_weights``, if it has one;
+    3. :meth:`init_model_weights`: the model's own ``init_weights``, if it has one; then
+       ``activation_checkpointing``;
     4. :meth:`wrap_model`: to the device, the same on all ranks, in its wrapper;
     5. :meth:`compile_model`: so that the compiler sees the wrapper;
     6. :meth:`build_optim_wrapper`: for the parameters as they are from now on;
@@ -82,6 +89,9 @@ class BaseStrategy(ABC):
         sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches
             of all ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
         device: such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
+        activation_checkpointing: the modules that compute again what the backward pass
+            needs, which takes less memory: classes or their names, such as ``["Block"]``,
+            or a function of name and module.
 
     Attributes:
         launcher: who started the processes; see :func:`infer_launcher`.
@@ -115,6 +125,7 @@ class BaseStrategy(ABC):
         auto_scale_lr: Mapping[str, Any] | None = None,
         sync_bn: str | None = None,
         device: str | torch.device | None = None,
+        activation_checkpointing: WrapRule = (),
     ) -> None:
         # On one process nothing else would look at it.
         if sync_bn not in (None, "torch"):
@@ -122,6 +133,7 @@ class BaseStrategy(ABC):
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.environment = Environment.of(env_kwargs)
         self.sync_bn = sync_bn
+        self.activation_checkpointing = activation_checkpointing
         self.launcher = self.environment.launcher or environment.infer_launcher()
         self.timestamp = time.strftime("%Y%m%d_%H%M%S")
         self.seed = self.environment.seed
@@ -138,7 +150,7 @@ class BaseStrategy(ABC):
         *,
         optim_wrapper: Any = None,
         param_scheduler: Any = None,
-        compile: bool | Mapping[str, Any] = False,
+        compile: Compile = False,
         dispatch_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Make a model ready, and what trains it. A collective.
@@ -171,6 +183,8 @@ class BaseStrategy(ABC):
             built = self.build_model(model)
             if self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
                 self.init_model_weights(built)
+            if self.activation_checkpointing:
+                checkpoint_activations(built, self.activation_checkpointing)
             self.model = self.compile_model(self.wrap_model(built), compile)
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
@@ -284,23 +298,32 @@ class BaseStrategy(ABC):
         _broadcast((*model.parameters(), *model.buffers()))
         return model
 
-    def compile_model(
-        self, model: nn.Module, compile: bool | Mapping[str, Any] = False
-    ) -> nn.Module:
-        """Compile a method of a model, in place.
+    def compile_model(self, model: nn.Module, compile: Compile = False) -> nn.Module:
+        """Compile a method of a model, or its repeated blocks, in place.
 
         Args:
             model: may be wrapped.
             compile: False, or a dict with ``disable=True``, leaves the model as it is.
-                True compiles the forward. A dict has the arguments of
-                :func:`torch.compile`, and may name another method as ``target``, such as
-                ``"train_step"``; a copy of the model then calls the method of this one.
+                True compiles the forward. Names of classes, such as ``["Block"]``,
+                compile these modules: the first of a kind takes time, and the others
+                use its code. A dict has the arguments of :func:`torch.compile`, may have
+                those names as ``blocks``, and may name another method as ``target``, such
+                as ``"train_step"``; a copy of the model then calls the method of this
+                one.
         """
-        options: dict[str, Any] = dict(compile) if isinstance(compile, Mapping) else {}
+        options: dict[str, Any] = {}
+        if isinstance(compile, Mapping):
+            options.update(compile)
+        elif not isinstance(compile, bool):
+            options["blocks"] = compile
         if compile is False or options.pop("disable", False):
             return model
         target = options.pop("target", "forward")
-        if target == "forward":
+        blocks = options.pop("blocks", ())
+        if blocks:
+            for module in select_modules(unwrap_model(model), blocks):
+                module.compile(**options)
+        elif target == "forward":
             # The method of nn.Module knows of hooks, and copies of the model do without.
             model.compile(**options)
         else:

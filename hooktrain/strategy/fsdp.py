@@ -32,8 +32,7 @@ class FSDPStrategy(BaseStrategy):
         offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
             The process group needs a backend for the CPU then:
             ``backend="cpu:gloo,cuda:nccl"``.
-        activation_checkpointing: the modules that compute again what the backward pass
-            needs, chosen as for ``wrap``; True means those of ``wrap``.
+        activation_checkpointing: see :class:`BaseStrategy`; True means those of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
         deferred_init: build the model of a configuration on the meta device.
         state_dict_cfg: ``"full"`` saves one file, as other strategies do; the states are
@@ -62,7 +61,8 @@ class FSDPStrategy(BaseStrategy):
         state_dict_cfg: str = "full",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        again = wrap if activation_checkpointing is True else activation_checkpointing
+        super().__init__(activation_checkpointing=again or (), **kwargs)
         if state_dict_cfg not in ("full", "sharded", "local"):
             raise ValueError(
                 f"state_dict_cfg must be 'full' or 'sharded', got {state_dict_cfg!r}"
@@ -71,7 +71,6 @@ class FSDPStrategy(BaseStrategy):
             "wrap": wrap,
             "mp_policy": sharding.build_mp_policy(mp_policy),
             "offload": offload,
-            "activation_checkpointing": activation_checkpointing,
             "reshard_after_forward": reshard_after_forward,
         }
         self.deferred_init = deferred_init

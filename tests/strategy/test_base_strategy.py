@@ -13,6 +13,7 @@ from hooktrain.config import LazyCall
 from hooktrain.solver import OptimWrapper, StepLR
 from hooktrain.strategy import SingleDeviceStrategy
 from hooktrain.utils.env import seed_step
+from sharding_toys import batches, make_model
 from toys import SGD, Regression, batch, train_steps
 
 ORDER = [
@@ -143,6 +144,40 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(
     assert torch.equal(model(x, y), before)
     assert torch.equal(copied(x, y), copied.last.bias.expand(2, 1))
     assert list(model.state_dict()) == list(Regression().state_dict())
+
+
+def graphs_and_losses(blocks: Any, again: Any) -> tuple[list[int], list[float]]:
+    """How often each compiled graph has activations computed again; two steps' losses."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [str(node.target) for node in graph.graph.nodes]
+        graphs.append(sum("checkpoint" in call for call in calls))
+        return graph.forward
+
+    torch._dynamo.reset()
+    strategy = SingleDeviceStrategy(
+        device="cpu", activation_checkpointing=again, env_kwargs={"seed": 3}
+    )
+    model, wrapper = strategy.prepare(
+        make_model(), optim_wrapper=SGD, compile={"backend": backend, "blocks": blocks}
+    )
+    losses = []
+    for inputs in batches(2):
+        loss = model(inputs)["loss_lm"]
+        wrapper.update_params(loss)
+        losses.append(loss.item())
+    return graphs, losses
+
+
+# torch's compiler looks at it while it reads the inputs of a block.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("blocks", "graphs"), [((), [2]), (["Block"], [1])])
+def test_what_is_computed_again_is_compiled_too(blocks: Any, graphs: Any) -> None:
+    plain, losses = graphs_and_losses(blocks, ())
+    assert set(plain) == {0}
+    # One for the whole model, or one that serves each block.
+    assert graphs_and_losses(blocks, ["Block"]) == (graphs, losses)
 
 
 SCALING = {"enable": True, "base_batch_size": 4}

@@ -87,6 +87,17 @@ def _losses(folder: str, **options: Any) -> list[float]:
     return train(model, wrapper, DATA)
 
 
+def _compiled_blocks(folder: str) -> tuple[list[float], int]:
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile = {"backend": backend, "blocks": ["Block"]}
+    return _losses(folder, compile=compile), len(graphs)
+
+
 def _built_before(folder: str) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -111,6 +122,7 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
         "ddp from shards": resumed_run(DDPStrategy, f"{folder}/shards", True),
         "plain": _losses(folder),
         "compiled": _losses(folder, compile={"backend": "eager"}),
+        "blocks": _compiled_blocks(folder),
         "built before": _built_before(folder),
         "deferred": _deferred(folder),
     }
@@ -166,6 +178,9 @@ def test_the_states_are_whole_on_the_main_process_only(
 
 def test_a_compiled_model_learns_the_same(two: list[dict[str, Any]]) -> None:
     assert two[0]["compiled"] == pytest.approx(two[0]["plain"], abs=1e-5)
+    losses, graphs = two[0]["blocks"]
+    assert losses == pytest.approx(two[0]["plain"], abs=1e-5)
+    assert graphs > 0
 
 
 def test_a_deferred_model_is_sharded_before_it_has_weights(
