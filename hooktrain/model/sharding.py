@@ -132,9 +132,19 @@ def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
         module.forward = MethodType(_recomputed, module)
 
 
-def _recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     forward = type(module).forward
-    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+    return checkpoint(
+        forward,
+        module,
+        *args,
+        use_reentrant=False,
+        **kwargs,
+    )
 
 
 def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
