@@ -176,8 +176,13 @@ def join_processes(
         torch.accelerator.set_device_index(place.local_rank % count)
     if backend is None:
         backend = dist.get_default_backend_for_device(device or "cpu")
+    bound = None
+    if device is not None and backend != "gloo":
+        # Its device is known from the start, and joining shows whether they connect.
+        bound = torch.device(device.type, torch.accelerator.current_device_index())
     dist.init_process_group(
         backend,
+        device_id=bound,
         store=_store(launcher, place, timeout),
         rank=place.rank,
         world_size=place.world_size,

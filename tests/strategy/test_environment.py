@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.strategy import DDPStrategy, Environment, SingleDeviceStrategy
+from hooktrain.strategy import (
+    DDPStrategy,
+    Environment,
+    SingleDeviceStrategy,
+    environment as joining,
+)
 from hooktrain.strategy.environment import (
     Place,
     find_address,
@@ -266,6 +271,37 @@ def torchrun(world_size: int = 1) -> dict[str, str]:
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {"RANK": "0", "LOCAL_RANK": "0", **sizes, **meeting}
+
+
+@pytest.mark.parametrize(
+    ("visible", "backend", "expected"),
+    [(1, None, "cuda:0"), (4, None, "cuda:2"), (2, "gloo", None)],
+)
+def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: int, backend: str, expected: str
+) -> None:
+    taken: list[int] = []
+    joined: dict[str, Any] = {}
+    cuda = torch.device("cuda")
+    accelerator: Any = torch.accelerator
+    for name, value in {
+        "current_accelerator": lambda check_available: cuda,
+        "device_count": lambda: visible,
+        "set_device_index": taken.append,
+        "current_device_index": lambda: taken[-1],
+    }.items():
+        monkeypatch.setattr(accelerator, name, value)
+    place = joining.Place(rank=2, local_rank=2, world_size=4, local_world_size=4)
+    monkeypatch.setattr(joining, "find_place", lambda launcher: place)
+    monkeypatch.setattr(joining, "_store", lambda *args: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: joined.update(options)
+    )
+    monkeypatch.setattr(comm, "create_local_process_group", lambda size: None)
+    joining.join_processes("pytorch", backend)
+    assert taken == [2 % visible]
+    device = joined["device_id"]
+    assert (device and str(device)) == expected
 
 
 def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:
