@@ -113,6 +113,10 @@ def small(batch_size: int = 2, optimizer: Any = torch.optim.SGD) -> SimpleTraine
     return SimpleTrainer(model, loader, optimizer(model.parameters(), lr=0.1))
 
 
+def stream(**options: Any) -> Any:
+    return build_train_loader(SAMPLES, total_batch_size=2, seed=0, **options)
+
+
 def resume(trainer: SimpleTrainer, *hooks: HookBase) -> Callable[[], Any]:
     """Let a trainer go on where one with a batch of two, SGD and these hooks was."""
     before = small()
@@ -163,7 +167,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(train(HookBase())._hooks[0]), ValueError, "registered already"),
     (lambda: train(lambda _: HookBase), TypeError, "must be HookBase objects"),
     (lambda: SimpleTrainer(Net, DATA, sgd(Net())), TypeError, "nn.Module"),  # type: ignore[arg-type]
-    (lambda: train(optimizer=lambda _: "sgd"), TypeError, "torch optimizer .*'sgd'"),
+    (lambda: train(optimizer=lambda _: "sgd"), TypeError, "torch optimizer.*'sgd'"),
     (eval_mode, RuntimeError, r"call model.train\(\)"),
     (lambda: train().register_hooks([], before="Eval"), ValueError, "no hook 'Eval'"),
     (
@@ -192,6 +196,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
     (lambda: train(data=[]), ValueError, "empty"),
+    (lambda: stream(shuffle=True), ValueError, "total_batch_size, seed .*shuffled"),
+    (lambda: stream(batch_size=2), ValueError, "total_batch_size, seed and sampler"),
+    (lambda: stream(epochs=3), TypeError, "keyword argument 'epochs'"),
+    (lambda: stream(num_worker=2), TypeError, "did you mean 'num_workers'"),
+    (lambda: small(9), WARNING, "total_batch_size=9 is more than the 6 samples"),
     (lambda: train(data=iter(DATA[:2])), ValueError, "starts only once"),
     # Losses
     (returning(lambda y: y), TypeError, r"one element .*\[2, 2\]"),

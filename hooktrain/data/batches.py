@@ -2,13 +2,22 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+
+from torch.testing import assert_close
+from torch.utils.data import IterableDataset
 
 from hooktrain.data.loader import TrainLoader
 from hooktrain.utils import comm
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
+
+SAME_BATCHES = (
+    "The first two batches are the same. If each worker reads all of a stream, divide it by "
+    "torch.utils.data.get_worker_info()"
+)
 
 
 class Batches(Iterator[Any]):
@@ -31,6 +40,8 @@ class Batches(Iterator[Any]):
             if self.epoch > 0:
                 self._set_epoch()
             self._iterator = start_workers(self.loader)
+            if self.epoch == 0 and getattr(self.loader, "num_workers", 0) > 1:
+                self._iterator = _told_apart(self._iterator)
         return self._iterator
 
     def _set_epoch(self) -> None:
@@ -79,7 +90,27 @@ class Batches(Iterator[Any]):
                     self.loader,
                 )
         else:
-            logger.warning(
-                "The position in the data could not be restored: the loader starts anew, "
-                "unlike those of hooktrain.data.build_train_loader"
-            )
+            remedy = "unlike those of hooktrain.data.build_train_loader"
+            if _is_stream(self.loader):
+                remedy = "or needs torchdata: pip install 'hooktrain[streams]'"
+            text = "The position in the data could not be restored: the loader starts anew, %s"
+            logger.warning(text, remedy)
+
+
+def _is_stream(loader: Any) -> bool:
+    """Whether a loader reads a data set whose order is its own."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _told_apart(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches; warn if the first two, which are of two workers, are the same."""
+    first = None
+    for _, batch in zip(range(2), batches, strict=False):
+        # It compares numbers only.
+        with suppress(AssertionError, TypeError):
+            assert_close(first, batch, rtol=0, atol=0)
+            logger.warning(SAME_BATCHES)
+        first = batch
+        yield batch
+    del first
+    yield from batches

@@ -1,5 +1,6 @@
 """Loaders of batches. The training stream continues exactly where a run stopped."""
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,14 @@ from hooktrain.data.samplers import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
+from hooktrain.utils.names import call
 from hooktrain.utils.workers import start_workers
+
+logger = logging.getLogger(__name__)
+
+_DECIDED = (
+    "(total_batch_size, seed and sampler decide on the batches, which are shuffled)"
+)
 
 # A position in the stream of all ranks, and the index of the sample there.
 Key = tuple[int, int]
@@ -237,7 +245,9 @@ def build_train_loader(
             ``drop_last``, which makes a difference for an ``IterableDataset`` only.
 
     Raises:
-        ValueError: for an empty data set, or a batch size that the ranks cannot share.
+        ValueError: for an empty data set, a batch size that the ranks cannot share, or options
+            that say it once more, such as ``shuffle``.
+        TypeError: for an unknown option.
     """
     world = comm.get_world_size()
     if total_batch_size < 1 or total_batch_size % world:
@@ -246,11 +256,19 @@ def build_train_loader(
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)
     if isinstance(dataset, IterableDataset):
-        options.update(batch_size=total_batch_size // world, sampler=sampler)
-        return _stream_loader(dataset, **options)
+        share = total_batch_size // world
+        return _stream_loader(dataset, batch_size=share, sampler=sampler, **options)
     options.pop("drop_last", None)
+    # Refuses unknown options now, not when the training starts.
+    call(DataLoader, [dataset], {"batch_sampler": (), **options}, _DECIDED)
+    size = len(dataset)  # type: ignore[arg-type]
     if sampler is None:
-        sampler = TrainingSampler(len(dataset), seed=seed)  # type: ignore[arg-type]
+        sampler = TrainingSampler(size, seed=seed)
+    if size < total_batch_size:
+        text = (
+            "total_batch_size=%d is more than the %d samples, which a batch has again"
+        )
+        logger.warning(text, total_batch_size, size)
     adopt_seed = False
     if seed is None:
         seed = getattr(sampler, "seed", None)

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import pytest
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
@@ -61,3 +61,29 @@ def test_ranks_that_take_the_main_process_position_in_a_stream_say_so() -> None:
 
 def test_a_single_process_resumes_a_stream_without_a_warning() -> None:
     assert warnings_of_a_resume() == []
+
+
+class Undivided(IterableDataset[int]):
+    """All of it for each worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(("data", "count"), [(Undivided(), 1), (Numbers(), 0)])
+def test_workers_that_read_the_same_are_told_once_how_to_share(
+    data: IterableDataset[int], count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = Batches(DataLoader(data, 2, num_workers=2))
+    read = [batch.tolist() for batch in islice(batches, 12)]
+    assert len(read) == 12
+    assert caplog.text.count("get_worker_info") == count
+
+
+def test_a_stream_that_begins_anew_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hooktrain.data.loader.find_spec", lambda name: None)
+    stream = Batches(build_train_loader(Numbers(), total_batch_size=2))
+    stream.load_state_dict(stream.state_dict())
+    assert "pip install 'hooktrain[streams]'" in caplog.text
