@@ -6,9 +6,12 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler, SequentialSampler
 
+from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.utils import comm
 from hooktrain.utils.epochs import in_iterations
 
 logger = logging.getLogger(__name__)
@@ -50,12 +53,15 @@ def end_of_run(
     return max_iter
 
 
-def check_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def check_parts(
+    model: nn.Module, optimizers: Iterable[Optimizer], data_loader: Any = None
+) -> None:
     """Refuse what cannot be meant, and warn of what can. Nothing is computed.
 
     Args:
         model: the model.
         optimizers: those that are to train it.
+        data_loader: what gives its batches.
 
     Raises:
         ValueError: if the optimizers have no parameter of the model.
@@ -81,6 +87,8 @@ def check_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         logger.warning(text, len(left), left[:5])
     for name in _lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
+    if comm.get_world_size() > 1:
+        _check_ranks(model, data_loader)
 
 
 def _lists_of_layers(model: nn.Module) -> Iterator[str]:
@@ -115,3 +123,18 @@ def warn_of_idle(optim_wrapper: Any, before: Mapping[str, list[int]]) -> None:
         if is_idle and not wrapper.optimizer.state and wrapper.should_update():
             what = name or type(wrapper.optimizer).__name__
             logger.warning("The optimizer %s has made no step so far", what)
+
+
+def _check_ranks(model: nn.Module, data_loader: Any) -> None:
+    """Warn if several ranks would train models of their own, or on the same data."""
+    is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
+    if not is_wrapped and not computes_together(model):
+        logger.warning(
+            "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
+        )
+    batch_sampler = getattr(data_loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    if isinstance(sampler, RandomSampler | SequentialSampler):
+        logger.warning(
+            "Each rank reads all of the data: take hooktrain.data.build_train_loader"
+        )

@@ -116,7 +116,8 @@ class ModelTrainer(TrainerBase):
     def preflight(self) -> None:
         """See that model and optimizers belong together."""
         wrappers = wrappers_by_name(self.optim_wrapper).values()
-        check_parts(self.model, [wrapper.optimizer for wrapper in wrappers])
+        optimizers = [wrapper.optimizer for wrapper in wrappers]
+        check_parts(self.model, optimizers, self.data_loader)
 
     def begin_steps(self) -> None:
         """Start the loader, which may draw random numbers."""

@@ -1,12 +1,17 @@
 """Model and optimizer that do not belong together are refused, or warned about."""
 
+import logging
+
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
-from hooktrain.engine import SimpleTrainer
+from gloo import run_ranks
+from hooktrain.data import build_train_loader
+from hooktrain.engine import SimpleTrainer, create_ddp_model
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.preflight import check_parts
-from toys import LinearLoss, sgd
+from toys import LinearLoss, batches, sgd
 
 
 def test_parts_that_belong_together_are_accepted_in_silence(
@@ -42,3 +47,27 @@ def test_several_optimizers_may_share_a_model(caplog: pytest.LogCaptureFixture) 
     model = nn.Sequential(LinearLoss(), nn.Linear(2, 2))
     check_parts(model, [sgd(model[0]), sgd(model[1])])
     assert caplog.messages == []
+
+
+def warnings_of_ranks() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain.engine.preflight").addHandler(handler)
+    alone, wrapped = LinearLoss(), create_ddp_model(LinearLoss())
+    data = batches(4)
+    divided = [
+        build_train_loader(data, total_batch_size=2, seed=0),  # type: ignore[arg-type]
+        DataLoader(data, sampler=DistributedSampler(data)),  # type: ignore[arg-type]
+    ]
+    check_parts(wrapped, [sgd(wrapped)], divided[0])
+    check_parts(wrapped, [sgd(wrapped)], divided[1])
+    assert told == []
+    check_parts(alone, [sgd(alone)], DataLoader(data, shuffle=True))  # type: ignore[arg-type]
+    return told
+
+
+def test_ranks_that_train_apart_or_on_the_same_data_are_told_so() -> None:
+    for apart, same in run_ranks(warnings_of_ranks, 2):
+        assert "create_ddp_model" in apart
+        assert "build_train_loader" in same
