@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from hooktrain import engine
 from hooktrain.compat.checkpoint import DetectionCheckpointer
 from hooktrain.compat.functions import of_detectron2, verify_results
 from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
-from hooktrain.engine import TrainerBase, hooks
+from hooktrain.engine import hooks
 from hooktrain.engine.default_trainer import of_inner_trainer
 from hooktrain.engine.defaults import create_ddp_model, default_writers
 from hooktrain.engine.losses import LossRecorder
+from hooktrain.engine.train_loop import STATE_PARTS
 from hooktrain.evaluation import (
     DatasetEvaluator,
     inference_on_dataset,
@@ -29,7 +30,35 @@ from hooktrain.utils.logger import setup_logger
 logger = logging.getLogger(__name__)
 
 
-class SimpleTrainer(engine.SimpleTrainer):
+class TrainerBase(engine.TrainerBase):
+    """A :class:`hooktrain.engine.TrainerBase` whose trainer inside may have a state of its own.
+
+    Copies of detectron2's SimpleTrainer have one: their optimizer, and their scaler.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs; see the base class."""
+        state = super().state_dict()
+        if _has_own_state(self._trainer):
+            state["_trainer"] = self._trainer.state_dict()
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, only: Collection[str] = STATE_PARTS
+    ) -> None:
+        """Load what ``state_dict`` returned; see the base class."""
+        super().load_state_dict(state_dict, only=only)
+        own = state_dict.get("_trainer")
+        if own and "optimizer" in only and _has_own_state(self._trainer):
+            self._trainer.load_state_dict(own)
+
+
+def _has_own_state(inner: Any) -> bool:
+    method = getattr(type(inner), "state_dict", TrainerBase.state_dict)
+    return not method.__module__.startswith("hooktrain.")
+
+
+class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
     """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere."""
 
     @staticmethod

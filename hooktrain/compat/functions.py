@@ -52,16 +52,12 @@ def of_detectron2(name: str) -> Any:
         AttributeError: for a name of Python's own.
         ImportError: if there is no such name, or its package is not installed.
     """
-    owner = _OWNERS.get(name)
-    what = f"that is {owner}'s"
-    if owner is None:
-        what = "what belongs to detection, and old schedulers, are detectron2's"
-    return of_peers(
-        name,
-        _MODULES,
-        f"hooktrain has no {name!r}; {what} own: install it beside, or copy what you need "
-        "(docs/migrating.md)",
+    owner = _OWNERS.get(name, "detectron2")
+    otherwise = (
+        f"hooktrain has no {name!r}: it is {owner}'s own, or misspelt. Install {owner} beside, "
+        "or copy what you need (docs/migrating.md)"
     )
+    return of_peers(name, _MODULES, otherwise)
 
 
 def default_setup(cfg: Any, args: Any) -> None:

@@ -1,5 +1,6 @@
 """detectron2's model zoo: its own, where it is installed."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,8 @@ _ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
 def __getattr__(name: str) -> Any:
     """What is not here; see :mod:`hooktrain.compat.peers`."""
-    return _of_zoo(name, repr(name))
-
-
-def _of_zoo(name: str, wanted: str) -> Any:
     otherwise = (
-        f"{wanted} is in detectron2's model zoo: install detectron2 beside, or copy the "
+        f"{name!r} is of detectron2's model zoo: install detectron2 beside, or copy the "
         "configurations that you need (docs/migrating.md)"
     )
     modules = ["detectron2.model_zoo", "detectron2.model_zoo.model_zoo"]
@@ -37,10 +34,6 @@ def get_config(config_path: str, trained: bool = False) -> Any:
     Raises:
         ImportError: for any other, without detectron2.
     """
-    try:
-        theirs = _of_zoo("get_config", repr(config_path))
-    except ImportError:
-        if config_path != "common/train.py":
-            raise
+    if config_path == "common/train.py" and find_spec("detectron2") is None:
         return LazyConfig.load(_ROOT / "configs" / config_path)
-    return theirs(config_path, trained)
+    return __getattr__("get_config")(config_path, trained)

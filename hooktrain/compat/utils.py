@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from tabulate import tabulate
 
+from hooktrain import events
+
 _KeyPart = Literal["caller", "message"]
 
 _calls: defaultdict[object, Iterator[int]] = defaultdict(count)
@@ -97,6 +99,18 @@ def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
         name = "hooktrain"
     logger = logging.getLogger(name)
     return (frame.f_code.co_filename, frame.f_lineno), logger
+
+
+class CommonMetricPrinter(events.CommonMetricPrinter):
+    """A :class:`hooktrain.events.CommonMetricPrinter` with what a ``write`` of others reads."""
+
+    @property
+    def _max_iter(self) -> int | None:
+        return self.max_iter
+
+    def _get_eta(self, storage: events.EventStorage) -> str:
+        shown = self._eta(storage, self.max_iter or 0)
+        return "".join(shown).removeprefix("eta: ")
 
 
 class Timer:

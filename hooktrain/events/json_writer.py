@@ -84,9 +84,15 @@ class JSONWriter(EventWriter):
         data = b""
         if self._path.exists():
             data = self._path.read_bytes()
+        end = saved_size
+        if saved_size is not None:
+            late = self._size_of_late_write(data[saved_size:], iteration - 1)
+            if late:
+                end = saved_size + late
+                self._unwritten.mark_written(storage)
         kept = []
         last = -1
-        for text, line in _read_lines(self._path, data[:saved_size]):
+        for text, line in _read_lines(self._path, data[:end]):
             if line["iteration"] < iteration:
                 text = text.rstrip() + b"\n"
                 kept.append(text)
@@ -99,6 +105,24 @@ class JSONWriter(EventWriter):
         if saved_size is not None and len(data) < saved_size:
             lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
             logger.error(lost, self._path, len(data), saved_size, last)
+
+    def _size_of_late_write(self, data: bytes, saved: int) -> int:
+        """How much was written in the iteration that was saved, but after it was saved."""
+        storage = get_event_storage()
+        smoothed = storage.smoothing_hints()
+        # What is smoothed has the iteration of the write.
+        last = set()
+        for name, (_, iteration) in storage.latest().items():
+            if smoothed[name] and iteration == saved:
+                last.add(name)
+        size = 0
+        for text, line in _read_lines(self._path, data):
+            size += len(text)
+            if line["iteration"] > saved:
+                break
+            if last and last <= line.keys() and line["iteration"] == saved:
+                return size
+        return 0
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -17,15 +17,17 @@ from hooktrain.compat.detectron2 import (
     AMPTrainer,
     DatasetEvaluator,
     DefaultTrainer,
+    DetectionCheckpointer,
     SimpleTrainer,
     TrainerBase,
     default_argument_parser,
     default_setup,
+    default_writers,
     hooks,
     verify_results,
 )
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage
+from hooktrain.utils.events import EventStorage, load_json_metrics
 from hooktrain.utils.logger import close_logger
 
 
@@ -193,6 +195,71 @@ def test_a_constructor_of_ones_own_may_put_another_trainer_inside(
     assert trainer._trainer.ran == 3
     assert trainer.state_dict()["iteration"] == 2
     assert trainer.storage.history("total_loss").count == 3
+
+
+class CopiedSteps(TrainerBase):
+    """A copy of detectron2's SimpleTrainer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model, self.optimizer = model.train(), optimizer
+
+    def run_step(self) -> None:
+        loss = self.model(torch.ones(1, 2))["loss"]
+        self.optimizer.zero_grad()
+        loss.backward()
+        SimpleTrainer.write_metrics({"total_loss": loss}, 0.0, self.iter)
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+class AroundCopy(TrainerBase):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        self._trainer = CopiedSteps(model, optimizer)
+        self.seed = 3
+        self.saver = DetectionCheckpointer(model, str(folder), trainer=self)
+        self.register_hooks(
+            [hooks.PeriodicWriter(default_writers(str(folder)), period=2)]
+        )
+
+    def run_step(self) -> None:
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
+
+
+def test_a_copied_trainer_inside_writes_its_losses_and_resumes_its_optimizer(
+    tmp_path: Path,
+) -> None:
+    whole = AroundCopy(tmp_path / "whole")
+    whole.train(0, 6)
+    first = AroundCopy(tmp_path / "parts")
+    first.train(0, 4)
+    first.saver.save("last")
+    second = AroundCopy(tmp_path / "parts")
+    second.saver.resume_or_load("", resume=True)
+    second.train(second.iter + 1, 6)
+    assert torch.equal(second._trainer.model.fc.weight, whole._trainer.model.fc.weight)
+    both = [tmp_path / name / "metrics.json" for name in ("whole", "parts")]
+    lines = [load_json_metrics(path) for path in both]
+    assert [line["iteration"] for line in lines[0]] == [1, 3, 5]
+    losses = [[line["total_loss"] for line in run] for run in lines]
+    assert losses[0] == losses[1]
+
+
+def test_a_copied_trainer_inside_ends_on_nan(tmp_path: Path) -> None:
+    trainer = AroundCopy(tmp_path)
+    trainer._trainer.model.fc.bias.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="iteration=0!"):
+        trainer.train(0, 2)
 
 
 def test_a_tree_is_saved(tmp_path: Path) -> None:

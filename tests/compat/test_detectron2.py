@@ -88,7 +88,9 @@ def test_what_scripts_import_is_in_the_flat_module(line: str) -> None:
 
 @pytest.mark.parametrize("module", ["detectron2", "solver"])
 def test_an_old_scheduler_says_where_it_is(module: str) -> None:
-    with pytest.raises(ImportError, match=r"no 'WarmupCosineLR'.*install it beside"):
+    with pytest.raises(
+        ImportError, match=r"no 'WarmupCosineLR'.*Install detectron2 beside"
+    ):
         importlib.import_module(f"hooktrain.compat.{module}").WarmupCosineLR  # noqa: B018
 
 
@@ -103,10 +105,12 @@ def test_a_whole_module_of_detectron2_has_the_names_that_are_here() -> None:
 def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
     name: str, owner: str
 ) -> None:
-    with pytest.raises(ImportError, match=f"no '{name}'.* {owner}'s own: install"):
+    with pytest.raises(ImportError, match=f"no '{name}'.* {owner}'s own, or misspelt"):
         getattr(detectron2, name)
 
 
 def test_a_name_of_detection_says_where_it_is() -> None:
-    with pytest.raises(ImportError, match=r"no 'MetadataCatalog'.*install it beside"):
+    with pytest.raises(
+        ImportError, match=r"no 'MetadataCatalog'.*Install detectron2 beside"
+    ):
         from hooktrain.compat.detectron2 import MetadataCatalog  # noqa: F401

@@ -9,8 +9,11 @@ import pytest
 
 from hooktrain.compat import utils
 from hooktrain.compat.detectron2 import (
+    CommonMetricPrinter,
+    EventStorage,
     Timer,
     create_small_table,
+    get_event_storage,
     log_every_n,
     log_every_n_seconds,
     log_first_n,
@@ -106,3 +109,25 @@ def test_pauses_do_not_count(clock: SimpleNamespace) -> None:
     timer.reset()
     clock.now += 4
     assert (timer.seconds(), timer.avg_seconds(), timer.is_paused()) == (4, 4, False)
+
+
+class OwnPrinter(CommonMetricPrinter):
+    """With a ``write`` as copies of detectron2's have it."""
+
+    def write(self) -> None:
+        storage = get_event_storage()
+        if storage.iter != self._max_iter:
+            eta = self._get_eta(storage)
+            self.logger.info("eta: %s iter: %d", eta, storage.iter)
+
+
+def test_a_printer_of_ones_own_knows_the_end_and_the_time_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    with EventStorage() as storage:
+        printer = OwnPrinter(max_iter=4)
+        for storage.iter in (0, 2, 4):
+            printer.write()
+        assert storage.latest()["eta_seconds"][1] == 2
+    assert caplog.messages == ["eta:  iter: 0", "eta: 0:00:00 iter: 2"]

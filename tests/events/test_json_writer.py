@@ -158,9 +158,17 @@ def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(
 
 
 def run(
-    path: Path, start: int, stop: int, storage: EventStorage, checkpoint: int = -1
+    path: Path,
+    start: int,
+    stop: int,
+    storage: EventStorage,
+    checkpoint: int = -1,
+    saved_first: int = -1,
 ) -> dict[str, Any]:
-    """Iterations with a write after every 20th; returns the state after one of them."""
+    """Iterations with a write after every 20th; returns the state after one of them.
+
+    Or the state before it is evaluated and written, as where a checkpointer comes first.
+    """
     state: dict[str, Any] = {}
     writer = JSONWriter(path)
     with storage:
@@ -176,6 +184,9 @@ def run(
                 storage.put_scalar(
                     "late", 1.0 * storage.iter, cur_iter=storage.iter - 5
                 )
+            if storage.iter == saved_first:
+                state = storage.state_dict()
+                storage.put_scalar("after", float(storage.iter), smoothing_hint=False)
             if storage.iter % 20 == 19:
                 writer.write()
             if storage.iter == checkpoint:
@@ -198,6 +209,18 @@ def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one(
     storage.load_state_dict(state)
     run(path, checkpoint + 1, 100, storage)
     assert path.read_text() == (tmp_path / "whole.json").read_text()
+
+
+@pytest.mark.parametrize("stop", [40, 67])
+def test_what_was_written_right_after_a_save_stays(stop: int, path: Path) -> None:
+    whole = path.with_name("whole.json")
+    run(whole, 0, 100, EventStorage(), saved_first=39)
+    state = run(path, 0, stop, EventStorage(), saved_first=39)
+    storage = EventStorage()
+    storage.load_state_dict(state)
+    run(path, 40, 100, storage)
+    assert path.read_text() == whole.read_text()
+    assert [line["iteration"] for line in lines(path) if "after" in line] == [39]
 
 
 @pytest.mark.parametrize("left", [0, 100, None])
