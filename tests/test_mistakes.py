@@ -10,27 +10,34 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint.loading import choose_parts
 from hooktrain.config import ConfigDict, LazyCall, instantiate
 from hooktrain.data import build_train_loader
-from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer
+from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer, default_writers
 from hooktrain.engine.hooks import (
     EMA,
     BestCheckpointer,
     CallbackHook,
     EvalHook,
+    LRScheduler,
     PeriodicCheckpointer,
     PeriodicWriter,
 )
 from hooktrain.evaluation import ClassificationEvaluator, inference_on_dataset
 from hooktrain.model import BaseModel
-from hooktrain.solver import AmpOptimWrapper
+from hooktrain.solver import (
+    AmpOptimWrapper,
+    LinearParamScheduler,
+    MultiStepParamScheduler,
+)
 from hooktrain.utils.events import CommonMetricPrinter, get_event_storage
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.registry import OPTIMIZERS
-from toys import sgd
+from toys import Counter, sgd
 
 ROOT = Path(__file__).parent.parent
 DATA = [torch.ones(2, 4)] * 4
@@ -107,6 +114,10 @@ def returning(output: Callable[[Tensor], Any]) -> Callable[[], Any]:
     return lambda: train(model=Net(output))
 
 
+def schedule(given: Any) -> Callable[[], Any]:
+    return lambda: train(LRScheduler(scheduler=given))
+
+
 def small(batch_size: int = 2, optimizer: Any = torch.optim.SGD) -> SimpleTrainer:
     model = Net()
     loader = build_train_loader(SAMPLES, total_batch_size=batch_size, seed=0)
@@ -140,6 +151,17 @@ class Ended(SimpleTrainer):
 
 def train_again() -> None:
     train(lambda t: EvalHook(2, lambda: t.train(max_iter=2)))
+
+
+def nothing_saved() -> None:
+    mine = Counter()
+    mine.state_dict = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    Checkpointer(Net(), mine=mine).begin_run()
+
+
+def one_name() -> None:
+    state = {"model": {}, "trainer": {}}
+    choose_parts("a.pth", state, {"trainer": None}, "trainer")
 
 
 def step(output: Callable[[Tensor], Any]) -> Callable[[], Any]:
@@ -193,6 +215,14 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "max_iter=4 or max_epochs=3",
     ),
     (lambda: AmpOptimWrapper(sgd(Net()), "bf16"), ValueError, "bfloat16.*'bf16'"),
+    (lambda: train(EvalHook(-5, lambda: {"a": 1})), ValueError, "negative.*-5"),
+    (lambda: PeriodicCheckpointer(Checkpointer(Net()), -1), ValueError, "whole .*-1"),
+    # Schedules
+    (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, r"0.1 x 0.1 = 0.01: "),
+    (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3: .* multipliers"),
+    (schedule("cosine"), TypeError, "ParamScheduler, not 'cosine'"),
+    (schedule(lambda where: 1.0), TypeError, "ParamScheduler, not <function"),
+    (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
     (lambda: train(data=[]), ValueError, "empty"),
@@ -252,6 +282,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (resume(small(3)), ValueError, "total_batch_size=2.*total_batch_size=3"),
     (resume(small(), EMA(Net())), ValueError, r"not registered: \['EMA'\]"),
     (resume(small(2, torch.optim.Adam)), ValueError, "SGD.*Adam"),
+    (lambda: Checkpointer(Net()).load(ROOT), IsADirectoryError, "give one of .*README"),
+    (lambda: default_writers(""), ValueError, "output_dir is empty"),
+    (nothing_saved, TypeError, "'mine' must return a dict"),
+    (one_name, TypeError, r"checkpointables must be a list: \['trainer'\]"),
     # Configurations
     (lambda: ConfigDict(train={}).trian, AttributeError, "did you mean 'train'"),
     (lambda: OPTIMIZERS.get("Adamw"), KeyError, "did you mean 'AdamW'"),
@@ -268,6 +302,8 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ((*DIGITS[:2], DIGITS[2].replace("gits", "git")), "no file .*mean .*digits_cnn.py"),
     ((*DIGITS, "train.max_epochs=5"), "max_iter=2000 or max_epochs=5"),
     ((*DIGITS, "train.max_itr=5"), "did you mean 'max_iter'"),
+    ((*DIGITS, "train.hooks=[]"), r"no 'hooks'; there is ((?!a \+ before).)*$"),
+    ((*DIGITS, "optimizer.betas=1"), r"no 'betas'.* \(a \+ before the key adds it"),
     ((*DIGITS, "train.log_period=0"), "at least 1, but got 0"),
     ((*DIGITS, "train.device=gpu"), "device.*gpu"),
     (

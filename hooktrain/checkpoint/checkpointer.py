@@ -152,7 +152,11 @@ class Checkpointer:
             self.logger.warning(message, self.save_dir, names)
 
     def _states(self) -> State:
-        return {key: item.state_dict() for key, item in self.checkpointables.items()}
+        states = {key: item.state_dict() for key, item in self.checkpointables.items()}
+        for key, state in states.items():
+            if state is None:
+                raise TypeError(f"state_dict() of {key!r} must return a dict, not None")
+        return states
 
     def content(self, extra: State) -> State:
         """What is saved. A subclass may change it."""

@@ -1,6 +1,7 @@
 """Reading checkpoints of any library, and loading a state into a model."""
 
 import logging
+import os
 import re
 import reprlib
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.names import as_list, did_you_mean
 from hooktrain.utils.tensors import shard_like
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
         OSError: if it cannot be opened.
     """
     if not is_folder(path):
+        if os.path.isdir(path):
+            names = sorted(os.listdir(path))
+            raise IsADirectoryError(f"{path!r} is no checkpoint: give one of {names}")
         verify_file(path)
         return
     from hooktrain.checkpoint.folders import verify_folder
@@ -366,7 +370,7 @@ def choose_parts(
         if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
     chosen: dict[str, set[str]] = {}
-    for name in names:
+    for name in as_list(names, str, "checkpointables"):
         key, _, component = name.partition(".")
         if key == "model":  # always loaded
             continue

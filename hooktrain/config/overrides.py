@@ -89,14 +89,18 @@ def _apply(cfg: ConfigDict, override: str) -> None:
 def _find(node: Any, part: str, override: str) -> Any:
     """The key of a dict or list that a part of a path means; + may name a new one."""
     container = None if isinstance(node, tuple) else node
-    key = find_key(container, part)
-    if key is not None:
-        return key
+    found = find_key(container, part)
+    if found is not None:
+        return found
     if override.startswith("+") and isinstance(node, dict):
         return part
     hint = did_you_mean(part, known_keys(container))
-    what = f"the override {override!r}: the config has no {part!r}{hint}"
-    raise KeyError(f"{what} (a + before the key adds it)")
+    # Elsewhere nobody would read what is added.
+    is_call = "_target_" in known_keys(container)
+    key, _, _ = override.partition("=")
+    if is_call or "." not in key:
+        hint += " (a + before the key adds it)"
+    raise KeyError(f"the override {override!r}: the config has no {part!r}{hint}")
 
 
 def parse_value(text: str) -> Any:

@@ -6,11 +6,13 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.epochs import in_iterations
 
@@ -123,6 +125,27 @@ def warn_of_idle(optim_wrapper: Any, before: Mapping[str, list[int]]) -> None:
         if is_idle and not wrapper.optimizer.state and wrapper.should_update():
             what = name or type(wrapper.optimizer).__name__
             logger.warning("The optimizer %s has made no step so far", what)
+
+
+def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
+    """Refuse what is no schedule; warn of one of rates where multipliers belong.
+
+    Raises:
+        TypeError: if it cannot be stepped.
+        ValueError: for a plateau without the metric that it watches.
+    """
+    if isinstance(schedule, ReduceLROnPlateau) and metric is None:
+        raise ValueError("ReduceLROnPlateau needs LRScheduler(metric=...), a name")
+    if not isinstance(schedule, ParamScheduler):
+        if isinstance(schedule, type) or not hasattr(schedule, "step"):
+            raise TypeError(f"a schedule must be a ParamScheduler, not {schedule!r}")
+        return
+    group = optimizer.param_groups[0]
+    rate = float(group.get("initial_lr", group["lr"]))
+    highest = max(schedule(percent / 100) for percent in range(101))
+    if rate < 1 and not 0.5 <= highest < 1.01:
+        text = "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0"
+        logger.warning(text, rate, highest, rate * highest)
 
 
 def _check_ranks(model: nn.Module, data_loader: Any) -> None:

@@ -85,6 +85,8 @@ class HookBase:
             return at_end
         if isinstance(period, str):
             period = in_iterations(period, trainer.epoch_length)
+        if period < 0:
+            raise ValueError(f"a period must not be negative, but got {period!r}")
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class PreciseBN(HookBase):
     See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
 
     Args:
-        period: in iterations, or like ``"1 epoch"``; 0 or less does it at the last one only.
+        period: in iterations, or like ``"1 epoch"``; 0 does it at the last one only.
         model: a model whose batch-norm layers are in training mode when the time comes; without
             any, nothing is done.
         data_loader: batches for the model. A finite loader starts again when it is exhausted. If it

@@ -40,7 +40,7 @@ class EvalHook(HookBase):
     and it ends the run at once.
 
     Args:
-        eval_period: in iterations, or like ``"1 epoch"``; 0 or less evaluates at the end only.
+        eval_period: in iterations, or like ``"1 epoch"``; 0 evaluates at the end only.
         eval_function: takes nothing; returns a dict of numbers, possibly nested, or nothing.
         eval_after_train: whether to evaluate at the end.
 
@@ -83,7 +83,7 @@ class EvalHook(HookBase):
         try:
             numbers = _as_numbers(self._func() or {})
         except Exception as raised:
-            logger.exception("The evaluation failed:")
+            logger.error("The evaluation failed; the run ends when this is saved")
             error = raised
         # Ranks need very different times to evaluate; they wait here, where it is visible.
         if not _all_come(_PATIENCE_SECONDS if error else None) and error:
@@ -316,7 +316,10 @@ class BestCheckpointer(HookBase):
     def _refuse_old(self, measured_at: int) -> None:
         name = self._val_metric
         if measured_at < 0:
-            logger.warning("No metric %r to choose the best checkpoint by", name)
+            text = (
+                "No metric %r to choose the best checkpoint by: EvalHook comes before"
+            )
+            logger.warning(text, name)
             refuse_missing(name, self.trainer)
         elif not self.trainer.succeeded:  # else there was no evaluation at the end
             error = ValueError(

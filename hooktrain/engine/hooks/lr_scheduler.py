@@ -1,13 +1,14 @@
 """Steps the schedules of the learning rate and other parameters, and records the rate."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hooktrain.engine.hooks.evaluation import new_value
+from hooktrain.engine.preflight import check_schedule
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
@@ -39,9 +40,10 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        ValueError: when training starts, if a schedule is of another optimizer or is there twice,
-            or counts epochs and the trainer has no ``epoch_length``; if a state of other schedulers
-            was loaded; in a run, if a metric is not there after the first evaluation.
+        TypeError: when training starts, for what is no schedule.
+        ValueError: then too, if a schedule is of another optimizer or is there twice, lacks its
+            metric, or counts epochs and the trainer has no ``epoch_length``; if a state of other
+            schedulers was loaded; in a run, if a metric is not there after the first evaluation.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -98,7 +100,7 @@ class LRScheduler(HookBase):
             names = [*several] if isinstance(several, Mapping) else [""]
             named = dict.fromkeys(names, named)
         return {
-            name: list(given) if isinstance(given, Sequence) else [given]
+            name: list(given) if isinstance(given, list | tuple) else [given]
             for name, given in named.items()
         }
 
@@ -115,6 +117,7 @@ class LRScheduler(HookBase):
 
     def _begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
         """Decide when a schedule steps. Returns it, or the multiplier that is made of it."""
+        check_schedule(scheduler, optimizer, self._metric)
         if isinstance(scheduler, ParamScheduler):
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
@@ -132,7 +135,7 @@ class LRScheduler(HookBase):
             )
             if (scheduler.begin, scheduler.end) == (0, INF):  # it needs no epochs
                 return scheduler
-        if isinstance(scheduler, ReduceLROnPlateau) and self._metric is not None:
+        if isinstance(scheduler, ReduceLROnPlateau):
             self._watched.append((self._metric, scheduler.step))
         else:
             self._steps.append((self._period_of(scheduler), scheduler.step))

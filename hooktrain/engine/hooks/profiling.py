@@ -115,7 +115,7 @@ class TorchMemoryStats(HookBase):
     It does so ``max_runs`` times in a run. Without an accelerator it does nothing.
 
     Args:
-        period: in iterations, or like ``"1 epoch"``; 0 or less logs at the last one only.
+        period: in iterations, or like ``"1 epoch"``; 0 logs at the last one only.
         max_runs: how many times to log.
     """
 

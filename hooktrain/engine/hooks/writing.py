@@ -89,7 +89,7 @@ class PeriodicWriter(HookBase):
 
     Args:
         writers: the writers, called in order.
-        period: in iterations, or like ``"1 epoch"``; 0 or less writes at the last one only. With
+        period: in iterations, or like ``"1 epoch"``; 0 writes at the last one only. With
             several ranks a multiple of the trainer's ``gather_metric_period``, for the losses.
     """
 

@@ -26,7 +26,7 @@ from toys import Idle, LinearLoss, linear_trainer
     ("period", "max_iter", "at_end", "expected"),
     [
         *((15, 30, True, 2), (15, 31, True, 3), (0, 20, True, 1), (40, 20, True, 1)),
-        *((-1, 20, True, 1), (10, 20, False, 2)),
+        (10, 20, False, 2),
     ],
 )
 def test_it_evaluates_each_period_and_once_at_the_end(
