@@ -84,15 +84,11 @@ class JSONWriter(EventWriter):
         data = b""
         if self._path.exists():
             data = self._path.read_bytes()
-        end = saved_size
         if saved_size is not None:
-            late = self._size_of_late_write(data[saved_size:], iteration - 1)
-            if late:
-                end = saved_size + late
-                self._unwritten.mark_written(storage)
+            saved_size = self._with_late_write(data, saved_size, iteration - 1)
         kept = []
         last = -1
-        for text, line in _read_lines(self._path, data[:end]):
+        for text, line in _read_lines(self._path, data[:saved_size]):
             if line["iteration"] < iteration:
                 text = text.rstrip() + b"\n"
                 kept.append(text)
@@ -106,23 +102,23 @@ class JSONWriter(EventWriter):
             lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
             logger.error(lost, self._path, len(data), saved_size, last)
 
-    def _size_of_late_write(self, data: bytes, saved: int) -> int:
-        """How much was written in the iteration that was saved, but after it was saved."""
+    def _with_late_write(self, data: bytes, size: int, iteration: int) -> int:
+        """The saved size, with what was written later in the iteration that was saved.
+
+        So it is where a checkpointer comes before the writers.
+        """
         storage = get_event_storage()
-        smoothed = storage.smoothing_hints()
-        # What is smoothed has the iteration of the write.
-        last = set()
-        for name, (_, iteration) in storage.latest().items():
-            if smoothed[name] and iteration == saved:
-                last.add(name)
-        size = 0
-        for text, line in _read_lines(self._path, data):
-            size += len(text)
-            if line["iteration"] > saved:
+        found = self._unwritten.find(storage)
+        unwritten = found.get(iteration, {}).items()
+        end = size
+        for text, line in _read_lines(self._path, data[size:]):
+            end += len(text)
+            if line["iteration"] > iteration:
                 break
-            if last and last <= line.keys() and line["iteration"] == saved:
-                return size
-        return 0
+            if unwritten and unwritten <= line.items():
+                self._unwritten.mark_written(storage)
+                return end
+        return size
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
