@@ -196,9 +196,6 @@ class DefaultTrainer(TrainerBase):
         self.meta = {"config": LazyConfig.to_py(cfg)}
         self.last_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
-        count = sum(p.numel() for p in self.model.parameters())
-        ranks, device = comm.get_world_size(), self.strategy.device.type
-        logger.info("%s parameters, on %d x %s", f"{count:,}", ranks, device)
 
     def _build_inner_trainer(self, cfg: Any) -> SimpleTrainer | StepTrainer:
         model = self.strategy.prepare(

@@ -1,15 +1,18 @@
 """What is asked before the first step of a run, and after its first period."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 
+from tabulate import tabulate
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from hooktrain.evaluation.evaluator import computes_together
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.solver.schedule import ParamScheduler
@@ -55,21 +58,20 @@ def end_of_run(
     return max_iter
 
 
-def check_parts(
-    model: nn.Module, optimizers: Iterable[Optimizer], data_loader: Any = None
-) -> None:
+def check_parts(model: nn.Module, optim_wrapper: Any, data_loader: Any = None) -> None:
     """Refuse what cannot be meant, and warn of what can. Nothing is computed.
 
     Args:
         model: the model.
-        optimizers: those that are to train it.
+        optim_wrapper: one or several, which are to train it.
         data_loader: what gives its batches.
 
     Raises:
         ValueError: if the optimizers have no parameter of the model.
     """
     names = parameter_names(model)
-    groups = [group for each in optimizers for group in each.param_groups]
+    wrappers = wrappers_by_name(optim_wrapper).values()
+    groups = [group for each in wrappers for group in each.param_groups]
     trained = {p for group in groups for p in group["params"]}
     if names and trained.isdisjoint(names):
         raise ValueError(
@@ -161,3 +163,28 @@ def _check_ranks(model: nn.Module, data_loader: Any) -> None:
         logger.warning(
             "Each rank reads all of the data: take hooktrain.data.build_train_loader"
         )
+
+
+def log_size(model: nn.Module) -> None:
+    """Log how many parameters a model has, and for the log file a table of its parts.
+
+    What several parts share is counted in each of them, and once in the total.
+    """
+    bare = unwrap_model(model)
+    rows: list[tuple[Any, ...]] = []
+    for name, part in [*bare.named_children(), ("total", bare)]:
+        there = [p for p in part.parameters() if not is_lazy(p)]
+        count = sum(p.numel() for p in there)
+        trainable = sum(p.numel() for p in there if p.requires_grad)
+        size = sum(p.nbytes for p in there)
+        rows.append((name, count, trainable, size / 1e6))
+    headers = ["part", "parameters", "trainable", "MB"]
+    table = tabulate(rows, headers, intfmt=",", floatfmt=",.2f")
+    logger.debug("%s:\n%s", type(bare).__name__, table)
+    device = there[0].device.type if there else "cpu"
+    logger.info(
+        "%s parameters, on %d x %s",
+        f"{count:,}",
+        comm.get_world_size(),
+        device,
+    )

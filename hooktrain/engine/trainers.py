@@ -1,6 +1,5 @@
 """Trainers with a step, for models that return losses."""
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from operator import length_hint
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
 from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
-from hooktrain.engine.preflight import check_parts, versions, warn_of_idle
+from hooktrain.engine.preflight import check_parts, log_size, versions, warn_of_idle
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
-from hooktrain.model.wrappers import batch_caller, unwrap_model
+from hooktrain.model.wrappers import batch_caller
 from hooktrain.solver import build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 
@@ -57,7 +55,7 @@ class ModelTrainer(TrainerBase):
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
-        unwrap_model(model)  # refuses what is no model
+        log_size(model)  # refuses what is no model
         self.optim_wrapper = self.updating = build_optim_wrapper(None, optimizer)
         self.optim_wrapper.name_parameters(model)
         length = length_hint(data_loader, 0)
@@ -115,14 +113,12 @@ class ModelTrainer(TrainerBase):
 
     def preflight(self) -> None:
         """See that model and optimizers belong together."""
-        wrappers = wrappers_by_name(self.optim_wrapper).values()
-        optimizers = [wrapper.optimizer for wrapper in wrappers]
-        check_parts(self.model, optimizers, self.data_loader)
+        check_parts(self.model, self.optim_wrapper, self.data_loader)
 
     def begin_steps(self) -> None:
         """Start the loader, which may draw random numbers."""
         self._move = mover_to(self.model)  # which may have moved since the last run
-        self._call_model = batch_caller(logging.INFO)
+        self._call_model = batch_caller()
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()

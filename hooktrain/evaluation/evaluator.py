@@ -243,7 +243,7 @@ def inference_on_dataset(
     if isinstance(model, DistributedDataParallel):
         # Its own forward may exchange buffers, and would wait for ranks that have fewer batches.
         inner = model.module
-    forward = getattr(inner, step, None) or partial(batch_caller(), inner)
+    forward = getattr(inner, step, None) or partial(batch_caller(logging.DEBUG), inner)
     move = mover_to(module)
     progress = _Progress(data_loader)
     with inference_context(module), torch.no_grad():

@@ -1,5 +1,6 @@
 """Exact statistics of batch norm, after training."""
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
@@ -118,7 +119,7 @@ def _add_up(
 def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
     bare = unwrap_model(model)
     if not isinstance(bare, BaseModel):
-        return partial(batch_caller(), model)
+        return partial(batch_caller(logging.DEBUG), model)
 
     def losses(data: Any) -> Any:
         arguments = bare.data_preprocessor(data, True)

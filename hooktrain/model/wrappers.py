@@ -261,7 +261,7 @@ def takes_keywords(model: Callable[..., Any], batch: Any, level: int) -> bool:
     return not others
 
 
-def batch_caller(level: int = logging.DEBUG) -> Callable[[Any, Any], Any]:
+def batch_caller(level: int = logging.INFO) -> Callable[[Any, Any], Any]:
     """A function that calls a model with a batch, in the way that suits the first batch.
 
     See :func:`takes_keywords`.

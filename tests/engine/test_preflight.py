@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -10,7 +11,8 @@ from gloo import run_ranks
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, create_ddp_model
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.preflight import check_parts
+from hooktrain.engine.preflight import check_parts, log_size
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from toys import LinearLoss, batches, sgd
 
 
@@ -18,7 +20,7 @@ def test_parts_that_belong_together_are_accepted_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = LinearLoss()
-    check_parts(model, [sgd(model)])
+    check_parts(model, OptimWrapper(sgd(model)))
     assert caplog.messages == []
 
 
@@ -35,17 +37,18 @@ def test_trainable_parameters_without_an_optimizer_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(LinearLoss(), nn.Linear(2, 2))
-    check_parts(model, [sgd(model[0])])
+    check_parts(model, OptimWrapper(sgd(model[0])))
     assert "1.weight" in caplog.text
     caplog.clear()
     model[1].requires_grad_(False)
-    check_parts(model, [sgd(model[0])])
+    check_parts(model, OptimWrapper(sgd(model[0])))
     assert caplog.messages == []
 
 
 def test_several_optimizers_may_share_a_model(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(LinearLoss(), nn.Linear(2, 2))
-    check_parts(model, [sgd(model[0]), sgd(model[1])])
+    wrappers = [OptimWrapper(sgd(part)) for part in model]
+    check_parts(model, OptimWrapperDict(one=wrappers[0], two=wrappers[1]))
     assert caplog.messages == []
 
 
@@ -60,10 +63,10 @@ def warnings_of_ranks() -> list[str]:
         build_train_loader(data, total_batch_size=2, seed=0),  # type: ignore[arg-type]
         DataLoader(data, sampler=DistributedSampler(data)),  # type: ignore[arg-type]
     ]
-    check_parts(wrapped, [sgd(wrapped)], divided[0])
-    check_parts(wrapped, [sgd(wrapped)], divided[1])
+    check_parts(wrapped, OptimWrapper(sgd(wrapped)), divided[0])
+    check_parts(wrapped, OptimWrapper(sgd(wrapped)), divided[1])
     assert told == []
-    check_parts(alone, [sgd(alone)], DataLoader(data, shuffle=True))  # type: ignore[arg-type]
+    check_parts(alone, OptimWrapper(sgd(alone)), DataLoader(data, shuffle=True))  # type: ignore[arg-type]
     return told
 
 
@@ -71,3 +74,27 @@ def test_ranks_that_train_apart_or_on_the_same_data_are_told_so() -> None:
     for apart, same in run_ranks(warnings_of_ranks, 2):
         assert "create_ddp_model" in apart
         assert "build_train_loader" in same
+
+
+def test_a_table_of_the_model_is_for_the_log_file_and_its_total_for_the_console(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "hooktrain.engine.preflight")
+    shared = nn.Linear(100, 10, bias=False)
+    model = nn.Module()
+    model.body = nn.Sequential(shared, nn.BatchNorm1d(10)).requires_grad_(False)
+    model.act = nn.ReLU()
+    model.head = nn.Sequential(nn.Linear(10, 30), shared).double()
+    model.late = nn.LazyLinear(2)
+    model.scale = nn.Parameter(torch.ones(5000))
+    log_size(nn.DataParallel(model))
+    table, total = caplog.records
+    assert (table.levelname, total.levelname) == ("DEBUG", "INFO")
+    assert total.getMessage() == "6,350 parameters, on 1 x cpu"
+    assert [line.split() for line in table.getMessage().splitlines()[3:]] == [
+        ["body", "1,020", "0", "0.01"],
+        ["act", "0", "0", "0.00"],
+        ["head", "1,330", "330", "0.01"],
+        ["late", "0", "0", "0.00"],
+        ["total", "6,350", "5,330", "0.03"],
+    ]
