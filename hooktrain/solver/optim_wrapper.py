@@ -63,12 +63,13 @@ class OptimWrapper:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer: {optimizer!r}")
-        if accumulative_counts < 1:
+        if accumulative_counts < 1 or accumulative_counts % 1:
             raise ValueError(
-                f"accumulative_counts must be at least 1: {accumulative_counts!r}"
+                "accumulative_counts must be a whole number, at least 1: "
+                f"{accumulative_counts!r}"
             )
         self.optimizer = optimizer
-        self.accumulative_counts = accumulative_counts
+        self.accumulative_counts = int(accumulative_counts)
         self.after_backward: Callable[[], None] | None = None
         self.inner_count = 0
         self.prefix = ""
@@ -77,6 +78,12 @@ class OptimWrapper:
         self._first_count = 0  # inner_count where the accumulations began
         self._max_counts = -1  # inner_count at the end of the run, if it is known
         self._model = nn.Module()  # names no parameters
+
+    def __repr__(self) -> str:
+        counts = self.accumulative_counts
+        return (
+            f"{type(self).__name__}({self.optimizer!r}, accumulative_counts={counts})"
+        )
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -183,7 +190,15 @@ class OptimWrapper:
 
         Returns:
             Whether there was an update.
+
+        Raises:
+            TypeError: for something else than a tensor, such as a dict of losses.
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                "update_params takes one loss: of several their sum, as parse_losses "
+                f"gives it, not {loss!r:.200}"
+            )
         self.backward(self.scale_loss(loss))
         if not self.should_update():
             return False

@@ -1,6 +1,7 @@
 """How a loss becomes an update, compared with loops written by hand."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -75,6 +76,7 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(
         ({"clip_grad": {"type": "value", "max_norm": 1}}, ValueError, "clip_value > 0"),
         ({"clip_grad": {"max_norm": 1, "norm": 2}}, TypeError, "'norm'"),
         ({"accumulative_counts": 0}, ValueError, "accumulative_counts .*: 0"),
+        ({"accumulative_counts": 2.5}, ValueError, "accumulative_counts .*: 2.5"),
         ({"dtype": "float32"}, ValueError, "float16 or bfloat16, .*'float32'"),
         ({"dtype": "half-ish"}, ValueError, "float16 or bfloat16, .*'half-ish'"),
         ({"dtype": "float16", "loss_scale": "static"}, ValueError, "'static'"),
@@ -91,6 +93,20 @@ def test_a_wrong_argument_is_refused(
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="optimizer must be"):
         OptimWrapper(LinearLoss())  # type: ignore[arg-type]
+
+
+def test_a_whole_number_of_passes_may_be_a_float_and_a_wrapper_says_what_it_is() -> (
+    None
+):
+    wrapper = wrap(LinearLoss(), accumulative_counts=4.0)
+    assert re.match(
+        r"OptimWrapper\(SGD.*, accumulative_counts=4\)", repr(wrapper), re.S
+    )
+
+
+def test_an_update_from_a_dict_of_losses_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"one loss.*parse_losses.*\{'loss_a'"):
+        wrap(LinearLoss()).update_params({"loss_a": torch.ones(())})
 
 
 def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
