@@ -144,6 +144,16 @@ class Stateless(HookBase):
         return None
 
 
+class OfLightning(HookBase):
+    def on_train_batch_end(self) -> None:
+        """Nothing calls it."""
+
+
+class OfMMEngine(HookBase):
+    def after_train_iter(self) -> None:
+        """Nothing calls it."""
+
+
 class Ended(SimpleTrainer):
     def run_step(self) -> None:
         next(iter(()))
@@ -206,6 +216,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: small().fit, AttributeError, r"call train\(max_iter=...\)"),
     (train_again, RuntimeError, r"train\(\) is running"),
     (lambda: train(by=Ended), RuntimeError, "StopIteration in iteration 0"),
+    (lambda: train(OfLightning()), WARNING, "calls OfLightning.on_train_batch_end"),
+    (lambda: train(OfMMEngine()), WARNING, "calls OfMMEngine.after_train_iter: there"),
     # Lengths and periods
     (lambda: train(max_iter=None), ValueError, "needs whole .*max_iter=None"),
     (lambda: train(max_iter=1e2), ValueError, "needs whole .*max_iter=100.0"),
@@ -215,13 +227,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "max_iter=4 or max_epochs=3",
     ),
     (lambda: AmpOptimWrapper(sgd(Net()), "bf16"), ValueError, "bfloat16.*'bf16'"),
-    (lambda: train(EvalHook(-5, lambda: {"a": 1})), ValueError, "negative.*-5"),
+    (lambda: train(EvalHook(-5, lambda: {"a": 1})), ValueError, "whole .* not -5"),
+    (lambda: train(EvalHook(0.5, lambda: {"a": 1})), ValueError, "whole .* not 0.5"),  # type: ignore[arg-type]
     (lambda: PeriodicCheckpointer(Checkpointer(Net()), -1), ValueError, "whole .*-1"),
     # Schedules
     (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, r"0.1 x 0.1 = 0.01: "),
     (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3: .* multipliers"),
-    (schedule("cosine"), TypeError, "ParamScheduler, not 'cosine'"),
-    (schedule(lambda where: 1.0), TypeError, "ParamScheduler, not <function"),
     (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),

@@ -45,7 +45,7 @@ def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
     """
     if not is_folder(path):
         if os.path.isdir(path):
-            names = sorted(os.listdir(path))
+            names = os.listdir(path)
             raise IsADirectoryError(f"{path!r} is no checkpoint: give one of {names}")
         verify_file(path)
         return

@@ -96,9 +96,7 @@ def _find(node: Any, part: str, override: str) -> Any:
         return part
     hint = did_you_mean(part, known_keys(container))
     # Elsewhere nobody would read what is added.
-    is_call = "_target_" in known_keys(container)
-    key, _, _ = override.partition("=")
-    if is_call or "." not in key:
+    if "_target_" in known_keys(container):
         hint += " (a + before the key adds it)"
     raise KeyError(f"the override {override!r}: the config has no {part!r}{hint}")
 

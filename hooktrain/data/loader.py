@@ -265,9 +265,7 @@ def build_train_loader(
     if sampler is None:
         sampler = TrainingSampler(size, seed=seed)
     if size < total_batch_size:
-        text = (
-            "total_batch_size=%d is more than the %d samples, which a batch has again"
-        )
+        text = "total_batch_size=%d is more than the %d samples: a batch has some of them twice"
         logger.warning(text, total_batch_size, size)
     adopt_seed = False
     if seed is None:

@@ -17,7 +17,7 @@ from hooktrain.config import ConfigDict, LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.preflight import end_of_run
 from hooktrain.engine.step_trainer import StepTrainer
-from hooktrain.engine.train_loop import HookBase, TrainerBase
+from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import EventWriter
@@ -28,7 +28,6 @@ from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.file_io import on_disk
-from hooktrain.utils.names import as_list
 
 logger = logging.getLogger(__name__)
 
@@ -322,8 +321,7 @@ class DefaultTrainer(TrainerBase):
     def build_writers(self) -> list[EventWriter]:
         """Where metrics are written to: the default writers, and those of the configuration."""
         writers = default_writers(self.cfg.train.output_dir)
-        more = instantiate(self.cfg.get("writers", []))
-        return [*writers, *as_list(more, EventWriter, "writers")]
+        return [*writers, *instantiate(self.cfg.get("writers", []))]
 
     def build_hooks(self) -> list[hooks.HookBase | None]:
         """The default hooks, with the averaged model's if it is asked for."""
@@ -346,7 +344,7 @@ class DefaultTrainer(TrainerBase):
             log_period=train.log_period,
             watchdog_s=train.watchdog_s,
         )
-        more = as_list(instantiate(self.cfg.get("hooks", [])), HookBase, "hooks")
+        more = instantiate(self.cfg.get("hooks", []))
         # Behind the timer and the schedule, right before the evaluation.
         return [*found[:2], self.ema, *more, *found[2:]]
 

@@ -1,6 +1,7 @@
 """What is asked before the first step of a run, and after its first period."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 
@@ -9,7 +10,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import RandomSampler, SequentialSampler
 
 from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import unwrap_model
@@ -20,6 +20,11 @@ from hooktrain.utils import comm
 from hooktrain.utils.epochs import in_iterations
 
 logger = logging.getLogger(__name__)
+
+# Events of Lightning, MMEngine and transformers.
+_OF_OTHERS = re.compile(
+    r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
+)
 
 
 def end_of_run(
@@ -58,13 +63,12 @@ def end_of_run(
     return max_iter
 
 
-def check_parts(model: nn.Module, optim_wrapper: Any, data_loader: Any = None) -> None:
+def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
     """Refuse what cannot be meant, and warn of what can. Nothing is computed.
 
     Args:
         model: the model.
         optim_wrapper: one or several, which are to train it.
-        data_loader: what gives its batches.
 
     Raises:
         ValueError: if the optimizers have no parameter of the model.
@@ -92,7 +96,7 @@ def check_parts(model: nn.Module, optim_wrapper: Any, data_loader: Any = None) -
     for name in _lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
     if comm.get_world_size() > 1:
-        _check_ranks(model, data_loader)
+        _check_ranks(model)
 
 
 def _lists_of_layers(model: nn.Module) -> Iterator[str]:
@@ -130,38 +134,29 @@ def warn_of_idle(optim_wrapper: Any, before: Mapping[str, list[int]]) -> None:
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
-    """Refuse what is no schedule; warn of one of rates where multipliers belong.
+    """Warn of a schedule of rates, where one of multipliers belongs.
 
     Raises:
-        TypeError: if it cannot be stepped.
         ValueError: for a plateau without the metric that it watches.
     """
     if isinstance(schedule, ReduceLROnPlateau) and metric is None:
         raise ValueError("ReduceLROnPlateau needs LRScheduler(metric=...), a name")
     if not isinstance(schedule, ParamScheduler):
-        if isinstance(schedule, type) or not hasattr(schedule, "step"):
-            raise TypeError(f"a schedule must be a ParamScheduler, not {schedule!r}")
         return
     group = optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
-    highest = max(schedule(percent / 100) for percent in range(101))
+    highest = max(map(schedule, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)))
     if rate < 1 and not 0.5 <= highest < 1.01:
         text = "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0"
         logger.warning(text, rate, highest, rate * highest)
 
 
-def _check_ranks(model: nn.Module, data_loader: Any) -> None:
-    """Warn if several ranks would train models of their own, or on the same data."""
+def _check_ranks(model: nn.Module) -> None:
+    """Warn if several ranks would train models of their own."""
     is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
     if not is_wrapped and not computes_together(model):
         logger.warning(
             "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
-        )
-    batch_sampler = getattr(data_loader, "batch_sampler", None)
-    sampler = getattr(batch_sampler, "sampler", None)
-    if isinstance(sampler, RandomSampler | SequentialSampler):
-        logger.warning(
-            "Each rank reads all of the data: take hooktrain.data.build_train_loader"
         )
 
 
@@ -188,3 +183,12 @@ def log_size(model: nn.Module) -> None:
         comm.get_world_size(),
         device,
     )
+
+
+def warn_of_events(hook: object) -> None:
+    """Name the methods of a hook that other trainers would call."""
+    kind = type(hook)
+    for name in vars(kind):
+        if _OF_OTHERS.match(name) and not hasattr(kind.__base__, name):
+            text = "Nothing calls %s.%s: there are before_train, before_step, after_backward, "
+            logger.warning(text + "after_step and after_train", kind.__name__, name)

@@ -10,7 +10,7 @@ import torch
 
 from hooktrain import __version__
 from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.preflight import end_of_run
+from hooktrain.engine.preflight import end_of_run, warn_of_events
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
@@ -85,8 +85,8 @@ class HookBase:
             return at_end
         if isinstance(period, str):
             period = in_iterations(period, trainer.epoch_length)
-        if period < 0:
-            raise ValueError(f"a period must not be negative, but got {period!r}")
+        if period < 0 or period % 1:
+            raise ValueError(f"a period is a whole number from 0 on, not {period!r}")
         return period > 0 and done % period == 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class TrainerBase:
                 self._end_failed_run(error)
                 if isinstance(error, StopIteration):  # the end of a loop around this?
                     raise RuntimeError(
-                        f"StopIteration in iteration {self.iter}: start again what ends there"
+                        f"StopIteration in iteration {self.iter}: what a step reads has ended"
                     ) from error
                 raise
             self.succeeded = True
@@ -533,6 +533,7 @@ class TrainerBase:
                 raise ValueError(
                     f"{hook!r} is registered already: make one for each trainer"
                 )
+            warn_of_events(hook)
             hook.trainer = me
             # A new list: a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]

@@ -113,7 +113,7 @@ class ModelTrainer(TrainerBase):
 
     def preflight(self) -> None:
         """See that model and optimizers belong together."""
-        check_parts(self.model, self.optim_wrapper, self.data_loader)
+        check_parts(self.model, self.optim_wrapper)
 
     def begin_steps(self) -> None:
         """Start the loader, which may draw random numbers."""

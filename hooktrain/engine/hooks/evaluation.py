@@ -49,6 +49,7 @@ class EvalHook(HookBase):
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
+        RuntimeError: when training starts, if only some ranks have it.
     """
 
     has_results = False
@@ -67,6 +68,11 @@ class EvalHook(HookBase):
         self._func = eval_function
         self._eval_after_train = eval_after_train
 
+    def before_train(self) -> None:
+        """Refuse a hook of some ranks only, which would wait for the others for ever."""
+        if not self.on_every_rank:
+            raise RuntimeError("register EvalHook on every rank, or on none")
+
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
         if self.is_due(self._period, at_end=False if self._eval_after_train else None):
@@ -83,7 +89,9 @@ class EvalHook(HookBase):
         try:
             numbers = _as_numbers(self._func() or {})
         except Exception as raised:
-            logger.error("The evaluation failed; the run ends when this is saved")
+            logger.error(
+                "The evaluation failed: the run ends when the other hooks are done"
+            )
             error = raised
         # Ranks need very different times to evaluate; they wait here, where it is visible.
         if not _all_come(_PATIENCE_SECONDS if error else None) and error:

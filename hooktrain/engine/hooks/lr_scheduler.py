@@ -40,10 +40,10 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs.
 
     Raises:
-        TypeError: when training starts, for what is no schedule.
-        ValueError: then too, if a schedule is of another optimizer or is there twice, lacks its
-            metric, or counts epochs and the trainer has no ``epoch_length``; if a state of other
-            schedulers was loaded; in a run, if a metric is not there after the first evaluation.
+        ValueError: when training starts, if a schedule is of another optimizer, is there twice,
+            lacks its metric, or counts epochs and the trainer has no ``epoch_length``; if a state
+            of other schedulers was loaded; in a run, if a metric is not there after the first
+            evaluation.
 
     Attributes:
         scheduler: the schedule as it was given.
