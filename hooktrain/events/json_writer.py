@@ -109,13 +109,13 @@ class JSONWriter(EventWriter):
         """
         storage = get_event_storage()
         found = self._unwritten.find(storage)
-        unwritten = found.get(iteration, {}).items()
+        if iteration not in found:
+            return size
+        wanted = {**found[iteration], "iteration": iteration}
         end = size
         for text, line in _read_lines(self._path, data[size:]):
             end += len(text)
-            if line["iteration"] > iteration:
-                break
-            if unwritten and unwritten <= line.items():
+            if wanted.items() <= line.items():
                 self._unwritten.mark_written(storage)
                 return end
         return size

@@ -64,7 +64,9 @@ class CommonMetricPrinter(EventWriter):
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
             for i in range(0, len(results), 2):  # more are too long for a terminal
-                self.logger.info("  ".join([head, *results[i : i + 2]]))
+                pair = results[i : i + 2]
+                text = "  ".join([head, *pair])
+                self.logger.info(text)
             line = [head, *fields]
             if is_running and iteration == storage.iter:
                 line = [*self._eta(storage, end), *line, *_memory()]
@@ -97,7 +99,8 @@ class CommonMetricPrinter(EventWriter):
             if name in _TIMES:
                 value = storage.history(name).avg(self._window_size)
             is_result = "/" in name and not hints[name]
-            shown[is_result].append(f"{name}: {value:.4g}")
+            text = f"{name}: {value:.4g}"
+            shown[is_result].append(text)
         return shown
 
     def _eta(
