@@ -36,22 +36,22 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 8_000,
-    "engine/hooks": 4_750,
-    "strategy": 3_900,
-    "solver": 7_450,
-    "checkpoint": 5_600,
+    "engine": 8_130,
+    "engine/hooks": 4_810,
+    "strategy": 3_260,
+    "solver": 7_570,
+    "checkpoint": 5_640,
     "evaluation": 2_200,
-    "data": 2_900,
-    "model": 3_600,
-    "config": 2_260,
-    "events": 3_600,
+    "data": 2_630,
+    "model": 3_230,
+    "config": 2_250,
+    "events": 3_680,
     "utils": 4_850,
-    ".": 340,
-    "compat": 9_640,
+    ".": 310,
+    "compat": 9_770,
     "demos": 4_350,
 }
-WHOLE = 48_430  # without compat and demos
+WHOLE = 48_500  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 
@@ -60,8 +60,8 @@ CHARACTERS_A_LINE = 36
 READERS_PATH = re.findall(
     r"^\| `([\w/]+\.py)` \| ", ARCHITECTURE.read_text("utf-8"), re.M
 )
-# An hour at 230 words a minute.
-PATH_NODES, PATH_FILES, PATH_WORDS = 11_000, 14, 13_800
+# An hour at some 230 words a minute.
+PATH_NODES, PATH_FILES, PATH_WORDS = 11_220, 14, 14_000
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

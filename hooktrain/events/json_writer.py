@@ -85,7 +85,8 @@ class JSONWriter(EventWriter):
         if self._path.exists():
             data = self._path.read_bytes()
         if saved_size is not None:
-            saved_size = self._with_late_write(data, saved_size, iteration - 1)
+            saved_at = iteration - 1
+            saved_size = self._with_late_write(data, saved_size, saved_at)
         kept = []
         last = -1
         for text, line in _read_lines(self._path, data[:saved_size]):
@@ -111,7 +112,8 @@ class JSONWriter(EventWriter):
         found = self._unwritten.find(storage)
         if iteration not in found:
             return size
-        wanted = {**found[iteration], "iteration": iteration}
+        wanted = dict(found[iteration])
+        wanted["iteration"] = iteration
         end = size
         for text, line in _read_lines(self._path, data[size:]):
             end += len(text)

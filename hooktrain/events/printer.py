@@ -124,7 +124,8 @@ def _place(name: str) -> int:
     """Its place in a line: losses first, then others, times, rates."""
     if is_loss(name):
         return 0
-    place = 4 if f".{name}".endswith(".lr") else 1
+    is_rate = f".{name}".endswith(".lr")
+    place = 4 if is_rate else 1
     return _TIMES.get(name, place)
 
 
