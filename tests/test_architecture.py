@@ -37,7 +37,7 @@ FLOORS = {
 # add something takes something away, or raises a number here.
 BUDGETS = {
     "engine": 8_130,
-    "engine/hooks": 4_810,
+    "engine/hooks": 4_840,
     "strategy": 3_260,
     "solver": 7_570,
     "checkpoint": 5_640,
@@ -48,10 +48,10 @@ BUDGETS = {
     "events": 3_680,
     "utils": 4_850,
     ".": 310,
-    "compat": 9_770,
+    "compat": 9_800,
     "demos": 4_350,
 }
-WHOLE = 48_500  # without compat and demos
+WHOLE = 48_530  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 

@@ -181,3 +181,11 @@ class ParamSchedulerHook(Hook):
         """Refuse to take the place of ``hooks.LRScheduler``."""
         if type(self) is ParamSchedulerHook:
             raise TypeError("in place of ParamSchedulerHook take hooks.LRScheduler")
+
+
+def _uncalled(self: Hook, *args: Any, **kwargs: Any) -> None:
+    """Does nothing, for subclasses that call the event of their base class."""
+
+
+for _name in _NEVER_CALLED:
+    setattr(Hook, _name, _uncalled)

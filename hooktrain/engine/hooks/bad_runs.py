@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import math
 import os
+import tempfile
 import threading
 
 from hooktrain.engine.losses import WHERE_IT_BEGINS
@@ -164,9 +165,13 @@ class Watchdog(HookBase):
     def _abort(self) -> None:
         rank = comm.get_rank()
         text = f"Watchdog: rank {rank} has made no progress for {self.timeout_s:g} s and ends"
-        # To stderr first: the thread that hangs may hold a lock of the log.
-        os.write(2, f"{text}. Its threads:\n".encode())
-        faulthandler.dump_traceback(2)
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            stacks = file.read()
+        # To stderr first: the thread that hangs may hold a lock of the log. In one piece: other
+        # ranks may write there at the same time.
+        os.write(2, f"{text}. Its threads:\n".encode() + stacks)
         logger.critical(text)
         logging.shutdown()  # os._exit() leaves out what Python does at its end
         os._exit(EXIT_HUNG)
