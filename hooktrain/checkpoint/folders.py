@@ -8,6 +8,7 @@ before anything is read. The folder gets its name when it is complete.
 
 import hashlib
 import io
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -114,8 +115,9 @@ def save_folder(
                 files[path.name] = _digest(path)
             for digests in of_all:
                 files.update(digests)
+            there = os.listdir(temporary)
             for name in files:
-                if not (temporary / name).is_file():
+                if name not in there:
                     raise OSError(
                         f"{temporary} lacks {name}: the ranks do not share the disk"
                     )
