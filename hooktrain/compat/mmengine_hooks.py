@@ -183,9 +183,5 @@ class ParamSchedulerHook(Hook):
             raise TypeError("in place of ParamSchedulerHook take hooks.LRScheduler")
 
 
-def _uncalled(self: Hook, *args: Any, **kwargs: Any) -> None:
-    """Does nothing, for subclasses that call the event of their base class."""
-
-
-for _name in _NEVER_CALLED:
-    setattr(Hook, _name, _uncalled)
+for _name in _NEVER_CALLED:  # for subclasses that call the event of their base class
+    setattr(Hook, _name, Hook._event)

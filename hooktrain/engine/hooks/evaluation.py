@@ -241,8 +241,9 @@ class BestCheckpointer(HookBase):
         self._period = eval_period
         self._checkpointer = checkpointer
         self._val_metric = val_metric
-        is_most = choose_mode(val_metric, mode) == "max"
-        self._compare: Any = operator.gt if is_most else operator.lt
+        self._mode = choose_mode(val_metric, mode)
+        # detectron2's name, for subclasses that compare by themselves.
+        self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
         self._file = file_prefix if checkpointer.sharded else f"{file_prefix}.pth"
         self._ema = ema
@@ -300,9 +301,7 @@ class BestCheckpointer(HookBase):
             return
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
         logger.info("%s is %.4g; the best so far: %s", name, value, so_far)
-        is_best = math.isfinite(value)
-        if self.best_metric is not None:
-            is_best = is_best and self._compare(value, self.best_metric)
+        is_best = is_better(value, self.best_metric, self._mode)
         # As in detectron2: a subclass learns of a best value, and may refuse it.
         if is_best and self._update_best(value, measured_at) is not False:
             found = {"metric": name, "best_metric": value, "best_iter": measured_at}
