@@ -98,8 +98,8 @@ class TrainLoader:
         Global batch ``i`` holds the positions ``i * total_batch_size`` and following of the stream;
         the ranks take turns in it.
         """
-        rank = comm.get_rank()
-        world = comm.get_world_size()
+        rank = comm.data_parallel_rank()
+        world = comm.data_parallel_size()
         first = self.batches * self.total_batch_size
         if isinstance(self.sampler, StreamSampler):
             indices = self.sampler.stream(first + rank, world)
@@ -249,9 +249,9 @@ def build_train_loader(
             that say it once more, such as ``shuffle``.
         TypeError: for an unknown option.
     """
-    world = comm.get_world_size()
+    world = comm.data_parallel_size()
     if total_batch_size < 1 or total_batch_size % world:
-        text = f"total_batch_size must be a positive multiple of the world size {world}"
+        text = f"total_batch_size must be a positive multiple of the {world} ranks"
         raise ValueError(f"{text}, but got {total_batch_size!r}")
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)

@@ -49,8 +49,8 @@ class StreamSampler(Sampler[int]):
             seed = comm.shared_random_seed()
         self.seed = int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
-        self._rank = comm.get_rank()
-        self._world_size = comm.get_world_size()
+        self._rank = comm.data_parallel_rank()
+        self._world_size = comm.data_parallel_size()
 
     def epoch_indices(self, epoch: int) -> Any:
         """The indices of one epoch, in order: an int64 vector, or what gives slices of it."""
@@ -212,8 +212,8 @@ class InferenceSampler(Sampler[int]):
     """
 
     def __init__(self, size: int) -> None:
-        world = comm.get_world_size()
-        rank = comm.get_rank()
+        world = comm.data_parallel_size()
+        rank = comm.data_parallel_rank()
         self._local = self._get_local_indices(size, world, rank)
 
     @staticmethod

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# Fewer ranks all connect at first: then they hear at once of one that dies.
+MANY = 128
 
 # Rank, rank on the machine, number of processes, number on the machine. The first row
 # that is set is who started this process: mpirun's daemons may be tasks of srun, and srun
@@ -143,7 +147,8 @@ def join_processes(
     """Join the other processes that the launcher has started. A collective.
 
     Makes the default process group and one for each machine, and takes the accelerator
-    of the local rank as the current one. No environment variable is changed. When
+    of the local rank as the current one. The process may open as many files as the
+    system lets it. Many ranks (:data:`MANY`) connect by gloo only where they talk. When
     torchrun is killed, the process is killed with it (Linux).
 
     Args:
@@ -167,6 +172,11 @@ def join_processes(
         # successor.
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     place = find_place(launcher)
+    # A connection takes a descriptor, and gloo connects each rank with each other one.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if place.world_size > MANY:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -29,12 +29,14 @@ from hooktrain.compat.data import (
 )
 from hooktrain.data import (
     DatasetFromList,
+    InferenceSampler,
     ToIterableDataset,
     TrainingSampler,
     TrainLoader,
     build_test_loader,
     build_train_loader,
 )
+from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
 
 
@@ -276,7 +278,24 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
         [4, 6],
         [5, 7],
     ]  # torch's divides by itself
-    assert "multiple of the world size 2, but got 3" in results[0][3]
+    assert "multiple of the 2 ranks, but got 3" in results[0][3]
+
+
+def pairs_of_ranks() -> tuple[Tensor, list[int], int]:
+    comm.share_data(comm.get_rank() // 2, 2)
+    batch = take(make(), 1)[0]
+    return batch, list(InferenceSampler(5)), next(iter(TrainingSampler(9, False)))
+
+
+def test_ranks_that_compute_one_batch_together_read_the_same() -> None:
+    results = run_ranks(pairs_of_ranks, 4)
+    batches = [result[0] for result in results]
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[2], batches[3])
+    merged = torch.stack([batches[0], batches[2]], 1).flatten(0, 1)
+    assert torch.equal(merged, take(make(), 1)[0])
+    assert [result[1] for result in results] == [[0, 1, 2]] * 2 + [[3, 4]] * 2
+    assert [result[2] for result in results] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -1,5 +1,6 @@
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -161,6 +162,35 @@ def test_the_tasks_of_srun_meet() -> None:
         "1 1 2 2.0\n",
     ]
     assert [task.returncode for task in tasks] == [0, 0]
+
+
+def connections_of_many(port: str, many: int) -> tuple[int, bool]:
+    """Join once more; how many sockets the group takes, and may it open all that it can?"""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, (rank, rank, size, size), strict=True))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    joining.MANY = many
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
+    joining.join_processes("pytorch", "gloo")
+    before = len(os.listdir("/proc/self/fd"))
+    dist.new_group(backend="gloo")
+    taken = len(os.listdir("/proc/self/fd")) - before
+    total = comm.all_reduce(torch.ones(1))
+    assert total.item() == 5
+    assert comm.all_gather(rank) == list("01234")
+    return taken, resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts as Linux does")
+def test_many_ranks_connect_where_they_talk() -> None:
+    few = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 5)
+    many = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 4)
+    # Each of a few ranks connects with four others.
+    assert all(full >= lazy + 4 for (full, _), (lazy, _) in zip(few, many, strict=True))
+    assert all(is_raised for _, is_raised in few + many)
 
 
 def threads_of_gloo() -> int:
