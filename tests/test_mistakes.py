@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
+from hooktrain import solver
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import choose_parts
 from hooktrain.config import ConfigDict, LazyCall, instantiate
@@ -33,6 +34,7 @@ from hooktrain.solver import (
     AmpOptimWrapper,
     LinearParamScheduler,
     MultiStepParamScheduler,
+    OptimWrapper,
 )
 from hooktrain.utils.events import CommonMetricPrinter, get_event_storage
 from hooktrain.utils.logger import close_logger
@@ -116,6 +118,14 @@ def returning(output: Callable[[Tensor], Any]) -> Callable[[], Any]:
 
 def schedule(given: Any) -> Callable[[], Any]:
     return lambda: train(LRScheduler(scheduler=given))
+
+
+def beside_a_multiplier(kind: Any) -> Callable[[], Any]:
+    """A multiplier, and a schedule of the same rate."""
+    multiplier = LRScheduler(scheduler=LinearParamScheduler(1, 0))
+    return lambda: train(
+        multiplier, lambda t: LRScheduler(scheduler=kind(t.optimizer, step_size=2))
+    )
 
 
 def small(batch_size: int = 2, optimizer: Any = torch.optim.SGD) -> SimpleTrainer:
@@ -234,6 +244,15 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, r"0.1 x 0.1 = 0.01: "),
     (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3: .* multipliers"),
     (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
+    (beside_a_multiplier(StepLR), ValueError, "a multiplier and another schedule"),
+    (
+        beside_a_multiplier(solver.StepLR),
+        ValueError,
+        "a multiplier .*give one, not .*StepLR",
+    ),
+    (schedule({"type": "PolyLR"}), TypeError, "build_param_scheduler .*'PolyLR'"),
+    (schedule([{"type": "PolyLR"}]), TypeError, "build_param_scheduler .*'PolyLR'"),
+    (lambda: OptimWrapper(sgd(Net()), 1, 1.0), TypeError, "'max_norm': 1.0.*got 1.0"),  # type: ignore[arg-type]
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
     (lambda: train(data=[]), ValueError, "empty"),

@@ -372,8 +372,6 @@ class Checkpointer:
     def get_checkpoint_file(self) -> str:
         """The path of the checkpoint to resume from, not verified, or ""."""
         self.wait()
-        if not self.save_dir:
-            return ""
         for name in names_to_resume(self.save_dir):
             return os.path.join(self.save_dir, name)
         return ""

@@ -369,19 +369,17 @@ def choose_parts(
         lacking = sorted(checkpointables.keys() - there)
         if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
-    chosen: dict[str, set[str]] = {}
-    for name in as_list(names, str, "checkpointables"):
+    arguments: dict[str, dict[str, Any]] = {}
+    # Who asks for a whole and for a component of it gets the whole, which comes last.
+    for name in sorted(as_list(names, str, "checkpointables"), reverse=True):
         key, _, component = name.partition(".")
         if key == "model":  # always loaded
             continue
         _refuse_unknown(key, there, path)
         if component:
             _refuse_unknown(component, state[key], path)
-        chosen.setdefault(key, set()).add(component)
-    arguments: dict[str, dict[str, Any]] = {}
-    for key, components in chosen.items():
-        arguments[key] = {"only": components}
-        if "" in components:  # the whole was asked for too
+            arguments.setdefault(key, {"only": set()})["only"].add(component)
+        else:
             arguments[key] = {}
     return arguments
 

@@ -137,8 +137,11 @@ def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> N
     """Warn of a schedule of rates, where one of multipliers belongs.
 
     Raises:
+        TypeError: for a configuration.
         ValueError: for a plateau without the metric that it watches.
     """
+    if isinstance(schedule, Mapping):
+        raise TypeError(f"call build_param_scheduler first, for {schedule!r}")
     if isinstance(schedule, ReduceLROnPlateau) and metric is None:
         raise ValueError("ReduceLROnPlateau needs LRScheduler(metric=...), a name")
     if not isinstance(schedule, ParamScheduler):
@@ -147,8 +150,12 @@ def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> N
     rate = float(group.get("initial_lr", group["lr"]))
     highest = max(map(schedule, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)))
     if rate < 1 and not 0.5 <= highest < 1.01:
-        text = "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0"
-        logger.warning(text, rate, highest, rate * highest)
+        logger.warning(
+            "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0",
+            rate,
+            highest,
+            rate * highest,
+        )
 
 
 def _check_ranks(model: nn.Module) -> None:

@@ -55,8 +55,7 @@ class DefaultOptimWrapperConstructor:
         optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
             ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the
             optimizer. ``type`` is the class of the wrapper, by default
-            :class:`OptimWrapper`, and the other items are its arguments. ``params``, if
-            given, is a set of parameters: the optimizer has no others. It is not changed.
+            :class:`OptimWrapper`, and the other items are its arguments. It is not changed.
         paramwise_cfg: None. MMEngine's rules are those of the class of this name in
             ``hooktrain.compat.mmengine``, which takes the place of this one when it is
             imported.
@@ -77,7 +76,6 @@ class DefaultOptimWrapperConstructor:
         # Plain containers: what an optimizer gets, a checkpoint must hold.
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
-        self.chosen = self.optim_wrapper_cfg.pop("params", None)
         if "type" not in (self.optimizer_cfg or {}):
             raise ValueError(
                 f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}"
@@ -92,13 +90,8 @@ class DefaultOptimWrapperConstructor:
         """
         options = dict(self.optimizer_cfg)
         kind = OPTIMIZERS.find(options.pop("type"))
-        groups = self.param_groups(model)
-        if self.chosen is not None:
-            for group in groups:
-                group["params"] = [p for p in group["params"] if p in self.chosen]
-            groups = [group for group in groups if group["params"]]
         # By position: not all call it "params".
-        optimizer = call(kind, [groups], options, "as 'optimizer'")
+        optimizer = call(kind, [self.param_groups(model)], options, "as 'optimizer'")
         return OPTIM_WRAPPERS.build(  # type: ignore[no-any-return]
             self.optim_wrapper_cfg,
             type=OptimWrapper,
@@ -131,14 +124,6 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
             ),
         ))
 
-      or for those of the model that ``params``, a function of name and parameter, chooses
-      of what those before it have left; ``"rest"`` takes all::
-
-        build_optim_wrapper(model, dict(
-            muon=dict(params=is_matrix, optimizer=dict(type="Muon", lr=0.02)),
-            adamw=dict(params="rest", optimizer=dict(type="AdamW", lr=3e-4)),
-        ))
-
     Args:
         model: may be wrapped; may be None where only built optimizers are wrapped.
         cfg: see above. It is not changed.
@@ -167,7 +152,8 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
     if isinstance(cfg.get("optimizer"), Optimizer):
         return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
     if cfg and {"type", "optimizer", "constructor"}.isdisjoint(cfg):
-        return _build_several(model, cfg)
+        each: Any = {name: _build_wrapper(model, name, cfg[name]) for name in cfg}
+        return OptimWrapperDict(**each)
     if model is None:
         raise ValueError(f"a model is needed to build an optimizer for, from {cfg!r}")
     rest = dict(cfg)
@@ -181,25 +167,6 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
         hint = did_you_mean(part, modules)
         raise ValueError(f"the model has no {part!r}{hint}")
     return constructor(modules[part])  # type: ignore[no-any-return]
-
-
-def _build_several(
-    model: nn.Module | None,
-    cfg: Options,
-) -> OptimWrapperDict:
-    """A wrapper for each of the names."""
-    each: Any = {}
-    left = {} if model is None else parameter_names(model)
-    for name, item in cfg.items():
-        rule = item.get("params") if isinstance(item, Mapping) else None
-        if rule is None:
-            each[name] = _build_wrapper(model, name, item)
-            continue
-        chosen = {p for p, n in left.items() if rule == "rest" or rule(n, p)}
-        each[name] = _build_wrapper(model, "", {**item, "params": chosen})
-        for parameter in chosen:
-            del left[parameter]
-    return OptimWrapperDict(**each)
 
 
 def build_param_scheduler(
@@ -306,11 +273,7 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
     kind = arguments.pop("type")
-    try:
-        target: Any = PARAM_SCHEDULERS.find(kind)
-    except KeyError as error:
-        hint = "others of MMEngine come with: import hooktrain.compat.mmengine"
-        raise KeyError(f"{error.args[0]}; {hint}") from None
+    target: Any = PARAM_SCHEDULERS.find(kind)
     # Those of MMEngine's family have a range, which ends with the run.
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:

@@ -47,8 +47,8 @@ class OptimWrapper:
         skipped_updates: how many updates were skipped, as gradients were not finite.
 
     Raises:
-        TypeError: for something else than an optimizer; an unknown key of ``clip_grad``;
-            a subclass that overrides what only MMEngine calls.
+        TypeError: for something else than an optimizer or a dict, an unknown key, or a
+            subclass that overrides what only MMEngine calls.
         ValueError: for a count below 1 or impossible clipping.
     """
 
@@ -63,6 +63,10 @@ class OptimWrapper:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer: {optimizer!r}")
+        if not isinstance(clip_grad, Mapping | None):
+            raise TypeError(
+                f"clip_grad must be a dict, as {{'max_norm': 1.0}}, but got {clip_grad!r}"
+            )
         if accumulative_counts < 1 or accumulative_counts % 1:
             raise ValueError(
                 "accumulative_counts must be a whole number, at least 1: "
@@ -161,10 +165,7 @@ class OptimWrapper:
     # A step
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """For a forward pass: its precision, and whether ranks exchange gradients.
-
-        :meth:`backward` or :meth:`update_params` follows.
-        """
+        """For a forward pass: its precision, and whether ranks exchange gradients."""
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
             return NOTHING
@@ -267,8 +268,7 @@ class OptimWrapper:
 
     def _put_scalar(self, name: str, value: Any, smooth: bool = True) -> None:
         if has_event_storage():
-            storage = get_event_storage()
-            storage.put_scalar(self.prefix + name, value, smooth)
+            get_event_storage().put_scalar(self.prefix + name, value, smooth)
 
     # State
 
@@ -286,7 +286,7 @@ class OptimWrapper:
         match_parameters(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a state: see :func:`hooktrain.solver.optim_state.load_optimizer_state`."""
+        """See :func:`hooktrain.solver.optim_state.load_optimizer_state`."""
         load_optimizer_state(self.optimizer, state_dict, parameter_names(self._model))
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)

@@ -67,17 +67,14 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     def get_lr(self) -> dict[str, list[float]]:
         """``{"<name>.lr": [one rate a group]}``."""
-        rates = {}
-        for name, wrapper in self.items():
-            rates[f"{name}.lr"] = wrapper.get_lr()["lr"]
-        return rates
+        return {f"{name}.lr": each.get_lr()["lr"] for name, each in self.items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """``{"<name>.momentum": [one a group]}``."""
-        momentums = {}
-        for name, wrapper in self.items():
-            momentums[f"{name}.momentum"] = wrapper.get_momentum()["momentum"]
-        return momentums
+        return {
+            f"{name}.momentum": each.get_momentum()["momentum"]
+            for name, each in self.items()
+        }
 
     def name_parameters(self, model: nn.Module) -> None:
         """See :meth:`OptimWrapper.name_parameters`."""

@@ -121,14 +121,6 @@ class PolynomialDecayParamScheduler(ParamScheduler):
         return float(self.base_value * (1 - where) ** self.power)
 
 
-def _check_order(values: Any) -> None:
-    """Refuse what would fail in the middle of a run."""
-    if isinstance(values, dict | set):
-        raise TypeError(
-            f"values must be a list, in the order of the run, but got {values!r}"
-        )
-
-
 @dataclass
 class MultiStepParamScheduler(ParamScheduler):
     """``values[k]``, where ``k`` counts the milestones that ``w * num_updates`` has reached.
@@ -157,7 +149,6 @@ class MultiStepParamScheduler(ParamScheduler):
     milestones: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        _check_order(self.values)
         parts = len(self.values)
         milestones = self.milestones
         end = self.num_updates
@@ -206,9 +197,6 @@ class StepParamScheduler(ParamScheduler):
 
     num_updates: float
     values: Sequence[float]
-
-    def __post_init__(self) -> None:
-        _check_order(self.values)
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
@@ -263,20 +251,16 @@ class CompositeParamScheduler(ParamScheduler):
     interval_scaling: Sequence[str]
 
     def __post_init__(self) -> None:
-        lengths = self.lengths
         scalings = self.interval_scaling
-        count = len(self.schedulers)
-        if not count == len(lengths) == len(scalings):
+        is_whole = abs(sum(self.lengths) - 1) < 1e-3
+        is_known = {"rescaled", "fixed"}.issuperset(scalings)
+        as_many = len(self.schedulers) == len(self.lengths) == len(scalings)
+        if not (as_many and is_whole and is_known):
             raise ValueError(
-                f"each scheduler needs one length and one interval_scaling: {self!r}"
+                "each scheduler needs one of the lengths, which sum to 1, and an "
+                f"interval_scaling, 'rescaled' or 'fixed': {self!r}"
             )
-        if abs(sum(lengths) - 1) >= 1e-3:
-            raise ValueError(f"lengths must sum to 1: {lengths!r}")
-        if not {"rescaled", "fixed"}.issuperset(scalings):
-            raise ValueError(
-                f"interval_scaling must be 'rescaled' or 'fixed': {scalings!r}"
-            )
-        others = lengths[:-1]
+        others = self.lengths[:-1]
         last = max(0.0, 1.0 - sum(others))
         self.lengths = [*others, last]
 
@@ -326,12 +310,12 @@ class WarmupParamScheduler(ParamScheduler):
     rescale_interval: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup_length <= 1:
+        is_known = self.warmup_method in ("linear", "constant")
+        if not is_known or not 0 <= self.warmup_length <= 1:
             raise ValueError(
-                f"warmup_length is a share of the run, in [0, 1]: {self!r}"
+                "warmup_length is a share of the run, in [0, 1], and warmup_method "
+                f"'linear' or 'constant': {self!r}"
             )
-        if self.warmup_method not in ("linear", "constant"):
-            raise ValueError(f"warmup_method must be 'linear' or 'constant': {self!r}")
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""

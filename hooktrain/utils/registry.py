@@ -146,7 +146,7 @@ MODEL_WRAPPERS = Registry("model wrappers")
 OPTIMIZERS = Registry("optimizers")
 OPTIM_WRAPPERS = Registry("optimizer wrappers")
 OPTIM_WRAPPER_CONSTRUCTORS = Registry("constructors of optimizer wrappers")
-PARAM_SCHEDULERS = Registry("parameter schedulers")
+PARAM_SCHEDULERS = Registry("schedulers (more: import hooktrain.compat.mmengine)")
 STRATEGIES = Registry("strategies")
 
 MODEL_WRAPPERS.register(nn.DataParallel)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -15,6 +16,7 @@ from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
 from hooktrain.engine import DefaultTrainer, HookBase
 from hooktrain.engine.dry_run import DryTrainer
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
@@ -202,15 +204,24 @@ def digits(folder: Path, *overrides: str) -> Any:
     return LazyConfig.apply_overrides(cfg, [*options, *overrides])
 
 
-def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 2
+class MuonAndAdamW:
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any) -> None:
+        self.cfg = optim_wrapper_cfg
+
+    def __call__(self, model: nn.Module) -> OptimWrapperDict:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        muon = torch.optim.Muon(matrices, **self.cfg["muon"])
+        adamw = torch.optim.AdamW(others, **self.cfg["adamw"])
+        return OptimWrapperDict(muon=OptimWrapper(muon), adamw=OptimWrapper(adamw))
 
 
 def test_a_configuration_gives_one_loss_to_several_optimizers(tmp_path: Path) -> None:
     cfg = digits(tmp_path, "train.max_iter=6", "train.device=cpu", "~optimizer")
     cfg.optim_wrapper = {
-        "muon": {"params": is_matrix, "optimizer": {"type": "Muon", "lr": 0.02}},
-        "adamw": {"params": "rest", "optimizer": {"type": "AdamW", "lr": 1e-3}},
+        "constructor": MuonAndAdamW,
+        "muon": {"lr": 0.02},
+        "adamw": {"lr": 1e-3},
     }
     LazyConfig.save(cfg, tmp_path / "config.json")
     trainer = DefaultTrainer(LazyConfig.load(str(tmp_path / "config.json")))

@@ -208,28 +208,6 @@ def test_configurations_by_name_are_for_submodules() -> None:
     assert wrappers.get_lr() == {"generator.lr": [2e-4], "discriminator.lr": [0.1]}
 
 
-def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 2 and not name.startswith("generator.")
-
-
-def test_a_function_chooses_the_parameters_of_an_optimizer_and_the_rest_is_left() -> (
-    None
-):
-    gan = GAN()
-    cfg = {
-        "muon": {"params": is_matrix, "optimizer": {"type": "Muon", "lr": 0.02}},
-        "adamw": {"params": "rest", "optimizer": {"type": "AdamW"}},
-    }
-    wrappers = built_dict(nn.DataParallel(gan), cfg)
-    chosen = [p for n, p in gan.named_parameters() if is_matrix(n, p)]
-    rest = [p for n, p in gan.named_parameters() if not is_matrix(n, p)]
-    assert chosen
-    muon, adamw = wrappers.values()
-    for wrapper, expected in ((muon, chosen), (adamw, rest)):
-        (group,) = wrapper.param_groups
-        assert [id(p) for p in group["params"]] == [id(p) for p in expected]
-
-
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [

@@ -167,13 +167,6 @@ def test_a_warm_up_covers_the_beginning_or_comes_before_it(
 ONE = ConstantParamScheduler(1.0)
 
 
-@pytest.mark.parametrize("values", [{0: 1.0, 30: 0.1}, {1.0, 0.1}])
-@pytest.mark.parametrize("kind", [StepParamScheduler, MultiStepParamScheduler])
-def test_values_without_an_order_are_refused(kind: Any, values: Any) -> None:
-    with pytest.raises(TypeError, match=r"values must be a list, .*but got {.*0\.1"):
-        kind(num_updates=90, values=values)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -184,8 +177,8 @@ def test_values_without_an_order_are_refused(kind: Any, values: Any) -> None:
         ),
         (lambda: MultiStepParamScheduler([1, 2, 3], 2), r"\(0, 2\), but got \[1, 2\]"),
         (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"increase.*\[6, 3\]"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], []), "one length and one"),
-        (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"sum to 1: \[0.9"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], []), r"one of .*scaling=\[\]"),
+        (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"sum to 1.*\[0.9"),
         (lambda: CompositeParamScheduler([ONE], [1.0], ["x"]), "interval_scaling.*'x'"),
         (lambda: WarmupParamScheduler(ONE, 0.1, 1000), "warmup_length=1000"),
         (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or .*'exp'"),

@@ -12,7 +12,7 @@ from hooktrain.engine.preflight import check_schedule
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
-from hooktrain.solver.param_scheduler import INF, GroupParamScheduler
+from hooktrain.solver.param_scheduler import INF
 
 
 class LRScheduler(HookBase):
@@ -63,9 +63,6 @@ class LRScheduler(HookBase):
         self._by_epoch = by_epoch
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
-        self._driven: list[
-            Any
-        ] = []  # schedules, and optimizers whose rate is multiplied
         self._seen_iters: dict[int, int] = {}  # of the values that are used
         self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
@@ -75,7 +72,7 @@ class LRScheduler(HookBase):
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
         self._steps: list[Any] = []  # periods, and what steps then
         self._watched: list[Any] = []  # metrics, and what steps with their values
-        self._driven = []
+        self._driven: list[Any] = []  # rates, and what sets them
         self._schedulers = {}
         for name, given in self._given().items():
             optimizer = self._optimizer_of(name)
@@ -95,7 +92,7 @@ class LRScheduler(HookBase):
         if self.scheduler is None:
             self.scheduler = self.trainer.scheduler
         named = self.scheduler
-        if not isinstance(named, Mapping):
+        if not isinstance(named, Mapping) or "type" in named:
             several = self._optimizers()
             names = [*several] if isinstance(several, Mapping) else [""]
             named = dict.fromkeys(names, named)
@@ -125,8 +122,8 @@ class LRScheduler(HookBase):
             scheduler = LRMultiplier(optimizer, scheduler, length, last)
         if _unwrapped(getattr(scheduler, "optimizer", optimizer)) is not optimizer:
             raise ValueError(f"{scheduler!r} is made for another optimizer")
-        is_multiplier = isinstance(scheduler, LRMultiplier)
-        self._driven.append(optimizer if is_multiplier else scheduler)
+        key = getattr(scheduler, "param_name", "lr")
+        self._driven.append(((optimizer, key), scheduler))
         # A plateau of MMEngine's family names its metric.
         metric = getattr(scheduler, "monitor", None)
         if metric is not None:
@@ -143,9 +140,8 @@ class LRScheduler(HookBase):
 
     def _period_of(self, scheduler: Any) -> int:
         by_epoch = self._by_epoch and not isinstance(scheduler, LRMultiplier)
-        if isinstance(scheduler, GroupParamScheduler):
-            by_epoch = scheduler.by_epoch
-        period: int | None = self.trainer.epoch_length if by_epoch else 1
+        by_epoch = getattr(scheduler, "by_epoch", by_epoch)
+        period = self.trainer.epoch_length if by_epoch else 1
         if not period:
             raise ValueError(
                 f"{scheduler!r} counts epochs, and the loader has no length: "
@@ -154,14 +150,22 @@ class LRScheduler(HookBase):
         return period
 
     def _refuse_twice(self) -> None:
-        """Two multipliers of one rate: the last one would win. One schedule twice: too fast."""
-        driven: list[Any] = []
-        for hook in self.trainer._hooks:
-            driven += getattr(hook, "_driven", [])
-        if len(set(driven)) < len(driven):
-            raise ValueError(
-                f"a rate has two schedules, or one twice: {self.scheduler!r}. Give one"
-            )
+        """A multiplier sets its rate, whatever others do. One schedule twice is too fast."""
+        driven = [
+            each
+            for hook in self.trainer._hooks
+            for each in getattr(hook, "_driven", [])
+        ]
+        rates = [rate for rate, _ in driven]
+        for rate, schedule in driven:
+            times = driven.count((rate, schedule))
+            if isinstance(schedule, LRMultiplier):
+                times = rates.count(rate)
+            if times > 1:
+                raise ValueError(
+                    "a rate has a multiplier and another schedule, or one twice: give "
+                    f"one, not {self.scheduler!r}"
+                )
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""

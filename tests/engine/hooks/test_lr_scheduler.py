@@ -234,7 +234,7 @@ def test_a_rate_with_two_schedules_is_refused() -> None:
         [LRScheduler(scheduler=schedule), LRScheduler(scheduler=schedule)],
         [LRScheduler(scheduler=[schedule, ConstantParamScheduler(1.0)])],
     ):
-        with pytest.raises(ValueError, match="a rate has two schedules"):
+        with pytest.raises(ValueError, match="a rate has a multiplier"):
             linear_trainer(*hooks).train(0, 2)
 
 
