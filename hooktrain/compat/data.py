@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,19 +68,16 @@ class RepeatFactorTrainingSampler(StreamSampler):
             A float32 vector as long as ``dataset_dicts``.
         """
         images = []
-        counts: Counter[Any] = Counter()
         for image in dataset_dicts:
-            categories = {a["category_id"] for a in image["annotations"]}
-            images.append(categories)
-            counts.update(categories)
-        repeats = []
-        for categories in images:
-            of_rarest = min((counts[c] for c in categories), default=math.inf)
-            ratio = repeat_thresh * len(images) / of_rarest
-            if sqrt:
-                ratio = math.sqrt(ratio)
-            repeats.append(max(1.0, ratio))
-        return torch.tensor(repeats)
+            images.append({a["category_id"] for a in image["annotations"]})
+        counts = Counter(chain.from_iterable(images))
+        rarest = []
+        for each in images:
+            rarest.append(min((counts[c] for c in each), default=math.inf))
+        ratios = repeat_thresh * len(images) / torch.tensor(rarest, dtype=torch.float64)
+        if sqrt:
+            ratios = ratios.sqrt()
+        return ratios.clamp(min=1.0).float()
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The samples of this epoch, each repeated; the number differs between epochs."""

@@ -143,7 +143,8 @@ class DefaultTrainer(TrainerBase):
         )
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.cfg = cfg
-        self.register_hooks(self.build_hooks())
+        summary = hooks.RunSummary(cfg.OUTPUT_DIR)
+        self.register_hooks([*self.build_hooks(), summary])
 
     def run_step(self) -> None:
         """One iteration, by the ``_trainer``."""
@@ -261,8 +262,7 @@ class DefaultTrainer(TrainerBase):
         for name, judge in list(zip(names, evaluators, strict=True)):
             loader = cls.build_test_loader(cfg, name)
             try:
-                if judge is None:
-                    judge = cls.build_evaluator(cfg, name)
+                judge = judge or cls.build_evaluator(cfg, name)
             except NotImplementedError:
                 logger.warning(
                     "There is no evaluator for %s: override build_evaluator", name

@@ -80,6 +80,7 @@ _MODULES = (
     "mmengine.runner.checkpoint",
     "mmengine.runner.loops",
     "mmengine.hooks",
+    "mmengine.hooks.hook",
     "mmengine.dist",
     "mmengine.evaluator",
     "mmengine.evaluator.metric",
@@ -89,7 +90,9 @@ _MODULES = (
 
 def __getattr__(name: str) -> Any:
     if name == "Registry" or name.isupper():
-        return of_registries(name)
+        found = of_registries(name)
+        if found is not None:
+            return found
     return of_peers(
         name,
         _MODULES,

@@ -1,6 +1,6 @@
 """Checkpoints of MMEngine, loaded and converted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,8 @@ def load_checkpoint(
     map_location: Any = None,
     strict: bool = False,
     logger: Any = None,
-    revise_keys: Sequence[tuple[str, str]] = (),
+    *args: Any,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """:func:`hooktrain.checkpoint.load_checkpoint` with MMEngine's arguments.
 
@@ -25,10 +26,11 @@ def load_checkpoint(
         map_location: see there; None is where each tensor was.
         strict: see there.
         logger: not used. This package's logger warns of what does not fit.
-        revise_keys: see there.
+        args: see there.
+        kwargs: see there.
     """
     return checkpoint.load_checkpoint(
-        model, filename, map_location, strict, revise_keys
+        model, filename, map_location, strict, *args, **kwargs
     )
 
 

@@ -22,7 +22,6 @@ class BaseMetric(DatasetEvaluator):
 
     Attributes:
         results: what :meth:`process` has appended.
-        dataset_meta: set it, if the metric needs it.
     """
 
     default_prefix: str | None = None
@@ -35,7 +34,16 @@ class BaseMetric(DatasetEvaluator):
     ) -> None:
         self.results: list[Any] = []
         self.prefix = prefix or self.default_prefix
-        self.dataset_meta: Any = None
+        self._dataset_meta: Any = None
+
+    @property
+    def dataset_meta(self) -> Any:
+        """What the metric needs to know of the data set, such as its classes; set it."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: Any) -> None:
+        self._dataset_meta = dataset_meta
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""

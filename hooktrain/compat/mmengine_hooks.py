@@ -8,6 +8,7 @@ from typing import Any
 from hooktrain.compat.mmengine_runner import Runner
 from hooktrain.engine import HookBase
 from hooktrain.engine.hooks import EvalHook
+from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import names
 
 logger = logging.getLogger(__name__)
@@ -16,15 +17,11 @@ _ELSEWHERE = {
     "before_save_checkpoint": "return what is to be saved from state_dict()",
     "after_load_checkpoint": "take what was saved in load_state_dict(state)",
 }
-# They need what an evaluator sees, or are of a test, which no trainer makes.
-_NEVER_CALLED = [
-    f"{when}_{what}"
-    for what in ("val_iter", "test_iter", "test_epoch", "test")
-    for when in ("before", "after")
-]
+# No trainer makes a test, and the batches of a validation are known to its evaluators.
+_SELDOM_CALLED = {"before_val_iter", "after_val_iter", "_before_iter", "_after_iter"}
 for _when in ("before", "after"):
-    for _what in ("epoch", "iter"):
-        _ELSEWHERE[f"_{_when}_{_what}"] = f"override {_when}_train_{_what}"
+    for _what in ("test", "test_epoch", "test_iter"):
+        _SELDOM_CALLED.add(f"{_when}_{_what}")
 
 
 def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,6 +49,16 @@ def _join_evaluations(trainer: Any) -> None:
             hook._func = _Validation(trainer, hook._func)
 
 
+def _of_mode(event: str, mode: str) -> Callable[..., None]:
+    """An event that calls one of all modes."""
+
+    def call(self: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("metrics", None)  # which the event of all modes is not told
+        getattr(self, event)(runner, *args, mode=mode, **kwargs)
+
+    return call
+
+
 class _Validation:
     """The function of an EvalHook, with the events of all hooks around it."""
 
@@ -63,18 +70,18 @@ class _Validation:
         self._call("before_val")
         self._call("before_val_epoch")
         metrics = self._evaluate() or {}
-        self._call("after_val_epoch", metrics)
+        self._call("after_val_epoch", metrics=metrics)
         self._call("after_val")
         return metrics
 
-    def _call(self, event: str, *args: Any) -> None:
+    def _call(self, event: str, **kwargs: Any) -> None:
         runner = Runner(self._trainer, ahead=1, epoch_ahead=1)
         for hook in self._trainer._hooks:
             if isinstance(hook, Hook):
-                getattr(hook, event)(runner, *args)
+                getattr(hook, event)(runner, **kwargs)
 
 
-class Hook(HookBase):
+class Hook(HookBase, DatasetEvaluator):
     """A hook with MMEngine's events; the trainer is under a runner's names.
 
     ::
@@ -93,9 +100,16 @@ class Hook(HookBase):
         after_val_epoch(runner, metrics)
         after_val(runner)
 
-    Those of a validation are called around the function of each ``EvalHook``. A warning names
-    what is never called: events of a test, and those around a batch of a validation. Hooks run
-    in the order of their registration, whatever their priority.
+    Those of a validation are called around the function of each ``EvalHook``. What is of an epoch
+    or a batch calls ``_before_epoch``, ``_after_epoch``, ``_before_iter`` or ``_after_iter`` with a
+    ``mode``, ``"train"`` or ``"val"``, unless it is overridden. A hook sees the batches of a
+    validation if it is one of its evaluators::
+
+        inference_on_dataset(model, loader, [metric, hook], step="val_step")
+        # hook.after_val_iter(runner, batch_idx, data_batch, outputs)
+
+    A warning names what nothing else calls. Hooks run in the order of their registration, whatever
+    their priority.
 
     Raises:
         TypeError: when a subclass is defined that has other events.
@@ -105,9 +119,14 @@ class Hook(HookBase):
 
     def __init_subclass__(cls) -> None:
         names.refuse_overrides(cls, _ELSEWHERE)
-        never = [name for name in _NEVER_CALLED if name in vars(cls)]
-        if never:
-            logger.warning("Nothing calls %s of %s here", never, cls.__qualname__)
+        seldom = sorted(_SELDOM_CALLED & vars(cls).keys())
+        if seldom:
+            logger.warning(
+                "%s of %s: nothing calls what is of a test, and for a batch of a validation only "
+                "inference_on_dataset(model, loader, [metric, hook]) calls after_val_iter",
+                seldom,
+                cls.__qualname__,
+            )
         for name in ("before_train", "after_train"):
             if name in vars(cls):
                 setattr(cls, name, _with_runner(vars(cls)[name]))
@@ -123,9 +142,17 @@ class Hook(HookBase):
     def _event(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    before_run = before_train_epoch = before_train_iter = _event
-    after_train_iter = after_train_epoch = after_run = _event
-    before_val = before_val_epoch = after_val_epoch = after_val = _event
+    before_run = after_run = before_val = after_val = _event
+    _before_epoch = _after_epoch = _before_iter = _after_iter = _event
+    before_test = before_test_epoch = before_test_iter = before_val_iter = _event
+    after_test = after_test_epoch = after_test_iter = _event
+    before_train_epoch = _of_mode("_before_epoch", "train")
+    before_train_iter = _of_mode("_before_iter", "train")
+    after_train_iter = _of_mode("_after_iter", "train")
+    after_train_epoch = _of_mode("_after_epoch", "train")
+    before_val_epoch = _of_mode("_before_epoch", "val")
+    after_val_iter = _of_mode("_after_iter", "val")
+    after_val_epoch = _of_mode("_after_epoch", "val")
 
     def before_step(self) -> None:
         """Call the events before an iteration."""
@@ -133,18 +160,32 @@ class Hook(HookBase):
         place = runner.iter % runner.epoch_length
         if place == 0:
             self.before_train_epoch(runner)
-        self.before_train_iter(runner, place)
+        self.before_train_iter(runner, batch_idx=place, data_batch=None)
 
     def after_step(self) -> None:
         """Call the events after an iteration."""
         trainer = self.trainer
         runner = Runner(trainer)
         place = runner.iter % runner.epoch_length
-        batch = getattr(trainer, "last_batch", None)
-        outputs = getattr(trainer, "last_outputs", None)
-        self.after_train_iter(runner, place, batch, outputs)
+        batch = {
+            "batch_idx": place,
+            "data_batch": getattr(trainer, "last_batch", None),
+            "outputs": getattr(trainer, "last_outputs", None),
+        }
+        self.after_train_iter(runner, **batch)
         if place + 1 == runner.epoch_length:
             self.after_train_epoch(Runner(trainer, ahead=1))
+
+    def reset(self) -> None:
+        """A validation begins, of which this is an evaluator."""
+        self._place = 0
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Call the event after a batch of it."""
+        runner = Runner(self.trainer, ahead=1, epoch_ahead=1)
+        batch = {"batch_idx": self._place, "data_batch": inputs, "outputs": outputs}
+        self.after_val_iter(runner, **batch)
+        self._place += 1
 
     def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
         """Whether this is one of every ``n`` iterations after ``start``."""
@@ -181,7 +222,3 @@ class ParamSchedulerHook(Hook):
         """Refuse to take the place of ``hooks.LRScheduler``."""
         if type(self) is ParamSchedulerHook:
             raise TypeError("in place of ParamSchedulerHook take hooks.LRScheduler")
-
-
-for _name in _NEVER_CALLED:  # for subclasses that call the event of their base class
-    setattr(Hook, _name, Hook._event)

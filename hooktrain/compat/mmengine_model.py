@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         ValueError: for an argument out of range.
     """
 
-    mean: Tensor | None = None
-    std: Tensor | None = None
-
     def __init__(
         self,
         mean: Sequence[float] | None = None,
@@ -61,17 +58,14 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ValueError(
                 "bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them"
             )
-        self._given: dict[str, Sequence[float]] = {}
-        if mean is not None and std is not None:
-            self._given = {"mean": mean, "std": std}
-        elif mean is not None or std is not None:
+        if (mean is None) != (std is None):
             raise ValueError(
                 f"mean and std belong together, but got {mean!r} and {std!r}"
             )
+        self.mean, self.std = map(_of_channels, (mean, std))
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
-        self._place_statistics()
 
     def forward(
         self, data: Mapping[str, Any], training: bool = False
@@ -116,8 +110,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         return steps * self.pad_size_divisor
 
     def _normalized(self, images: Tensor) -> Tensor:
-        lengths = [len(values) for values in self._given.values()]
-        needs_three = self._reverse or 3 in lengths
+        counts = [len(each) for each in (self.mean, self.std) if each is not None]
+        needs_three = self._reverse or 3 in counts
         # Other shapes would be broadcast.
         if images.ndim != 4 or (needs_three and images.shape[1] != 3):
             raise ValueError(
@@ -129,18 +123,17 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         images = images.float()
         if self.mean is None or self.std is None:
             return images
+        # Kept on the device of the images, so that one batch alone waits for the copy.
+        self.mean = self.mean.to(images.device)
+        self.std = self.std.to(images.device)
         return (images - self.mean) / self.std
 
-    def _place_statistics(self) -> None:
-        # Not buffers: those lose digits where a model is cast to half precision.
-        for name, values in self._given.items():
-            placed = torch.tensor(values, dtype=torch.float32, device=self.device)
-            setattr(self, name, placed.view(-1, 1, 1))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self._place_statistics()
-        return self
+def _of_channels(values: Sequence[float] | None) -> Tensor | None:
+    # Not a buffer: those lose digits where a model is cast to half precision.
+    if values is None:
+        return None
+    return torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1)
 
 
 def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
@@ -173,14 +166,10 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
         pending += [parent for parent, _ in node.next_functions]
     missed = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or id(parameter) in reached:
-            continue
-        missed.append(name)
-        logger.error(
-            "%s with shape %s is not in the computational graph",
-            name,
-            parameter.size(),
-        )
+        if parameter.requires_grad and id(parameter) not in reached:
+            missed.append(name)
+            text = "%s with shape %s is not in the computational graph"
+            logger.error(text, name, parameter.size())
     return missed
 
 

@@ -1,4 +1,4 @@
-"""MMEngine's registries: its own where it is installed, else one table for all scopes.
+"""MMEngine's registries: its own where it is installed, else hooktrain's, which have no scopes.
 
 What other packages register and look up, such as mmcv's layers or the transforms of a data set,
 is in mmengine's own registries. So these serve code after the recipe too. Only those of
@@ -22,53 +22,15 @@ APART = (
 )
 
 
-class Registry(registry.Registry):
-    """A registry with MMEngine's arguments, for where mmengine is not installed.
-
-    Args:
-        name: see :class:`hooktrain.utils.registry.Registry`.
-        build_func: called as ``build_func(cfg, ..., registry=self)`` in place of :meth:`build`.
-        parent: shares its objects with this one, whatever their scopes.
-        ignored: such as ``scope`` and ``locations``: import the modules that register.
-    """
-
-    def __init__(
-        self, name: str, build_func: Any = None, parent: Any = None, **ignored: Any
-    ) -> None:
-        super().__init__(name)
-        self.build_func = build_func
-        if parent is not None:
-            self._objects = parent._objects
-
-    def __contains__(self, name: object) -> bool:
-        return _without_scope(name) in self._objects
-
-    def get(self, name: str) -> Any:
-        """What is registered under a name, with or without a scope."""
-        return super().get(_without_scope(name))
-
-    def build(self, cfg: Any, /, **kwargs: Any) -> Any:
-        """As the base class does, with ``default_args`` for keys that ``cfg`` lacks."""
-        if self.build_func is not None:
-            return self.build_func(cfg, registry=self, **kwargs)
-        defaults = kwargs.pop("default_args", None) or {}
-        return super().build(cfg, **{**defaults, **kwargs})
-
-
-def _without_scope(name: Any) -> str:
-    scope, _, own = str(name).partition(".")
-    return own or scope
-
-
 @cache
 def of_registries(name: str) -> Any:
-    """What ``from mmengine.registry import name`` gives: a registry, or their class."""
+    """What ``from mmengine.registry import name`` gives: a registry, their class, or None."""
     ours: Any = getattr(registry, name, None)
     if find_spec("mmengine") is None:
-        return Registry if name == "Registry" else Registry(name.lower(), parent=ours)
+        return ours or registry.Registry(name.lower())
     theirs: Any = import_module("mmengine.registry")
     if name not in APART:
-        return getattr(theirs, name)
+        return getattr(theirs, name, None)
     root = theirs.Registry(name.lower(), scope="mmengine")
     root.module_dict.update(ours)
     ours._objects = root.module_dict  # one table for both

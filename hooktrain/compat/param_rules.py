@@ -37,13 +37,29 @@ RULES = ("custom_keys", "bypass_duplicate", "bias_lr_mult", *_DECAYS)
 class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
     """:class:`hooktrain.solver.DefaultOptimWrapperConstructor` with rules for parameters.
 
-    With rules the optimizer has the parameters that are trainable, in as few groups as
-    there are different settings. A subclass may override :meth:`add_params`, which rules
+    With rules the optimizer has the parameters that are trainable, each once, in as few groups
+    as there are different settings. A subclass may override :meth:`add_params`, which rules
     ask for, and then have rules of its own in ``paramwise_cfg``.
+
+    A parameter that a custom key matches has the settings of that key and of no other rule.
+    For the others the multipliers apply; of several multipliers of the weight decay that would
+    apply, the order is norm, bias, dwconv, flat. The rules:
+
+    - ``custom_keys``: settings by a part of a parameter's name: ``{"backbone": {"lr_mult": 0.1}}``.
+      Of several keys the longest counts, of equally long ones the alphabetically first. A setting
+      is ``lr_mult``, ``decay_mult``, or an option of the parameter group. The name of a parameter
+      of the model itself begins with a dot here, so that ``".bias"`` matches every bias.
+    - ``bias_lr_mult``, ``bias_decay_mult``: for the learning rate and the weight decay of
+      parameters named ``bias``; the former not for those of normalisation layers.
+    - ``norm_decay_mult``: for the weight decay of normalisation layers.
+    - ``dwconv_decay_mult``: for the weight decay of depthwise convolutions (2d).
+    - ``flat_decay_mult``: for the weight decay of one-dimensional parameters.
+    - ``bypass_duplicate``: where a parameter has several names, apply the rules to the first of
+      them; otherwise it is an error if they lead to different settings.
 
     Args:
         optim_wrapper_cfg: as there.
-        paramwise_cfg: the rules, see :func:`paramwise_param_groups`.
+        paramwise_cfg: the rules.
 
     Raises:
         TypeError: when a subclass is defined that overrides what only MMEngine calls.
@@ -88,72 +104,38 @@ class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
             prefix: has to be "", since rules are for names in the whole model.
 
         Raises:
-            ValueError: for a part of a model.
+            TypeError: for a value of ``custom_keys`` that is no dict.
+            ValueError: for a part of a model, an unknown rule, or a multiplier of what the
+                optimizer does not have; or if a parameter has two names for which the rules
+                differ.
         """
         if prefix:
             raise ValueError(
                 f"rules are for the whole model, not for its part {prefix!r}"
             )
-        rules = self.paramwise_cfg
-        if type(self) is not DefaultOptimWrapperConstructor:
-            # Those of a subclass are none of ours.
-            rules = {key: rule for key, rule in rules.items() if key in RULES}
-        params += paramwise_param_groups(module, rules, self.base_lr, self.base_wd)
+        may_add = type(self) is not DefaultOptimWrapperConstructor
+        rules = {}
+        for rule, value in self.paramwise_cfg.items():
+            is_added = may_add and rule not in RULES
+            if value is not None and not is_added:
+                rules[rule] = value
+        _check_rules(rules, module)
+        base = {"lr": self.base_lr, "weight_decay": self.base_wd}
 
+        def settings(
+            names: list[str], module: nn.Module, parameter: nn.Parameter
+        ) -> ParamGroup:
+            first, *others = [
+                _paramwise(name, module, parameter, rules, base) for name in names
+            ]
+            differ = any(other != first for other in others)
+            if differ and not rules.get("bypass_duplicate"):
+                raise ValueError(
+                    f"rules differ for {names}: {first}, {others}; see bypass_duplicate"
+                )
+            return first
 
-def paramwise_param_groups(
-    model: nn.Module,
-    paramwise_cfg: Mapping[str, Any],
-    base_lr: Any = None,
-    base_wd: Any = None,
-) -> list[ParamGroup]:
-    """Parameter groups by the rules of MMEngine's ``paramwise_cfg``, each parameter once.
-
-    A parameter that a custom key matches has the settings of that key and of no other rule.
-    For the others the multipliers apply; of several multipliers of the weight decay that would
-    apply, the order is norm, bias, dwconv, flat. The rules:
-
-    - ``custom_keys``: settings by a part of a parameter's name: ``{"backbone": {"lr_mult": 0.1}}``.
-      Of several keys the longest counts, of equally long ones the alphabetically first. A setting
-      is ``lr_mult``, ``decay_mult``, or an option of the parameter group. The name of a parameter
-      of the model itself begins with a dot here, so that ``".bias"`` matches every bias.
-    - ``bias_lr_mult``, ``bias_decay_mult``: for the learning rate and the weight decay of
-      parameters named ``bias``; the former not for those of normalisation layers.
-    - ``norm_decay_mult``: for the weight decay of normalisation layers.
-    - ``dwconv_decay_mult``: for the weight decay of depthwise convolutions (2d).
-    - ``flat_decay_mult``: for the weight decay of one-dimensional parameters.
-    - ``bypass_duplicate``: where a parameter has several names, apply the rules to the first of
-      them; otherwise it is an error if they lead to different settings.
-
-    Args:
-        model: may be wrapped. Parameters that are frozen are left out.
-        paramwise_cfg: the rules.
-        base_lr: the optimizer's learning rate; None leaves it out of the groups.
-        base_wd: the optimizer's weight decay; None leaves it out of the groups.
-
-    Raises:
-        TypeError: for ``custom_keys`` that are no dict of dicts.
-        ValueError: for an unknown rule, or a multiplier of a base that is None; or if a
-            parameter has two names for which the rules differ.
-    """
-    rules = {rule: value for rule, value in paramwise_cfg.items() if value is not None}
-    base = {"lr": base_lr, "weight_decay": base_wd}
-    _check_rules(rules, model)
-
-    def settings(
-        names: list[str], module: nn.Module, parameter: nn.Parameter
-    ) -> ParamGroup:
-        first, *others = [
-            _paramwise(name, module, parameter, rules, base) for name in names
-        ]
-        differ = any(other != first for other in others)
-        if differ and not rules.get("bypass_duplicate"):
-            raise ValueError(
-                f"rules differ for {names}: {first}, {others}; see bypass_duplicate"
-            )
-        return first
-
-    return group_trainable(model, settings)
+        params += group_trainable(module, settings)
 
 
 def _check_rules(rules: Rules, model: nn.Module) -> None:
@@ -162,16 +144,14 @@ def _check_rules(rules: Rules, model: nn.Module) -> None:
             raise ValueError(
                 f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
             )
-    custom_keys = rules.get("custom_keys", {})
-    settings = [custom_keys]
-    if isinstance(custom_keys, Mapping):
-        settings = [*custom_keys.values()]
-    if not all(isinstance(each, Mapping) for each in settings):
-        raise TypeError(f"custom_keys must be a dict of dicts: {custom_keys!r}")
     known: list[str] = []
     for names, _, _ in walk_parameters(model):
         known += map(_dotted, names)
-    for key, custom in custom_keys.items():
+    for key, custom in rules.get("custom_keys", {}).items():
+        if not isinstance(custom, Mapping):
+            raise TypeError(
+                f"custom_keys[{key!r}] must be a dict such as dict(lr_mult=0.1): {custom!r}"
+            )
         # Other names are options of the optimizer, or of whoever looks at its groups.
         for name in custom:
             near = get_close_matches(name, _MULTIPLIED, n=1, cutoff=0.8)

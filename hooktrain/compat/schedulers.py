@@ -156,7 +156,6 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
         cooldown_counter: how many values the cooldown still lasts.
     """
 
-    SHARES = ("factor",)
     _COUNTED = ("best", "num_bad_epochs", "cooldown_counter")
 
     monitor: str = "loss"
@@ -187,13 +186,12 @@ class ReduceOnPlateauParamScheduler(GroupParamScheduler):
             )
         self._least = least  # of each group
         is_known = self.rule in ("less", "greater")
-        if not is_known or self.threshold_rule not in ("rel", "abs"):
+        is_known &= self.threshold_rule in ("rel", "abs")
+        if not is_known or self.threshold < 0 or not 0 <= self.factor < 1:
             raise ValueError(
-                "rule must be 'less' or 'greater', and threshold_rule 'rel' or 'abs': "
-                f"{self!r}"
+                "rule must be 'less' or 'greater', threshold_rule 'rel' or 'abs', threshold "
+                f"at least 0 and factor in [0, 1): {self!r}"
             )
-        if self.threshold < 0:
-            raise ValueError(f"threshold must not be negative: {self!r}")
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
         """Take in the metrics of an evaluation; without any, count a step.

@@ -129,8 +129,8 @@ class Timer:
 
     def reset(self) -> None:
         """Start again from zero, running."""
-        self._resumed_at: float | None = time.perf_counter()
-        self._seconds_before = 0.0
+        self._began_at = time.perf_counter()
+        self._paused_at: float | None = None
         self._starts = 1
 
     def pause(self) -> None:
@@ -139,14 +139,13 @@ class Timer:
         Raises:
             ValueError: the timer is paused already.
         """
-        if self._resumed_at is None:
+        if self.is_paused():
             raise ValueError("cannot pause a Timer that is paused; call resume() first")
-        self._seconds_before = self.seconds()
-        self._resumed_at = None
+        self._paused_at = time.perf_counter()
 
     def is_paused(self) -> bool:
         """Whether the timer is paused."""
-        return self._resumed_at is None
+        return self._paused_at is not None
 
     def resume(self) -> None:
         """Go on counting.
@@ -154,19 +153,18 @@ class Timer:
         Raises:
             ValueError: the timer is running.
         """
-        if self._resumed_at is not None:
+        if not self.is_paused():
             raise ValueError(
                 "cannot resume a Timer that is running; call pause() first"
             )
-        self._resumed_at = time.perf_counter()
+        self._began_at = time.perf_counter() - self.seconds()
+        self._paused_at = None
         self._starts += 1
 
     def seconds(self) -> float:
         """The seconds since the last reset, without the pauses."""
-        if self._resumed_at is None:
-            return self._seconds_before
-        running = time.perf_counter() - self._resumed_at
-        return self._seconds_before + running
+        until = self._paused_at or time.perf_counter()
+        return until - self._began_at
 
     def avg_seconds(self) -> float:
         """The seconds since the last reset, divided by the number of starts (one plus resumes)."""

@@ -157,6 +157,13 @@ def test_a_subclass_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+def test_a_run_ends_with_a_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Trainer(tree(tmp_path)).train()
+    assert caplog.messages[-1] == f"Everything is in {tmp_path}"
+
+
 class Doubled(SimpleTrainer):
     def run_step(self) -> None:
         super().run_step()

@@ -71,6 +71,7 @@ THEIRS = """
 mmengine: Config DictAction init_default_scope
 mmengine.dist: all_reduce broadcast collect_results
 mmengine.evaluator: Evaluator
+mmengine.hooks.hook: DATA_BATCH
 mmengine.model: constant_init normal_init stack_batch merge_dict
 mmengine.registry: EVALUATOR INFERENCERS LOG_PROCESSORS LOOPS RUNNERS VISBACKENDS VISUALIZERS
 mmengine.model.weight_init: trunc_normal_
@@ -173,7 +174,6 @@ def test_what_a_model_overrides_around_its_forward_is_called_in_each_step() -> N
     ("base", "method", "instead"),
     [
         (Hook, "before_save_checkpoint", "state_dict"),
-        (Hook, "_after_iter", "override after_train_iter"),
         (AmpOptimWrapper, "_clip_grad", r"override clip_gradients\(\)"),
         (DefaultOptimWrapperConstructor, "_validate_cfg", r"override add_params\(\)"),
         (BaseStrategy, "_wrap_model", r"override wrap_model\(\)"),

@@ -31,3 +31,20 @@ def test_a_metric_gets_the_results_of_all_ranks_in_order() -> None:
     metric = Spread(prefix="")  # which takes the default
     metric.process(None, torch.ones(3))
     assert metric.evaluate(size=2) == {"spread/all": [1.0, 1.0]}
+
+
+class Classes(Spread):
+    """A metric that works out what it needs of the data set, as some for keypoints."""
+
+    @BaseMetric.dataset_meta.setter
+    def dataset_meta(self, dataset_meta: Any) -> None:
+        self._dataset_meta = dataset_meta
+        self.count = len(dataset_meta["classes"])
+
+
+def test_a_metric_takes_what_it_is_told_of_the_data_set_in_its_own_way() -> None:
+    metric, plain = Classes(), Spread()
+    assert metric.dataset_meta is plain.dataset_meta is None
+    plain.dataset_meta = metric.dataset_meta = {"classes": ("a", "b")}
+    assert metric.dataset_meta is plain.dataset_meta
+    assert metric.count == 2

@@ -17,6 +17,7 @@ from hooktrain.compat.mmengine import (
 )
 from hooktrain.engine import HookBase
 from hooktrain.engine.hooks import EvalHook, PeriodicCheckpointer
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import EventStorage
 from mmengine_toys import Net, sgd
 
@@ -158,9 +159,65 @@ def test_events_that_nothing_calls_are_named_once(
     hook = Showing()
     trained(hook, EvalHook(1, lambda: {"acc": 0.5}))
     assert "end of epoch" in hook.seen
-    (record,) = [each for each in caplog.records if "Nothing calls" in each.message]
-    assert "['after_val_iter', 'after_test_epoch'] of" in record.message
+    (record,) = [each for each in caplog.records if "nothing calls" in each.message]
+    assert "['after_test_epoch', 'after_val_iter'] of" in record.message
     assert "Showing" in record.message
+
+
+class OfAllModes(Hook):
+    """Notes the events of all modes, as MMEngine's hooks to draw and to measure have them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _before_epoch(self, runner: Any, mode: str = "train") -> None:
+        self.seen.append(("before epoch", mode, runner.iter))
+
+    def _after_epoch(self, runner: Any, mode: str = "train") -> None:
+        self.seen.append(("after epoch", mode, runner.iter))
+
+    def _before_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train"
+    ) -> None:
+        self.seen.append(("before", mode, batch_idx))
+
+    def _after_iter(
+        self,
+        runner: Any,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Any = None,
+        mode: str = "train",
+    ) -> None:
+        (images,) = data_batch
+        self.seen.append(("after", mode, runner.iter, batch_idx, len(images)))
+        if mode == "val":
+            assert torch.equal(outputs, images + 1)
+
+
+def test_an_event_calls_the_one_of_all_modes_also_for_the_batches_of_a_validation() -> (
+    None
+):
+    hook = OfAllModes()
+    data = [[torch.ones(5)], [torch.ones(1)]]
+
+    def validate() -> dict[str, Any]:
+        return inference_on_dataset(lambda batch: batch[0] + 1, data, [hook])
+
+    trained(hook, EvalHook("1 epoch", validate))
+    # As MMEngine's Runner calls them, but for "before" in a validation.
+    assert hook.seen == [
+        ("before epoch", "train", 0),
+        ("before", "train", 0),
+        ("after", "train", 0, 0, 3),
+        ("before", "train", 1),
+        ("after", "train", 1, 1, 4),
+        ("after epoch", "train", 2),
+        ("before epoch", "val", 2),
+        ("after", "val", 2, 0, 5),
+        ("after", "val", 2, 1, 1),
+        ("after epoch", "val", 2),
+    ]
 
 
 class Asking(Hook):

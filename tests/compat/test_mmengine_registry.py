@@ -40,13 +40,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(each, name, {**getattr(each, name)})
 
 
-@pytest.fixture(params=[True, False], ids=["with mmengine", "without"])
-def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if not request.param:
-        without_mmengine(monkeypatch)
-    return request.param
-
-
 def scope(name: str, parent: str = "MODELS") -> Any:
     """What a project has in its ``registry.py``."""
     top = getattr(compat, parent)
@@ -79,16 +72,14 @@ def test_a_name_of_ours_may_be_a_projects_too() -> None:
     assert isinstance(wrapper, OptimWrapper)
 
 
-def test_what_is_registered_at_the_top_is_found_in_a_scope_and_by_us(
-    installed: bool,
-) -> None:
+def test_what_is_registered_at_the_top_is_found_in_a_scope_and_by_us() -> None:
     compat.MODELS.register_module(module=Net)
     assert scope("mine").get("Net") is registry.MODELS.find("Net") is Net
     cfg = {"type": "Net", "a": 1}
     assert compat.MODELS.build(cfg, default_args={"a": 0, "b": 2}).ab == (1, 2)
 
 
-def test_wrappers_and_schedulers_are_ours_by_name(installed: bool) -> None:
+def test_wrappers_and_schedulers_are_ours_by_name() -> None:
     optimizer = compat.OPTIMIZERS.build(
         {"type": "SGD", "params": LinearLoss().parameters(), "lr": 0.1}
     )
@@ -112,21 +103,16 @@ def test_other_packages_look_up_in_the_same_registries_where_mmengine_is() -> No
     assert compat.OPTIM_WRAPPERS is not mmengine.registry.OPTIM_WRAPPERS
 
 
-def test_without_mmengine_a_name_that_a_registry_lacks_has_a_near_one(
+def test_without_mmengine_the_registries_are_ours_and_have_no_scopes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_mmengine(monkeypatch)
+    assert compat.MODELS is registry.MODELS
+    compat.HOOKS.register_module(module=Net)
+    assert compat.HOOKS.build({"type": "Net", "a": 1}).ab == (1, 0)
+    with pytest.raises(ValueError, match=r"already has .*'Net'"):
+        compat.HOOKS.register_module("Net", module=OtherNet)
     with pytest.raises(KeyError, match="did you mean 'AdamW'"):
         compat.OPTIMIZERS.build({"type": "AdmW"})
-    made = scope("mine").build(
-        {"type": "torch.nn.Linear"}, in_features=1, out_features=2
-    )
-    assert isinstance(made, nn.Linear)
-
-
-def test_a_registry_builds_by_a_function_of_ones_own(installed: bool) -> None:
-    def echo(cfg: Any, registry: Any, **given: Any) -> Any:
-        return cfg, registry.name, given
-
-    made = compat.Registry("echo", build_func=echo).build({"type": "x"}, b=2)
-    assert made == ({"type": "x"}, "echo", {"b": 2})
+    with pytest.raises(TypeError, match="'scope'"):
+        compat.Registry("models", scope="mine")
