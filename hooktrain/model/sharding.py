@@ -5,7 +5,6 @@ A layer's parameters are brought together right before it computes. Names stay a
 are.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from hooktrain.utils.tensors import (
+    full_tensor,
+    is_sharded,
+    shard_like,
+)
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -44,11 +51,13 @@ def shard_model(
     calls its children instead, name each of these in ``wrap``. Buffers are not sharded,
     and the ranks do not exchange them.
 
-    A model on the meta device gets memory and values one unit at a time, so it may be
-    larger than the memory of one device. As at construction, ``reset_parameters`` of each
-    module is called, children before their parent. The first rank's values count. A
-    model that has ``init_weights`` initialises all weights again by it, when it is
-    sharded.
+    A model on the meta device gets memory for this rank's shards, and then values: as at
+    construction, ``reset_parameters`` of each module is called, children before their
+    parent, and then ``init_weights`` of the model, if it has that. Only what an operation
+    uses is whole meanwhile, so a model may be larger than the memory of a device. The
+    values are those of one process with the first rank's seed, on this kind of device.
+    Parts of a parameter (``weight[2]``) can be changed until the next one is used; torch
+    refuses it then, since that would be lost.
 
     Args:
         model: the model.
@@ -71,8 +80,8 @@ def shard_model(
 
     Raises:
         ValueError: for a rule that matches nothing or that tears apart a shared
-            parameter; for modules on the meta device that have no ``reset_parameters``,
-            in a model without ``init_weights``.
+            parameter; for what neither ``reset_parameters`` nor ``init_weights`` gives
+            values to, on the meta device.
         TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in ``mp_policy``.
     """
@@ -87,30 +96,17 @@ def shard_model(
         "reshard_after_forward": None if reshard_after_forward else False,
         "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
     }
-    units = {model, *select_modules(model, wrap)}
-    is_deferred = on_meta(model)
-    if is_deferred:
-        _check_initialisable(model)
     parameters = len(list(model.parameters()))
-    device: Any = torch.accelerator.current_accelerator(check_available=True)
-    if mesh is not None:
-        device = mesh.device_type
-
-    def initialise_and_shard(module: nn.Module) -> None:
-        _initialise(module, device or "cpu")
-        if module in units:
-            units.remove(module)  # it may be at several places
-            fully_shard(module, **options)
-
-    model.apply(initialise_and_shard)  # children before their parent
+    for module in (*reversed(select_modules(model, wrap)), model):  # inner ones first
+        fully_shard(module, **options)
     # A parameter counts once, however many modules share it.
     if len(list(model.parameters())) > parameters:
         raise ValueError(
             "modules share a parameter, which would come apart: leave those of them "
             f"that {wrap!r} selects to the rest of the model"
         )
-    if is_deferred and hasattr(model, "init_weights"):
-        model.init_weights()  # type: ignore[operator]
+    if on_meta(model):
+        _initialise(model, offload)
     return model
 
 
@@ -204,46 +200,85 @@ def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
     return MixedPrecisionPolicy(**typed)
 
 
-def on_meta(model: nn.Module) -> bool:
-    """Whether a part of a model is on the meta device."""
-    return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
+def on_meta(model: nn.Module, recurse: bool = True) -> bool:
+    """Whether a tensor of a model, or only of the module itself, is on the meta device."""
+    return any(tensor.is_meta for tensor in _tensors(model, recurse))
 
 
 def _tensors(module: nn.Module, recurse: bool = False) -> list[Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
-def _reset_method(module: nn.Module) -> Callable[[], None] | None:
-    # torch's attention has it under the second name.
-    other = getattr(module, "_reset_parameters", None)
-    return getattr(module, "reset_parameters", other)
-
-
-def _check_initialisable(model: nn.Module) -> None:
-    if hasattr(model, "init_weights"):
-        return
-    lacking = []
-    for name, module in model.named_modules():
-        if _tensors(module) and _reset_method(module) is None:
-            lacking.append(name or type(model).__name__)
-    if lacking:
+@torch.no_grad()
+def _initialise(model: nn.Module, offload: bool) -> None:
+    """Give memory and values to what is on the meta device. A collective."""
+    parameter: Any = next(model.parameters())
+    device = parameter.device_mesh.device_type
+    memory = "cpu" if offload else device
+    order: list[nn.Module] = []
+    model.apply(order.append)  # children before their parent
+    fresh = [module for module in order if on_meta(module, recurse=False)]
+    wholes = _Wholes()
+    for module in fresh:
+        module.to_empty(device=memory, recurse=False)
+        wholes.untouched.update(_tensors(module))
+    with torch.device(memory), wholes:
+        for module in dict.fromkeys(fresh):  # one may be at several places
+            # torch's attention has it under the second name.
+            reset = getattr(module, "_reset_parameters", lambda: None)
+            getattr(module, "reset_parameters", reset)()
+        getattr(model, "init_weights", lambda: None)()
+    wholes.put_back()
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+        buffer.data = buffer.to(device)
+    forgotten = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor in wholes.untouched:
+            forgotten.append(name)
+    if forgotten:
         raise ValueError(
-            f"no reset_parameters() to initialise what is on the meta device: {lacking}"
+            "reset_parameters() of a module or init_weights() of the model must give values "
+            f"to what is on the meta device: {forgotten}"
         )
 
 
-@torch.no_grad()
-def _initialise(module: nn.Module, device: str) -> None:
-    """Give memory and values to what a module itself has on the meta device."""
-    if not any(tensor.is_meta for tensor in _tensors(module)):
-        return
-    module.to_empty(device=device, recurse=False)
-    for tensor in _tensors(module):
-        if tensor.is_floating_point():
-            # So that what is forgotten is seen in the first loss.
-            tensor.fill_(math.nan)
-    reset = _reset_method(module)
-    if reset is not None:
-        reset()
-    for tensor in _tensors(module):
-        dist.broadcast(tensor, 0)
+class _Wholes(TorchDispatchMode):
+    """Shows an operation whole tensors in place of sharded ones. Collective.
+
+    So an initialiser may do anything to a tensor, and draws what it draws in one process.
+    DTensor itself loses what is written to a part of one, and draws other numbers: on the
+    CPU the same ones for each shard.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wholes: dict[Tensor, Tensor] = {}
+        self.untouched: set[Tensor] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        leaves = tree_leaves(given)
+        self.untouched.difference_update(leaves)
+        if func is torch.ops.aten.detach.default:
+            return func(*args)  # which shares the memory of a shard
+        sharded = [leaf for leaf in leaves if is_sharded(leaf)]
+        if not self.wholes.keys() >= set(sharded):
+            self.put_back()
+            self.wholes = {tensor: full_tensor(tensor) for tensor in sharded}
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda tensor: self.wholes.get(tensor, tensor),
+            given,
+        )
+        return func(*args, **kwargs)
+
+    def put_back(self) -> None:
+        """Give each rank its shards."""
+        for sharded, whole in self.wholes.items():
+            sharded.copy_(shard_like(whole, sharded))
+            # A part of it that is changed from now on would be lost.
+            torch._C._set_throw_on_mutable_data_ptr(whole)
+        self.wholes = {}

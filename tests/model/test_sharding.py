@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from equality import equal
 from gloo import run_ranks
@@ -61,8 +64,9 @@ def _on_two_ranks() -> dict[str, Any]:
         "checkpointed": [_checkpointed(rule) for rule in ((), {Block}, last_block)],
         "precisions": _precisions(),
         "tied": _tied(),
-        "layers": _deferred(Layers, {nn.Conv2d}),
-        "transformer": _deferred(make_model, {Block}),
+        "deferred": [_deferred(build, wrap) for build, wrap in DEFERRED],
+        "after training": _deferred_and_trained(),
+        "memory": _memory_of_deferred(),
         "forgotten": _forgotten(),
     }
 
@@ -151,15 +155,17 @@ def test_a_shared_parameter_stays_one_or_is_refused(two: list[dict[str, Any]]) -
     assert [result["tied"] for result in two] == [True, True]
 
 
-def _replicated() -> list[float]:
+def _replicated() -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_sharded(mesh=mesh)
-    return [len(local_tensor(next(model.parameters()))), *losses_of(model)]
+    rows = len(local_tensor(next(model.parameters())))
+    return [rows, _deferred(make_model, {Block}, mesh=mesh), *losses_of(model)]
 
 
 def test_a_mesh_of_two_dimensions_replicates_what_it_shards(one: list[float]) -> None:
-    rows, *losses = run_ranks(_replicated, 4)[0]
+    rows, initialised, *losses = run_ranks(_replicated, 4)[0]
     assert rows == 9
+    assert equal(initialised, dict(make_model().state_dict()))
     assert losses == pytest.approx(one, abs=1e-5)
 
 
@@ -202,29 +208,109 @@ class Layers(nn.Module):
         nn.init.trunc_normal_(self.token, std=0.3)
 
 
-def _deferred(build: Any, wrap: Any) -> dict[str, Tensor]:
+class Parts(nn.Module):
+    """Initialised by itself, in ways that DTensors do not have or do otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4, padding_idx=2)
+        self.square = nn.Linear(5, 5)
+        self.sparse = nn.Linear(4, 7, bias=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.token = nn.Parameter(torch.empty(3, 4))
+        self.register_buffer("angles", torch.empty(3), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        nn.init.orthogonal_(self.square.weight)
+        nn.init.sparse_(self.sparse.weight, 0.5)
+        self.embedding.weight.data.normal_(std=0.5)
+        self.embedding.weight.data[2].zero_()
+        self.token[1] = 3.0
+        self.token[2:].uniform_()
+        self.token[0].copy_(torch.randn(4))
+        self.square.bias.data.copy_(self.square.weight.data.sum(0))
+        self.sparse.weight += self.head.weight
+        for chunk in self.square.weight.chunk(2):
+            chunk.mul_(torch.rand(()))
+        self.angles = torch.arange(3.0)
+
+
+DEFERRED: list[tuple[Callable[[], nn.Module], Any]] = [
+    (Layers, {nn.Conv2d}),
+    (make_model, {Block}),
+    (Parts, ()),
+]
+
+
+def _deferred(build: Callable[[], nn.Module], wrap: Any, **options: Any) -> Any:
     with torch.device("meta"):
-        model: nn.Module = build()
+        model = build()
     torch.manual_seed(3 if dist.get_rank() == 0 else 1000)
-    shard_model(model, wrap=wrap)
-    state = full_state_dict(model)
-    if build is make_model:
-        train(model, make_wrapper(model), batches(1))
-    return state
+    shard_model(model, wrap=wrap, **options)
+    return full_state_dict(model)
 
 
+def _deferred_and_trained() -> bool:
+    with torch.device("meta"):
+        model = make_model()
+    torch.manual_seed(3)
+    return losses_of(shard_model(model, wrap={Block})) == losses_of(make_sharded())
+
+
+@pytest.mark.parametrize("case", [0, 1, 2])
 def test_a_model_on_the_meta_device_gets_the_weights_of_one_process(
-    two: list[dict[str, Any]],
+    two: list[dict[str, Any]], case: int
 ) -> None:
     torch.manual_seed(3)
-    assert equal(two[0]["layers"], dict(Layers().state_dict()))
+    assert equal(two[0]["deferred"][case], dict(DEFERRED[case][0]().state_dict()))
+    assert two[0]["after training"]
 
 
-def test_init_weights_initialises_what_is_sharded(two: list[dict[str, Any]]) -> None:
-    state = two[0]["transformer"]
-    assert state.keys() == make_model().state_dict().keys()
-    assert state["head.weight"].std().item() == pytest.approx(0.02, rel=0.3)
-    assert torch.equal(state["norm.weight"], torch.ones(16))
+MATRICES = 16
+
+
+class Stack(nn.Sequential):
+    def init_weights(self) -> None:
+        for layer in self:
+            nn.init.trunc_normal_(layer.weight)
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that tensors had at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = local_tensor(tensor).untyped_storage()
+                self.live[StorageWeakRef(storage)] = storage.nbytes()
+        alive = [nbytes for ref, nbytes in self.live.items() if not ref.expired()]
+        self.most = max(self.most, sum(alive))
+        return out
+
+
+def _memory_of_deferred() -> float:
+    """The most that was allocated at a time, in matrices of the model."""
+    with torch.device("meta"):
+        model = Stack(*(nn.Linear(64, 64, bias=False) for _ in range(MATRICES)))
+    with Memory() as memory:
+        shard_model(model)
+    return memory.most / (4 * 64 * 64)
+
+
+def test_a_deferred_model_is_whole_on_no_rank(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert MATRICES / 2 <= result["memory"] < MATRICES / 2 + 5
 
 
 class Forgotten(nn.Module):
@@ -232,18 +318,28 @@ class Forgotten(nn.Module):
         super().__init__()
         self.first = nn.Linear(2, 2)
         self.second = nn.Module()
-        self.second.register_buffer("table", torch.arange(3.0))
+        self.second.register_buffer("table", torch.arange(3), persistent=False)
+        self.scale = nn.Parameter(torch.ones(1))
 
 
-def _forgotten() -> str:
-    with torch.device("meta"):
-        model = Forgotten()
-    with pytest.raises(ValueError, match="no reset_parameters") as caught:
-        shard_model(model)
-    return str(caught.value)
+class HalfForgotten(Forgotten):
+    def init_weights(self) -> None:
+        self.scale.data.fill_(1.0)
 
 
-def test_modules_without_a_method_to_initialise_them_are_named(
-    two: list[dict[str, Any]],
-) -> None:
-    assert all(result["forgotten"].endswith("device: ['second']") for result in two)
+def _forgotten() -> list[str]:
+    messages = []
+    for build in (Forgotten, HalfForgotten):
+        with torch.device("meta"):
+            model = build()
+        with pytest.raises(ValueError, match="must give values to") as caught:
+            shard_model(model)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_no_method_has_initialised_is_named(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        both, table = result["forgotten"]
+        assert both.endswith("device: ['scale', 'second.table']")
+        assert table.endswith("device: ['second.table']")
