@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 # The first optimizer of a process imports it, and it sets an environment variable.
 import torch._dynamo
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 torch.set_num_threads(1)
 
@@ -32,6 +34,37 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr("time.perf_counter", lambda: clock.now)
     return clock
+
+
+class _Reads(TorchDispatchMode):
+    """Notes each number that Python reads from a tensor, by item() and the like."""
+
+    def __init__(self, found: list[int]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if "_local_scalar_dense" in str(func):
+            self.found.append(1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Makes every tensor count as one on a device; collects the sizes of the transfers."""
+    sizes: list[int] = []
+    to_list = torch.Tensor.tolist
+
+    def counted(together: torch.Tensor) -> Any:
+        sizes.append(together.numel())
+        return to_list(together)
+
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    with _Reads(sizes):
+        yield sizes
 
 
 @pytest.fixture(autouse=True)

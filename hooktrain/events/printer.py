@@ -4,16 +4,12 @@ import logging
 import time
 
 from hooktrain.events.storage import EventStorage, get_event_storage
-from hooktrain.events.writer import EventWriter, UnwrittenScalars
+from hooktrain.events.writer import TIMES, EventWriter, UnwrittenScalars
 from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
-_TIMES = {
-    "time": 2,
-    "data_time": 3,
-}
 _HIDDEN = ("eta_seconds", "rank_data_time")
 
 
@@ -22,7 +18,7 @@ class CommonMetricPrinter(EventWriter):
 
     It leaves out smoothed metrics with a ``/`` in their names, but for losses and those
     with ``[metric]``, and losses that equal the total loss. Results of evaluations have
-    their own lines. Smoothed values are medians, and times are means.
+    their own lines.
 
     The remaining time, ``eta_seconds``, comes from the clock since the run's first line,
     so it includes evaluations and saves.
@@ -96,8 +92,6 @@ class CommonMetricPrinter(EventWriter):
                 is_detail = hints[name] and value == total and name != "total_loss"
             if name in _HIDDEN or is_detail:
                 continue
-            if name in _TIMES:
-                value = storage.history(name).avg(self._window_size)
             is_result = "/" in name and not hints[name]
             text = f"{name}: {value:.4g}"
             shown[is_result].append(text)
@@ -126,7 +120,7 @@ def _place(name: str) -> int:
         return 0
     is_rate = f".{name}".endswith(".lr")
     place = 4 if is_rate else 1
-    return _TIMES.get(name, place)
+    return TIMES.get(name, place)
 
 
 def _memory() -> list[str]:

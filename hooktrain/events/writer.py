@@ -9,6 +9,12 @@ from hooktrain.utils import comm
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
 
+# Their places in a line.
+TIMES = {
+    "time": 2,
+    "data_time": 3,
+}
+
 
 class EventWriter:
     """Brings metrics from the current storage to a file, a screen or elsewhere.
@@ -21,7 +27,7 @@ class EventWriter:
         raise NotImplementedError
 
     def rewind(self, iteration: int) -> None:
-        """Forget everything that was recorded at or after ``iteration``.
+        """Forget what was recorded at or after ``iteration``.
 
         Called in the run's storage when the run starts (at 0) or resumes.
         """
@@ -31,7 +37,7 @@ class EventWriter:
 
 
 class UnwrittenScalars:
-    """Finds the metrics that a writer has not written yet.
+    """Finds what a writer has not written yet.
 
     Args:
         name: of the writer; the storage keeps what it has written.
@@ -46,21 +52,24 @@ class UnwrittenScalars:
     def find(self, storage: EventStorage) -> Metrics:
         """What is new, by iteration in increasing order, and by name.
 
-        Of a metric that is smoothed there is one value. Of others all are there, but of
-        those that are put at each iteration, such as a learning rate, only the last.
+        Of a metric that is smoothed there is one value: the median, or the mean of times.
+        Of others all are there, but of those that are put at each iteration, such as a
+        learning rate, only the last.
         """
         found: Metrics = {}
         for name, history in storage.histories().items():
-            for value, iteration in self._new_entries(history):
+            for value, iteration in self._new_entries(name, history):
                 found.setdefault(iteration, {})[name] = value
         return dict(sorted(found.items()))
 
-    def _new_entries(self, history: HistoryBuffer) -> list[Entry]:
+    def _new_entries(self, name: str, history: HistoryBuffer) -> list[Entry]:
         new_count = history.count - self._counts.get(history, 0)
         if new_count > 0 and history.smoothing_hint:
             ((_, last),) = history.tail(1)
-            median = history.recent_median(self._window_size)
-            return [(median, last)]
+            smoothed = history.recent_median
+            if name in TIMES:
+                smoothed = history.avg
+            return [(smoothed(self._window_size), last)]
         new = history.tail(new_count)
         iterations = {iteration for _, iteration in new}
         last_of_series = []
@@ -94,7 +103,7 @@ class FunctionWriter(EventWriter):
         FunctionWriter(wandb.log)
         FunctionWriter(mlflow.log_metrics)
 
-    After a kill, what came after the last checkpoint is given a second time.
+    After a kill, what came after the last checkpoint is given twice.
 
     Args:
         log: called as ``log(metrics, step=iteration)``, with a dict of floats by name, for

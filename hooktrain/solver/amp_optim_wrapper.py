@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,10 +33,14 @@ class AmpOptimWrapper(OptimWrapper):
     Attributes:
         device_type: that of the parameters, such as ``"cuda"``.
         grad_scaler: the scaler; a disabled one if the data type needs none.
+        skipped_updates: on an accelerator a tensor, which nothing waits for. So there
+            :meth:`step` returns True, whatever the scaler has found.
 
     Raises:
         ValueError: for another dtype or loss scale.
     """
+
+    skipped_updates: Any
 
     def __init__(
         self,
@@ -105,21 +110,29 @@ class AmpOptimWrapper(OptimWrapper):
         self._unscaled = False
         if not scaler.is_enabled():
             return super()._apply(**kwargs)
-        # Host-device synchronisation: reads the overflow flag.
+        # Host-device synchronisation: reads the overflow flag. Fused optimizers read it
+        # inside their kernel.
         scaler.step(self.optimizer, **kwargs)
-        # And again. Fused optimizers skip the update inside their kernel, so only the
-        # scaler knows of it.
-        found_inf = scaler._found_inf_per_device(self.optimizer).values()
-        overflowed = any(flag.item() for flag in found_inf)
+        scale: Any = scaler._scale
+        found = scaler._found_inf_per_device(self.optimizer).values()
+        flags = [flag.to(scale.device) for flag in found]
+        skipped = reduce(torch.maximum, flags) if flags else torch.zeros(())
+        updated = True
+        if not skipped.is_cpu:
+            # Added up there, and fetched with the other metrics: nothing waits.
+            self.skipped_updates = self.skipped_updates + skipped
+            self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
+        elif skipped:
+            self.count_skipped_update()
+            updated = False
         if self._updates_scale:
             scaler.update(self._fixed_scale)
-        if overflowed:
-            self.count_skipped_update()
-        return not overflowed
+        return updated
 
     def state_dict(self) -> dict[str, Any]:
         """That of :class:`OptimWrapper`, and the scaler's."""
         state = super().state_dict()
+        state["skipped_updates"] = int(self.skipped_updates)
         state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 

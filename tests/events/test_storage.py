@@ -54,21 +54,6 @@ def test_windows_of_iterations_end_at_the_last_value() -> None:
 # Scalars
 
 
-@pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes every tensor count as one on a device; collects the sizes of the transfers."""
-    sizes: list[int] = []
-    to_list = torch.Tensor.tolist
-
-    def counted(together: torch.Tensor) -> list[float]:
-        sizes.append(len(together))
-        return to_list(together)
-
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    return sizes
-
-
 def test_a_scalar_is_stamped_with_the_current_iteration_or_the_one_given() -> None:
     storage = EventStorage(start_iter=7)
     assert storage.latest_iter("lr") is None

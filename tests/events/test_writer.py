@@ -34,6 +34,15 @@ def test_each_value_is_given_once_at_its_iteration(log: Log) -> None:
     assert log == [({"late": 5.0}, 1), ({"loss": 2.0, "lr": 6.0}, 3)]
 
 
+def test_of_times_the_mean_is_given_since_one_iteration_waits_for_all(log: Log) -> None:
+    writer = make(log, window_size=4)
+    with EventStorage() as storage:
+        for storage.iter, seconds in enumerate((9.0, 0.25, 0.25, 0.25, 3.25)):
+            storage.put_scalars(time=seconds, data_time=seconds, loss=seconds)
+        writer.write()
+    assert log == [({"time": 1.0, "data_time": 1.0, "loss": 0.25}, 4)]
+
+
 def test_what_the_function_has_refused_is_still_new(log: Log) -> None:
     def fail(metrics: dict[str, float], step: int) -> None:
         raise ConnectionError

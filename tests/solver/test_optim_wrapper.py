@@ -294,6 +294,39 @@ def test_an_update_that_the_scaler_skips_is_counted(fused: bool) -> None:
     assert not same(model, before)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_accelerator_counts_what_the_scaler_skips_and_nobody_waits_for_it(
+    fused: bool, transfers: list[int]
+) -> None:
+    ours, reference = LinearLoss(), LinearLoss()
+    wrapper = AmpOptimWrapper(sgd(ours, fused=fused), "float16")
+    optimizer, scaler = sgd(reference, fused=fused), torch.amp.GradScaler("cpu")
+    factors = (1.0, torch.inf, torch.inf, 1.0)
+    with EventStorage() as storage:
+        for storage.iter, factor in enumerate(factors):
+            assert wrapper.update_params(ours(batches(1)[0]) * factor)
+    # torch's scaler reads the flag itself, if the optimizer's kernel does not.
+    assert transfers == ([] if fused else [1] * 4)
+    for factor in factors:
+        scaler.scale(reference(batches(1)[0]) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert same(ours, reference)
+    state = wrapper.state_dict()
+    assert state["grad_scaler"] == scaler.state_dict()
+    assert type(state["skipped_updates"]) is int
+    assert storage.history("skipped_updates").values() == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (2, 3),
+    ]
+    wrapper.load_state_dict(state)
+    wrapper.update_params(ours(batches(1)[0]) * torch.inf)
+    assert wrapper.skipped_updates == 3
+
+
 def test_the_scaler_of_mmengine_resumes() -> None:
     model = LinearLoss()
     wrapper = AmpOptimWrapper(sgd(model), "float16")

@@ -143,6 +143,20 @@ def test_one_loss_for_several_is_a_loop_written_by_hand_bit_for_bit(
     assert (skipped > 0) == scaled
 
 
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_each_of_several_optimizers_with_one_scaler_counts_its_own_skips(
+    place: str, request: pytest.FixtureRequest
+) -> None:
+    if place == "device":
+        request.getfixturevalue("transfers")
+    model = LinearLoss()
+    wrappers = together(model, "float16")
+    loss = model.fc.weight.square().mean() + torch.inf * model.fc.bias.sum()
+    wrappers.update_params(loss)
+    assert wrappers["muon"].skipped_updates == 0
+    assert wrappers["adamw"].skipped_updates == 1
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
