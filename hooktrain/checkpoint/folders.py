@@ -110,17 +110,14 @@ def save_folder(
 
         def complete() -> None:
             write_file({"state": skeleton, "parts": parts}, temporary / STATE)
-            files = {}
-            for path in temporary.glob("[!_]*"):
-                files[path.name] = _digest(path)
+            files = {path.name: _digest(path) for path in temporary.glob("[!_]*")}
             for digests in of_all:
-                files.update(digests)
-            there = os.listdir(temporary)
-            for name in files:
-                if name not in there:
-                    raise OSError(
-                        f"{temporary} lacks {name}: the ranks do not share the disk"
-                    )
+                files |= digests
+            lacking = files.keys() - os.listdir(temporary)
+            if lacking:
+                raise OSError(
+                    f"{temporary} lacks {lacking}: the ranks do not share the disk"
+                )
             write_file({"files": files}, temporary / MANIFEST)
             stack.close()  # the rename
 
@@ -272,11 +269,11 @@ class _Files(filesystem.FileSystem):
         return file
 
     def digests(self) -> Digests:
-        found = {}
-        for name, file in self._files.items():
-            if name.startswith("__"):
-                found[name] = (file.size, file.sha256.hexdigest())
-        return found
+        return {
+            name: (file.size, file.sha256.hexdigest())
+            for name, file in self._files.items()
+            if name.startswith("__")
+        }
 
 
 class _Writer(filesystem.FileSystemWriter):

@@ -95,11 +95,13 @@ def _read(
     path: str, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
 ) -> State:
     """Load what was verified."""
-    if not is_folder(path):
-        return with_model(load_verified(path, map_location), path)
-    from hooktrain.checkpoint.folders import read_folder
+    if is_folder(path):
+        from hooktrain.checkpoint.folders import read_folder
 
-    return with_model(read_folder(path, model, map_location), path)
+        content: Any = read_folder(path, model, map_location)
+    else:
+        content = load_verified(path, map_location)
+    return with_model(content, path)
 
 
 def with_model(state: Any, path: str) -> State:
@@ -229,11 +231,8 @@ def load_model_state(
     # The model may have a parameter under several names.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named = loaded.union(name for name, _, _ in incorrect)
-    known = {id(parameters[name]) for name in named & parameters.keys()}
-    missing = []
-    for name in result.missing_keys:
-        if name not in named and id(parameters.get(name)) not in known:
-            missing.append(name)
+    known: set[Any] = {parameters.get(name, name) for name in named}
+    missing = [n for n in result.missing_keys if parameters.get(n, n) not in known]
     found = IncompatibleKeys(missing, result.unexpected_keys, incorrect)
     if any(found):
         table = _table_of(found, loadable, in_model)

@@ -56,7 +56,7 @@ class CosineRestartParamScheduler(Falling):
         k = min(k, last)
         period = bisect_right(self._starts, k) - 1
         done = k - self._starts[period]
-        return half_cosine(done, self.periods[period])
+        return half_cosine(done / self.periods[period])
 
     def _base(self, i: int, value: Any) -> Any:
         if self.last_step not in self._starts[:-1]:
@@ -123,7 +123,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
             if end > start:
                 where = (k - start) / (end - start)
             if self.anneal_strategy == "cos":
-                where = 1 - half_cosine(where, 1)
+                where = 1 - half_cosine(where)
             return first * (1 - where) + last * where
         return corners[-1][1]
 

@@ -21,7 +21,7 @@ from hooktrain.solver.param_groups import (
 )
 from hooktrain.solver.param_scheduler import INF, GroupParamScheduler, Schedulable
 from hooktrain.solver.schedule import ParamScheduler
-from hooktrain.utils.names import call, did_you_mean
+from hooktrain.utils.names import call
 from hooktrain.utils.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
@@ -132,8 +132,8 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
         TypeError: for anything else, or for arguments that an optimizer or a wrapper
             does not take.
         KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
-        ValueError: if a configuration needs a model, a submodule or an optimizer that
-            is missing.
+        ValueError: if a configuration needs a model or an optimizer that is missing.
+        AttributeError: if the model has no submodule of a name.
     """
     return _build_wrapper(model, "", instantiate(cfg))
 
@@ -162,11 +162,8 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
     rules = rest.pop("paramwise_cfg", None)
     target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
     constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
-    modules = dict(unwrap_model(model).named_modules(remove_duplicate=False))
-    if part not in modules:
-        hint = did_you_mean(part, modules)
-        raise ValueError(f"the model has no {part!r}{hint}")
-    return constructor(modules[part])  # type: ignore[no-any-return]
+    module = unwrap_model(model).get_submodule(part)
+    return constructor(module)  # type: ignore[no-any-return]
 
 
 def build_param_scheduler(
@@ -203,15 +200,16 @@ def build_param_scheduler(
             each = [scheduler]
         defaults = default_args or {}
         return [_build_scheduler(one, optim_wrapper, defaults) for one in each]
-    names = [*optim_wrapper]
-    by_name: Mapping[str, Any] = dict.fromkeys(names, scheduler)
+    by_name: Mapping[str, Any] = dict.fromkeys(optim_wrapper, scheduler)
     if isinstance(scheduler, Mapping) and "type" not in scheduler:
         by_name = scheduler
-    if set(by_name) != set(names):
+    if by_name.keys() != optim_wrapper.keys():
+        names = [*optim_wrapper]
         raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
-    built: Any = {}
-    for name, wrapper in optim_wrapper.items():
-        built[name] = build_param_scheduler(by_name[name], wrapper, default_args)
+    built: Any = {
+        name: build_param_scheduler(by_name[name], wrapper, default_args)
+        for name, wrapper in optim_wrapper.items()
+    }
     return built  # type: ignore[no-any-return]
 
 

@@ -50,17 +50,15 @@ def optimizer_state_dict(
             positions.
     """
     state = {"kind": _kind(optimizer), **optimizer.state_dict()}
-    name_at = _names_of(_entries(optimizer.param_groups), names)
-    if name_at is None:
+    in_order = _names_of(_entries(optimizer.param_groups), names)
+    if in_order is None:
         return state
-    by_name = {}
-    for key, item in state["state"].items():
-        name = name_at[key] if isinstance(key, int) else key
-        by_name[name] = item
-    state["state"] = by_name
+    name_at = dict(enumerate(in_order))
+    # Some optimizers keep more than states of parameters, under keys of their own.
+    by_name = {name_at.get(key, key): item for key, item in state["state"].items()}
     for group in state["param_groups"]:
         group["params"] = [name_at[position] for position in group["params"]]
-    return state
+    return {**state, "state": by_name}
 
 
 def match_parameters(
@@ -92,7 +90,7 @@ def match_parameters(
     saved_names = _names_of(saved_entries, {})
     if names is None or saved_names is None:
         if names is None:
-            names = [f"#{position}" for position in range(len(entries))]
+            names = [*map(str, range(len(entries)))]
         saved_names = _names_of_positions(names, groups, saved_groups, known)
     here = dict(zip(names, entries, strict=True))
     saved = dict(zip(saved_names, saved_entries, strict=True))
@@ -132,13 +130,8 @@ def load_optimizer_state(
     state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        members = []
-        origins = []
-        for name, (own_number, _) in here.items():
-            if own_number == number:
-                members.append(name)
-                if name in saved:
-                    origins.append(saved[name][0])
+        members = [name for name, (own, _) in here.items() if own == number]
+        origins = [saved[name][0] for name in members if name in saved]
         settings = settings_of(group)
         if origins:
             origin = state_dict["param_groups"][mode(origins)]
@@ -177,11 +170,7 @@ def _kind(optimizer: Optimizer) -> str:
 
 def _entries(groups: Sequence[ParamGroup]) -> list[Entry]:
     """All parameters in order."""
-    entries = []
-    for number, group in enumerate(groups):
-        for item in group["params"]:
-            entries.append((number, item))
-    return entries
+    return [(i, item) for i, group in enumerate(groups) for item in group["params"]]
 
 
 def _names_of(
@@ -222,17 +211,15 @@ def _fitting_states(
     saved: Entries,
 ) -> dict[Any, Any]:
     """The saved states by the names here, without those that do not fit."""
-    fitting = dict(states)  # some optimizers keep more than states of parameters
-    for _, key in saved.values():
-        fitting.pop(key, None)
-    missing = []
+    fitting = dict(states)
+    left_over = []
     reshaped = []
-    for name, (_, parameter) in here.items():
-        if name not in saved:
-            missing.append(name)
+    for name, (_, key) in saved.items():
+        state = fitting.pop(key, {})
+        if name not in here:
+            left_over.append(name)
             continue
-        _, key = saved[name]
-        state = states.get(key, {})
+        _, parameter = here[name]
         shape = _shape_of(optimizer, state)
         if shape not in (None, tuple(parameter.shape)):
             reshaped.append(f"{name} {shape}")
@@ -240,21 +227,20 @@ def _fitting_states(
             fitting[name] = {
                 entry: _like(parameter, value) for entry, value in state.items()
             }
-    left_over = [name for name in saved if name not in here]
-    _warn("has state of parameters that are not here", left_over)
-    _warn("has no state of", missing)
-    _warn("has state of other shapes, which is not loaded", reshaped)
+    differences = {
+        "has state of parameters that are not here": left_over,
+        "has no state of": [name for name in here if name not in saved],
+        "has state of other shapes, which is not loaded": reshaped,
+    }
+    for text, names in differences.items():
+        if names:
+            logger.warning(
+                "The optimizer's checkpoint %s: %d, %s",
+                text,
+                len(names),
+                names[:10],
+            )
     return fitting
-
-
-def _warn(text: str, names: Sequence[str]) -> None:
-    if names:
-        logger.warning(
-            "The optimizer's checkpoint %s: %d, %s",
-            text,
-            len(names),
-            names[:10],
-        )
 
 
 def _shape_of(
@@ -264,14 +250,10 @@ def _shape_of(
     """The shape of the parameter that a state is of, if torch's optimizers know it."""
     if not hasattr(torch.optim, _kind(optimizer)):
         return None  # other optimizers may keep what they like
-    shapes = []
-    for value in state.values():
-        if isinstance(value, Tensor) and value.ndim > 0:
-            shapes.append(value.shape)
-    if not shapes:
-        return None
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    shapes = [tensor.shape for tensor in tensors if tensor.ndim > 0]
     # Adafactor's means of rows and of columns have size 1 in the other dimension.
-    return tuple(max(sizes) for sizes in zip(*shapes, strict=False))
+    return tuple(max(sizes) for sizes in zip(*shapes, strict=False)) or None
 
 
 def _like(parameter: Tensor, value: Any) -> Any:

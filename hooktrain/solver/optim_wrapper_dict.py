@@ -91,18 +91,17 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
         How often a step calls each of them is not known, so the counts are not used.
         """
-        for wrapper in self.values():
-            wrapper.initialize_count_status(model, wrapper.inner_count, -1)
+        self.start_accumulation()
 
     # One loss for all
 
     @cached_property
     def _first(self) -> OptimWrapper:
         """What counts and scales for all: the first one."""
-        kinds = []
-        for wrapper in self.values():
-            dtype = getattr(wrapper, "dtype", None)
-            kinds.append((type(wrapper), wrapper.accumulative_counts, dtype))
+        kinds = [
+            (type(each), each.accumulative_counts, getattr(each, "dtype", None))
+            for each in self.values()
+        ]
         if len(set(kinds)) > 1:
             raise ValueError(
                 "optimizers with one loss need the same type of wrapper, "

@@ -5,7 +5,7 @@ and settings such as ``lr`` and ``weight_decay``.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,26 +39,22 @@ def walk_parameters(model: nn.Module) -> list[Walked]:
             like.
     """
     found: dict[nn.Parameter, Walked] = {}
-    for name, module, parameter in _walk(unwrap_model(model), ""):
-        names, _, _ = found.setdefault(parameter, ([], module, parameter))
-        names.append(name)
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names, _, _ = found.setdefault(parameter, ([], module, parameter))
+                names.append(prefix + name)
+        for name, child in module._modules.items():  # named_children() has each once
+            if child is None:
+                continue
+            if name in WRAPPER_PARTS or isinstance(module, DATA_PARALLEL):
+                walk(child, prefix)
+            else:
+                walk(child, f"{prefix}{name}.")
+
+    walk(unwrap_model(model), "")
     return list(found.values())
-
-
-def _walk(
-    module: nn.Module,
-    prefix: str,
-) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, module, parameter
-    for name, child in module._modules.items():  # named_children() has each child once
-        if child is None:
-            continue
-        if name in WRAPPER_PARTS or isinstance(module, DATA_PARALLEL):
-            yield from _walk(child, prefix)
-        else:
-            yield from _walk(child, f"{prefix}{name}.")
 
 
 def group_trainable(

@@ -23,7 +23,6 @@ keyword.
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -31,6 +30,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hooktrain.solver import schedule
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.param_groups import ParamGroup
 from hooktrain.utils.registry import PARAM_SCHEDULERS
@@ -42,6 +42,8 @@ S = TypeVar("S", bound="GroupParamScheduler")
 Schedulable = Optimizer | OptimWrapper
 
 INF = 10**9  # The end of a range without one.
+
+half_cosine = schedule.CosineParamScheduler(1.0, 0.0)
 
 # The arguments that count steps.
 STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
@@ -392,12 +394,6 @@ class PolyParamScheduler(Falling):
         return float(left**self.power)
 
 
-def half_cosine(k: float, length: float) -> float:
-    """``(1 + cos(pi * k / length)) / 2``, which goes from 1 to 0 (SGDR, arXiv:1608.03983)."""
-    angle = math.pi * (k / length)
-    return (1 + math.cos(angle)) / 2
-
-
 @dataclass(eq=False)
 class CosineAnnealingParamScheduler(Falling):
     """``floor + (base - floor) * (1 + cos(pi * k / T_max)) / 2``.
@@ -414,7 +410,7 @@ class CosineAnnealingParamScheduler(Falling):
 
     def _share(self, k: int) -> float:
         length = self.T_max or self.end - self.begin
-        return half_cosine(k, length)
+        return half_cosine(k / length)
 
 
 @dataclass(eq=False)

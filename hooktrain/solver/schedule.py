@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -160,7 +160,7 @@ class MultiStepParamScheduler(ParamScheduler):
         elif end is None:
             *milestones, end = milestones
         boundaries = [0, *milestones, end]
-        is_increasing = all(left < right for left, right in pairwise(boundaries))
+        is_increasing = boundaries == sorted(set(boundaries))
         if len(milestones) != parts - 1 or not is_increasing:
             raise ValueError(
                 f"{parts} values need {parts - 1} milestones that increase, in "
