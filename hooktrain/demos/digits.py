@@ -89,15 +89,11 @@ class RandomShift:
     def __call__(self, sample: Sample) -> Sample:
         """Return a sample with a shifted ``image`` of the same shape (..., H, W)."""
         most = self.max_shift
-        choices = 2 * most + 1
         image = sample["image"]
         height, width = image.shape[-2:]
-        shifts = torch.randint(choices, (2,))
-        down, right = shifts.tolist()
-        padded = F.pad(image, (most, most, most, most))
-        rows = slice(down, down + height)
-        columns = slice(right, right + width)
-        shifted = padded[..., rows, columns]
+        down, right = torch.randint(2 * most + 1, (2,)).tolist()
+        padded = F.pad(image, (most,) * 4)
+        shifted = padded[..., down : down + height, right : right + width]
         return {**sample, "image": shifted}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hooktrain.demos.text import CharVocabulary
@@ -255,17 +256,13 @@ def make_grid(
     Returns:
         Shape (C, height, width), on the images' device. Places without an image are black.
     """
-    count, channels, height, width = images.shape
-    columns = min(columns, count)
-    rows = -(-count // columns)
+    columns = min(columns, len(images))
+    missing = -len(images) % columns
     # Cells with their line at the top and left; the last line of each direction comes after.
-    height += padding
-    width += padding
-    cells = images.new_zeros(rows * columns, channels, height, width)
-    cells[:count, :, padding:, padding:] = images
-    cells = cells.view(rows, columns, channels, height, width)
+    cells = F.pad(images, (padding, 0, padding, 0, 0, 0, 0, missing))
+    cells = cells.view(-1, columns, *cells.shape[1:])
     grid = cells.permute(2, 0, 3, 1, 4)
-    grid = grid.reshape(channels, rows * height, columns * width)
-    grid = nn.functional.pad(grid, (0, padding, 0, padding))
+    grid = grid.flatten(3).flatten(1, 2)
+    grid = F.pad(grid, (0, padding, 0, padding))
     grid = grid.repeat_interleave(scale, 1)
     return grid.repeat_interleave(scale, 2)

@@ -1,6 +1,5 @@
 """A small language model of characters: its text, its data set, its evaluator."""
 
-import importlib
 import math
 import re
 from bisect import bisect_right
@@ -33,15 +32,11 @@ def load_python_docs() -> tuple[str, str]:
         The text to train on, some nine tenths of the characters; and the rest, held out.
 
     Raises:
-        ModuleNotFoundError: if this Python comes without ``pydoc_data.topics``.
+        ModuleNotFoundError: if this Python comes without ``pydoc_data.topics``, which is in the
+            whole standard library (on Debian and Ubuntu the package libpython3-stdlib).
     """
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "this Python has no pydoc_data.topics, the text to train on; the whole standard "
-            "library has it (on Debian and Ubuntu the package libpython3-stdlib)"
-        ) from error
+    from pydoc_data.topics import topics
+
     texts = [topics[name] for name in sorted(topics)]
     paragraphs = _distinct_paragraphs(texts)
     ends = list(accumulate(map(len, paragraphs)))
@@ -211,6 +206,8 @@ class TextGPT(nn.Module):
         size: a name in ``SIZES``, or (depth, width, heads) with an even number of features a head.
         dropout: the share that training leaves out, in [0, 1): of the embeddings, of the
             attention's weights, and of what a layer adds.
+        fused: whether one matrix gives queries, keys and values. Three can be
+            divided by heads, as :mod:`hooktrain.demos.text_parallel` does.
 
     Attributes:
         blocks: the layers, a ``ModuleList`` of :class:`Block`.
@@ -225,6 +222,7 @@ class TextGPT(nn.Module):
         block_size: int,
         size: str | tuple[int, int, int] = "small",
         dropout: float = 0.0,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         depth, width, heads = _checked_size(size)
@@ -234,7 +232,7 @@ class TextGPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList()
         for _ in range(depth):
-            self.blocks.append(Block(width, heads, dropout))
+            self.blocks.append(Block(width, heads, dropout, fused))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.init_weights()
@@ -261,30 +259,19 @@ class TextGPT(nn.Module):
 
         Returns:
             ``{"loss_lm": mean cross entropy in nats}``, or logits of shape (N, T, vocab_size).
-
-        Raises:
-            ValueError: for tokens of another shape.
         """
         device = self.head.weight.device
-        tokens = batch["tokens"]
-        shape = tuple(tokens.shape)
-        if len(shape) != 2 or not 1 <= shape[1] <= self.block_size:
-            raise ValueError(
-                f"'tokens' must have shape (N, T), T from 1 to block_size="
-                f"{self.block_size}, but got {shape}"
-            )
-        tokens = tokens.to(device, non_blocking=True)
+        tokens = batch["tokens"].to(device, non_blocking=True)
         x = self.embedding(tokens)
         x = self.dropout(x)
-        rotation = _rotation(shape[1], self.head_width, device)
+        rotation = _rotation(tokens.shape[1], self.head_width, device)
         for block in self.blocks:
             x = block(x, rotation)
         x = self.norm(x)
         logits: Tensor = self.head(x)
         if not self.training:
             return logits
-        targets = batch["targets"]
-        targets = targets.to(device, non_blocking=True)
+        targets = batch["targets"].to(device, non_blocking=True)
         loss = F.cross_entropy(
             logits.flatten(0, 1),
             targets.flatten(),
@@ -302,6 +289,8 @@ class TextGPT(nn.Module):
     ) -> Tensor:
         """Continue a text, one token after the other, each from the last ``block_size`` ones.
 
+        The model must be in evaluation mode.
+
         Args:
             prompt: int64, shape (T,), at least one token.
             count: how many tokens to add, at least 0.
@@ -310,14 +299,7 @@ class TextGPT(nn.Module):
 
         Returns:
             The prompt and what follows: int64, shape (T + count,), on the CPU.
-
-        Raises:
-            RuntimeError: in training mode.
         """
-        if self.training:
-            raise RuntimeError(
-                "generate needs the model in evaluation mode: call eval() first"
-            )
         tokens = prompt.cpu()
         for _ in range(count):
             # Through __call__, as a wrapper such as FSDP needs it.
@@ -343,6 +325,7 @@ class Block(nn.Module):
         width: features of a place.
         heads: of the attention.
         dropout: see :class:`TextGPT`.
+        fused: see :class:`TextGPT`.
     """
 
     def __init__(
@@ -350,11 +333,16 @@ class Block(nn.Module):
         width: int,
         heads: int,
         dropout: float = 0.0,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_in: nn.Module
+        if fused:
+            self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        else:
+            self.attention_in = ThreeLinears(width)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
@@ -376,9 +364,11 @@ class Block(nn.Module):
         return x + added
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
-        # (N, T, 3 * width) becomes three of (N, heads, T, width / heads).
+        # (N, T, 3 * width) becomes three of (N, heads, T, width / heads). A rank may have
+        # some of the heads only.
+        head_width = x.shape[-1] // self.heads
         parts = self.attention_in(x)
-        parts = parts.unflatten(-1, (3, self.heads, -1))
+        parts = parts.unflatten(-1, (3, -1, head_width))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = 0.0
         if self.training:
@@ -393,6 +383,24 @@ class Block(nn.Module):
         mixed = mixed.transpose(1, 2).flatten(2)
         out: Tensor = self.attention_out(mixed)
         return out
+
+
+class ThreeLinears(nn.Module):
+    """Queries, keys and values by a matrix each.
+
+    Args:
+        width: features of a place.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The three of them, one after the other: (N, T, 3 * width)."""
+        return torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
 
 
 def _rotation(length: int, width: int, device: torch.device) -> Tensor:
@@ -440,8 +448,8 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        self._nats = torch.zeros((), dtype=torch.float64)
-        self._characters = torch.zeros((), dtype=torch.int64)
+        self._nats: Any = 0.0
+        self._characters: Any = 0
 
     @torch.no_grad()
     def process(self, inputs: Mapping[str, Any], outputs: Tensor) -> None:
@@ -468,10 +476,8 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
             ignore_index=IGNORED_TARGET,
             reduction="sum",
         )
-        nats = self._nats.to(device, dtype)
-        characters = self._characters.to(device)
-        self._nats = nats + loss
-        self._characters = characters + predicted.sum()
+        self._nats = self._nats + loss
+        self._characters = self._characters + predicted.sum()
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Sum up the batches of all ranks. Collective.
@@ -484,7 +490,7 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was nothing to predict.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        mine = (self._nats.item(), self._characters.item())
+        mine = (float(self._nats), int(self._characters))
         ranks = comm.all_gather(mine)
         nats, counts = zip(*ranks, strict=True)
         characters = sum(counts)

@@ -110,6 +110,35 @@ def shard_model(
     return model
 
 
+def check_parallelized(model: nn.Module) -> None:
+    """Refuse what would go wrong late where tensor parallelism and shards come together.
+
+    Args:
+        model: before it is sharded.
+
+    Raises:
+        ValueError: if some parameters are divided or replicated as DTensors and others
+            are not, since no optimizer takes both together; or if rows cannot be divided
+            evenly, since torch does not know then where shards of shards are.
+    """
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    plain = [name for name, p in parameters.items() if not is_sharded(p)]
+    if len(plain) == len(parameters):
+        return
+    if plain:
+        raise ValueError(
+            f"parallelize has left out {plain}: divide or replicate them too, such as "
+            "norms by SequenceParallel()"
+        )
+    for name, parameter in parameters.items():
+        ranks = parameter.device_mesh.size()
+        if parameter.placements[0].is_shard(0) and len(parameter) % ranks:
+            raise ValueError(
+                f"the {len(parameter)} rows of {name} cannot be divided by {ranks} ranks: "
+                "pad them, or divide its columns"
+            )
+
+
 def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
     """Let modules compute their activations again in the backward pass, in less memory.
 

@@ -1,14 +1,24 @@
 """The model, its gradients and the optimizer's state sharded over processes."""
 
+import logging
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hooktrain.model import sharding
 from hooktrain.model.sharding import Precision, WrapRule
 from hooktrain.strategy.base import BaseStrategy, ModelSource
+from hooktrain.strategy.environment import choose_device
+from hooktrain.utils import comm
+from hooktrain.utils.names import locate
 from hooktrain.utils.registry import STRATEGIES
+
+# The last ones have ranks that are nearest to each other: they talk in each layer.
+DIMENSIONS = ("replicate", "shard", "context", "tensor")
 
 
 @STRATEGIES.register_module()
@@ -23,6 +33,11 @@ class FSDPStrategy(BaseStrategy):
     A model on the meta device, or one that ``deferred_init`` builds there, is initialised
     while it is sharded. Any other must fit the memory of one device until it is sharded.
     Build optimizers afterwards, as :meth:`prepare` does from a configuration.
+
+    Beyond data parallelism, ``mesh`` orders the ranks in several dimensions, and
+    ``parallelize`` divides the computation of a batch among those of ``"tensor"`` or
+    ``"context"``. These ranks get the same batches and seeds, so call :meth:`setup`
+    before you build the loaders.
 
     Args:
         wrap: module classes, or a function of name and module that chooses them: the
@@ -39,15 +54,28 @@ class FSDPStrategy(BaseStrategy):
             whole on the main process, and sharded tensors are None on the others.
             ``"sharded"`` (MMEngine's ``"local"``) saves a folder that each rank writes
             its part of, and the states hold shards. Both are read in either case.
+        mesh: how many ranks there are in the dimensions ``"replicate"``, ``"shard"``,
+            ``"context"`` and ``"tensor"``. ``"shard"`` has those that the others leave.
+            ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
+        parallelize: a function of the model and the mesh, or its dotted name, called
+            before the model is sharded. It changes the model, or returns another:
+            torch's ``parallelize_module`` over ``mesh["tensor"]``, what is compiled or
+            computed again. If it calls ``fully_shard`` itself, that is not done again.
         kwargs: see :class:`BaseStrategy`.
+
+    Attributes:
+        mesh: the ranks by those names, from :meth:`setup` on.
 
     Raises:
         TypeError: for an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in it.
-        ValueError: for another ``state_dict_cfg``; or in :meth:`wrap_model`, if the rule
-            does not fit.
+        ValueError: for another ``state_dict_cfg``; in :meth:`setup`, if ``mesh`` has
+            another dimension or is for another number of ranks; in :meth:`wrap_model`, if
+            ``wrap`` or ``parallelize`` does not fit the model.
         RuntimeError: in :meth:`wrap_model`, without a process group.
     """
+
+    mesh: DeviceMesh
 
     def __init__(
         self,
@@ -59,6 +87,8 @@ class FSDPStrategy(BaseStrategy):
         reshard_after_forward: bool = True,
         deferred_init: bool = False,
         state_dict_cfg: str = "full",
+        mesh: Mapping[str, int] | None = None,
+        parallelize: Callable[..., Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
         again = wrap if activation_checkpointing is True else activation_checkpointing
@@ -73,8 +103,34 @@ class FSDPStrategy(BaseStrategy):
             "offload": offload,
             "reshard_after_forward": reshard_after_forward,
         }
+        self.mesh_sizes = dict(mesh or {})
+        self.parallelize: Any = parallelize
+        if isinstance(parallelize, str):
+            self.parallelize = locate(parallelize)
         self.deferred_init = deferred_init
         self.saves_shards = state_dict_cfg != "full"
+
+    def _join_processes(self) -> None:
+        super()._join_processes()
+        if not self.distributed:
+            return
+        size = self.world_size
+        sizes = {**self.mesh_sizes}
+        sizes.setdefault("shard", size // math.prod(sizes.values()))
+        names = tuple(name for name in DIMENSIONS if name in sizes)
+        shape = tuple(sizes[name] for name in names)
+        if math.prod(sizes.values()) != size or len(names) < len(sizes):
+            raise ValueError(
+                f"mesh must have the sizes of {DIMENSIONS}, for {size} processes "
+                f"in all, but it is {self.mesh_sizes}"
+            )
+        device = choose_device(self._wanted_device)
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        # Those who compute a batch together have ranks that follow each other.
+        parts = sizes["shard"] * sizes.get("replicate", 1)
+        comm.share_data(self.rank * parts // size, parts)
+        # It tells each rank that two dimensions take two collectives.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model; of a configuration on the meta device, if that is asked for."""
@@ -90,7 +146,6 @@ class FSDPStrategy(BaseStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):
@@ -102,5 +157,20 @@ class FSDPStrategy(BaseStrategy):
         model = self.convert_model(model)
         if not sharding.on_meta(model):
             model = self.place_model(model)
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        return sharding.shard_model(model, mesh=mesh, **self.sharding)
+        if self.parallelize is not None:
+            model = self.parallelize(model, self.mesh) or model
+        if isinstance(model, FSDPModule):
+            return model
+        sharding.check_parallelized(model)
+        return sharding.shard_model(model, mesh=self._data_mesh(), **self.sharding)
+
+    def _data_mesh(self) -> DeviceMesh:
+        """The dimensions over which gradients are averaged, and parameters sharded."""
+        names = self.mesh.mesh_dim_names or ()
+        shard = "shard"
+        if "context" in names:
+            shard = "shard_context"
+            self.mesh["shard", "context"]._flatten(shard)
+        if "replicate" in names:
+            return self.mesh["replicate", shard]
+        return self.mesh[shard]

@@ -34,10 +34,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     # What is offloaded goes where the ranks can exchange it.
     home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
-    moved: Any = tensor
-    if tensor.device.type != home:
-        moved = tensor.to(home)
-    full: Tensor = moved.full_tensor()
+    moved = tensor.to(home)
+    full: Tensor = moved.full_tensor()  # type: ignore[attr-defined]
     return full.detach()
 
 
@@ -117,19 +115,26 @@ def shard_like(
     """Split a full tensor as another one of its shape is. Collective if that one is sharded.
 
     Args:
-        value: the full tensor. The first rank's value counts.
+        value: the full tensor, equal on all ranks.
         like: gives sharding and device. If it is not sharded, or ``value`` is already, or the
             shapes differ, ``value`` itself is returned.
     """
-    is_whole = is_sharded(like) and not is_sharded(value)
-    if not is_whole or value.shape != like.shape:
+    if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
         return value
     # It takes half a second to import, but is loaded already, as there are shards.
     from torch.distributed.tensor import distribute_tensor
 
     sharding: Any = like
-    whole = value.detach()
-    sharded = distribute_tensor(whole, sharding.device_mesh, sharding.placements)
+    options: Any = {}
+    if "_StridedShard" in str(sharding.placements):
+        # Shards of shards: torch would send parts of one size only.
+        options["src_data_rank"] = None
+    sharded = distribute_tensor(
+        value.detach(),
+        sharding.device_mesh,
+        sharding.placements,
+        **options,
+    )
     return sharded.to(like.device)
 
 

@@ -1,88 +1,34 @@
 """The strategy that shards a model, in real processes."""
 
-import copy
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from equality import assert_equal
 from gloo import run_ranks
-from hooktrain.config import LazyCall
-from hooktrain.demos.text import Block, TextGPT
-from hooktrain.strategy import (
-    BaseStrategy,
-    DDPStrategy,
-    FSDPStrategy,
-    SingleDeviceStrategy,
+from hooktrain.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from hooktrain.utils import comm
+from hooktrain.utils.tensors import full_tensor, local_tensor
+from sharding_toys import (
+    ADAMW,
+    CONFIG,
+    DATA,
+    make_model,
+    make_strategy,
+    resumed_run,
+    saved_run,
+    train,
 )
-from hooktrain.utils.tensors import full_tensors
-from sharding_toys import VOCABULARY, batches, make_model, train
-
-DATA = batches(2) * 3
-ADAMW = {"optimizer": {"type": "AdamW", "lr": 0.01}, "clip_grad": {"max_norm": 0.5}}
-SCHEDULER = {"type": "LinearLR", "start_factor": 0.5, "end": 6, "by_epoch": False}
-CONFIG = LazyCall(TextGPT)(vocab_size=VOCABULARY, block_size=8, size=(2, 16, 2))
-
-
-def make(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrategy:
-    if kind is FSDPStrategy:
-        options = {"wrap": {Block}, **options}
-    return kind(work_dir=work_dir, env_kwargs={"seed": 3}, device="cpu", **options)
-
-
-def prepared(kind: type[BaseStrategy], work_dir: str, **options: Any) -> BaseStrategy:
-    strategy = make(kind, work_dir, **options)
-    known = {"max_iters": 6}
-    strategy.prepare(
-        CONFIG, optim_wrapper=ADAMW, param_scheduler=SCHEDULER, dispatch_kwargs=known
-    )
-    return strategy
-
-
-def run(strategy: BaseStrategy, steps: slice) -> list[float]:
-    losses = []
-    for batch in DATA[steps]:
-        losses += train(strategy.model, strategy.optim_wrapper, [batch])  # type: ignore[arg-type]
-        for scheduler in strategy.param_schedulers:
-            scheduler.step()
-    return losses
-
-
-def states(strategy: BaseStrategy) -> Any:
-    model = full_tensors(dict(strategy.model_state_dict()))
-    optimizer = full_tensors(strategy.optim_state_dict())["state"]
-    return copy.deepcopy({"model": model, "optimizer": optimizer})
-
-
-def saved_run(kind: type[BaseStrategy], path: str, **options: Any) -> dict[str, Any]:
-    """Three steps, a checkpoint, and three more."""
-    strategy = prepared(kind, os.path.dirname(path), **options)
-    losses = run(strategy, slice(3))
-    strategy.save_checkpoint(path, extra_ckpt={"meta": {"iter": 3}})
-    kept = states(strategy)
-    return {"states": kept, "losses": losses + run(strategy, slice(3, 6))}
-
-
-def resumed_run(
-    kind: type[BaseStrategy], work_dir: str, resume: str | bool, **options: Any
-) -> dict[str, Any]:
-    strategy = prepared(kind, work_dir, **options)
-    rest = strategy.load_or_resume(resume=resume)
-    assert rest is not None
-    kept = states(strategy)
-    return {
-        "iter": rest["meta"]["iter"],
-        "states": kept,
-        "losses": run(strategy, slice(3, 6)),
-    }
 
 
 def _losses(folder: str, **options: Any) -> list[float]:
-    strategy = make(FSDPStrategy, folder, activation_checkpointing=True)
+    strategy = make_strategy(FSDPStrategy, folder, activation_checkpointing=True)
     model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW, **options)
     return train(model, wrapper, DATA)
 
@@ -102,13 +48,94 @@ def _built_before(folder: str) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="build it from the prepared model"):
-        make(FSDPStrategy, folder).prepare(model, optim_wrapper=optimizer)
+        make_strategy(FSDPStrategy, folder).prepare(model, optim_wrapper=optimizer)
 
 
 def _deferred(folder: str) -> Any:
-    strategy = make(FSDPStrategy, folder, deferred_init=True)
+    strategy = make_strategy(FSDPStrategy, folder, deferred_init=True)
     assert isinstance(strategy.prepare(CONFIG), FSDPModule)
     return strategy.model_state_dict()["head.weight"]
+
+
+PLACES = torch.linspace(-1, 1, 24).view(2, 6, 2)
+
+
+class Mean(nn.Module):
+    """The mean of a product over places, of which each rank may compute its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.fc(x)
+        return product.square().mean()
+
+
+def take_places(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Context parallelism for a model whose places do not look at each other."""
+    rank, size = mesh.get_local_rank("context"), mesh["context"].size()
+    model.register_forward_pre_hook(lambda _, args: args[0].chunk(size, 1)[rank])
+
+
+def _context(folder: str) -> Any:
+    strategy = FSDPStrategy(
+        work_dir=folder,
+        device="cpu",
+        env_kwargs={"seed": 3},
+        mesh={"context": 2},
+        parallelize=take_places,
+    )
+    model: Any = strategy.prepare(Mean)
+    model(PLACES).backward()
+    part = (comm.data_parallel_rank(), comm.data_parallel_size())
+    return part, full_tensor(model.fc.weight), full_tensor(model.fc.weight.grad)
+
+
+def _replicated(folder: str) -> Any:
+    strategy = make_strategy(FSDPStrategy, folder, mesh={"replicate": 2})
+    model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW)
+    part = (comm.data_parallel_rank(), comm.data_parallel_size())
+    rows = len(local_tensor(model.head.weight))
+    return part, rows, train(model, wrapper, DATA)
+
+
+def divide_head(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel()})
+
+
+def divide_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tensor"], {"fc": ColwiseParallel()})
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """What the strategy would do for each block."""
+    sharded: nn.Module = fully_shard(model, mesh=mesh["shard"])
+    return sharded
+
+
+def _own(folder: str) -> Any:
+    strategy = make_strategy(FSDPStrategy, folder, parallelize=shard)
+    model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW)
+    units = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    return units, train(model, wrapper, DATA)
+
+
+def _refused(folder: str) -> None:
+    names = r"\('replicate', 'shard', 'context', 'tensor'\), for 2 processes in all"
+    left_out = r"has left out \['embedding.weight', 'blocks.0.attention_norm.weight'"
+    rows = "the 3 rows of fc.weight cannot be divided by 2 ranks"
+    for message, model, mesh, parallelize in (
+        (f"{names}, but it is {{'replicate': 3}}", Mean(), {"replicate": 3}, None),
+        (f"{names}, but it is {{'pipeline': 2}}", Mean(), {"pipeline": 2}, None),
+        (left_out, make_model(), {"tensor": 2}, divide_head),
+        (rows, Mean(), {"tensor": 2}, divide_rows),
+    ):
+        strategy = FSDPStrategy(
+            work_dir=folder, device="cpu", mesh=mesh, parallelize=parallelize
+        )
+        with pytest.raises(ValueError, match=message):
+            strategy.prepare(model)
 
 
 def _on_two_ranks(folder: str) -> dict[str, Any]:
@@ -125,6 +152,10 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
         "blocks": _compiled_blocks(folder),
         "built before": _built_before(folder),
         "deferred": _deferred(folder),
+        "context": _context(folder),
+        "replicated": _replicated(folder),
+        "own": _own(folder),
+        "refused": _refused(folder),
     }
 
 
@@ -188,6 +219,36 @@ def test_a_deferred_model_is_sharded_before_it_has_weights(
 ) -> None:
     weight = two[0]["deferred"]
     assert weight.std().item() == pytest.approx(0.02, rel=0.3)
+
+
+def test_ranks_of_a_context_compute_one_batch_together(
+    two: list[dict[str, Any]],
+) -> None:
+    for part, weight, gradient in [rank["context"] for rank in two]:
+        assert part == (0, 1)
+        model = Mean()
+        model.fc.weight.data.copy_(weight)
+        model(PLACES).backward()
+        torch.testing.assert_close(gradient, model.fc.weight.grad)
+
+
+def test_a_second_number_replicates_what_is_sharded(
+    two: list[dict[str, Any]],
+) -> None:
+    assert [rank["replicated"][:2] for rank in two] == [((0, 2), 17), ((1, 2), 17)]
+    assert two[0]["replicated"][2] == pytest.approx(two[0]["plain"], abs=1e-5)
+
+
+def test_a_function_may_shard_the_model_itself(two: list[dict[str, Any]]) -> None:
+    units, losses = two[0]["own"]
+    assert units == [""]
+    assert losses == pytest.approx(two[0]["plain"], abs=1e-5)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_sharded(
+    two: list[dict[str, Any]],
+) -> None:
+    assert [rank["refused"] for rank in two] == [None, None]
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:

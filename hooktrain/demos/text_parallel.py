@@ -1,0 +1,47 @@
+"""The text model divided among ranks, by torch's tensor and sequence parallelism."""
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hooktrain.demos.text import TextGPT
+
+
+def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
+    """Divide a model among the ranks of the dimension ``"tensor"`` of a mesh.
+
+    Between the matrices each rank has all features of its part of the places; inside, its
+    part of the features of all places (Megatron-LM, arXiv:2104.04473 and 2205.05198).
+
+    Args:
+        model: with ``fused=False``. Its heads and its vocabulary must be multiples of the
+            number of ranks.
+        mesh: of :class:`hooktrain.strategy.FSDPStrategy`.
+    """
+    places = Shard(1)
+    # DTensors know their whole shape, so places need not be a multiple of the ranks.
+    to_places: dict[str, Any] = {"output_layouts": places, "use_local_output": False}
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), **to_places),
+        "blocks.*.*_norm": SequenceParallel(),
+        # Once for the three matrices in it.
+        "blocks.*.attention_in": PrepareModuleInput(
+            input_layouts=places,
+            desired_input_layouts=Replicate(),
+        ),
+        "blocks.*.attention_in.*": ColwiseParallel(),
+        "blocks.*.attention_out": RowwiseParallel(**to_places),
+        "blocks.*.mlp_in": ColwiseParallel(),
+        "blocks.*.mlp_out": RowwiseParallel(**to_places),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tensor"], plan)

@@ -1,0 +1,208 @@
+"""The text model divided in two dimensions, in real processes and on very many pretended ones."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equality import assert_equal
+from gloo import run_ranks
+from hooktrain.config import LazyCall
+from hooktrain.demos.text import TextGPT
+from hooktrain.model import ExponentialMovingAverage
+from hooktrain.strategy import BaseStrategy, FSDPStrategy, SingleDeviceStrategy
+from hooktrain.utils import comm
+from hooktrain.utils.tensors import (
+    full_tensors,
+    load_full_state_dict,
+    local_tensor,
+)
+from sharding_toys import prepared, resumed_run, run, saved_run
+
+CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(2, 16, 2), fused=False)
+PLAN = "hooktrain.demos.text_parallel.parallelize"
+DIVIDED = {"config": CONFIG, "parallelize": PLAN, "mesh": {"tensor": 2}}
+SHARDED = {"config": CONFIG, "mesh": {"tensor": 1}}
+SHARDS = {"state_dict_cfg": "sharded"}
+
+
+def averaged(strategy: BaseStrategy, saved: Any = None) -> dict[str, Any]:
+    """An average after two steps, or one that was loaded."""
+    average = ExponentialMovingAverage(strategy.model, 0.5)
+    if saved is None:
+        run(strategy, slice(2))
+        average.update_parameters(strategy.model)
+    else:
+        load_full_state_dict(average, saved)
+    whole: dict[str, Any] = full_tensors(dict(average.state_dict()))
+    return whole
+
+
+def text_of(strategy: BaseStrategy) -> Tensor:
+    model: Any = strategy.model
+    model.eval()
+    text: Tensor = model.generate(torch.tensor([3]), 9, temperature=0)
+    return text
+
+
+def _placed(strategy: BaseStrategy) -> dict[str, Any]:
+    sizes = {}
+    for name, parameter in strategy.model.named_parameters():
+        sizes[name] = tuple(local_tensor(parameter).shape)
+    return {
+        "part": (comm.data_parallel_rank(), comm.data_parallel_size()),
+        "query": sizes["blocks.0.attention_in.query.weight"],
+        "out": sizes["blocks.0.attention_out.weight"],
+        "norm": sizes["norm.weight"],
+    }
+
+
+def _on_four_ranks(folder: str, average: dict[str, Any]) -> dict[str, Any]:
+    four = {
+        "full": saved_run(FSDPStrategy, f"{folder}/full/iter_3.pth", **DIVIDED),
+        "shards": saved_run(
+            FSDPStrategy, f"{folder}/shards/iter_3", **DIVIDED, **SHARDS
+        ),
+        "from full": resumed_run(FSDPStrategy, f"{folder}/full", True, **DIVIDED),
+        "from shards": resumed_run(
+            FSDPStrategy, f"{folder}/shards", True, **DIVIDED, **SHARDS
+        ),
+        "from one": resumed_run(FSDPStrategy, f"{folder}/one", True, **DIVIDED),
+    }
+    strategy = prepared(FSDPStrategy, folder, **DIVIDED)
+    four["placed"] = _placed(strategy)
+    four["text"] = text_of(strategy)
+    four["average"] = averaged(strategy)
+    four["loaded average"] = averaged(strategy, average)
+    return four
+
+
+def _on_two_ranks(folder: str) -> list[dict[str, Any]]:
+    resumed = []
+    for name in ("full", "shards"):
+        for options in (SHARDED, DIVIDED):
+            path = f"{folder}/{name}"
+            resumed.append(resumed_run(FSDPStrategy, path, True, **options))
+    return resumed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    kind, path = SingleDeviceStrategy, f"{folder}/one/iter_3.pth"
+    strategy = prepared(kind, str(folder), CONFIG)
+    return {
+        **saved_run(kind, path, config=CONFIG),
+        "text": text_of(strategy),
+        "average": averaged(strategy),
+    }
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
+    return run_ranks(_on_four_ranks, 4, str(folder), one["average"])
+
+
+def test_each_rank_has_a_part_of_the_data_and_of_both_dimensions(
+    four: list[dict[str, Any]],
+) -> None:
+    assert [rank["placed"]["part"] for rank in four] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert four[3]["placed"] == {
+        "part": (1, 2),
+        "query": (4, 16),
+        "out": (8, 8),
+        "norm": (8,),
+    }
+
+
+def test_it_learns_and_writes_as_one_process(
+    one: dict[str, Any], four: list[dict[str, Any]]
+) -> None:
+    assert one["losses"][-1] < one["losses"][1] - 0.05
+    assert four[0]["full"]["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert four[0]["shards"]["losses"] == four[0]["full"]["losses"]
+    for rank in four:
+        assert torch.equal(rank["text"], one["text"])
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(
+    one: dict[str, Any], four: list[dict[str, Any]]
+) -> None:
+    for kind in ("full", "shards"):
+        saved, resumed = four[0][kind], four[0][f"from {kind}"]
+        assert_equal(resumed["states"], saved["states"])
+        assert resumed["losses"] == saved["losses"][3:]
+    assert_equal(four[0]["from one"]["states"], one["states"])
+
+
+def test_it_goes_on_in_other_dimensions(
+    folder: Path, four: list[dict[str, Any]]
+) -> None:
+    resumed, _ = run_ranks(_on_two_ranks, 2, str(folder))
+    for name in ("full", "shards"):
+        kind = SingleDeviceStrategy
+        resumed.append(resumed_run(kind, f"{folder}/{name}", True, config=CONFIG))
+    saved = four[0]["full"]
+    for run_on in resumed:
+        assert_equal(run_on["states"], saved["states"])
+        assert run_on["losses"] == pytest.approx(saved["losses"][3:], abs=1e-5)
+
+
+def test_weights_are_averaged(one: dict[str, Any], four: list[dict[str, Any]]) -> None:
+    assert_equal(four[0]["loaded average"], one["average"])
+    for name, value in four[0]["average"].items():
+        torch.testing.assert_close(value, one["average"][name], msg=name)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives by their names, those of DTensors too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(ranks: int, folder: Path) -> tuple[Any, int, Counter[str]]:
+    """The mesh, the parts of the data, and the collectives of one of so many ranks."""
+    config = {**CONFIG, "vocab_size": 64, "size": (2, 128, 16)}
+    mesh = {"replicate": 8, "tensor": 8}
+    # Collectives return at once, with nothing from the others.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        strategy: Any = prepared(
+            FSDPStrategy, str(folder), config, parallelize=PLAN, mesh=mesh
+        )
+        run(strategy, slice(1))
+        with Collectives() as counted:
+            run(strategy, slice(1, 2))
+        parts = comm.data_parallel_size()
+        return strategy.mesh.shape, parts, counted.counts
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_step_takes_as_many_collectives_on_4096_ranks_as_on_128(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "object_group", lambda: dist.group.WORLD)
+    few = collectives_of_a_step(128, tmp_path)
+    many = collectives_of_a_step(4096, tmp_path)
+    assert few[:2] == ((8, 2, 8), 16)
+    assert many == ((8, 64, 8), 512, few[2])
