@@ -115,7 +115,7 @@ def shard_like(
     """Split a full tensor as another one of its shape is. Collective if that one is sharded.
 
     Args:
-        value: the full tensor, equal on all ranks.
+        value: the full tensor. The first rank's value counts.
         like: gives sharding and device. If it is not sharded, or ``value`` is already, or the
             shapes differ, ``value`` itself is returned.
     """
@@ -125,16 +125,9 @@ def shard_like(
     from torch.distributed.tensor import distribute_tensor
 
     sharding: Any = like
-    options: Any = {}
-    if "_StridedShard" in str(sharding.placements):
-        # Shards of shards: torch would send parts of one size only.
-        options["src_data_rank"] = None
-    sharded = distribute_tensor(
-        value.detach(),
-        sharding.device_mesh,
-        sharding.placements,
-        **options,
-    )
+    # To send each rank its shard only fails where shards of shards differ in size.
+    whole = distribute_tensor(value.detach(), sharding.device_mesh)
+    sharded = whole.redistribute(placements=sharding.placements)
     return sharded.to(like.device)
 
 

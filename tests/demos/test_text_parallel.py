@@ -23,7 +23,7 @@ from hooktrain.utils.tensors import (
     load_full_state_dict,
     local_tensor,
 )
-from sharding_toys import prepared, resumed_run, run, saved_run
+from sharding_toys import prepared, resumed_run, run, saved_run, states
 
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(2, 16, 2), fused=False)
 PLAN = "hooktrain.demos.text_parallel.parallelize"
@@ -49,6 +49,13 @@ def text_of(strategy: BaseStrategy) -> Tensor:
     model.eval()
     text: Tensor = model.generate(torch.tensor([3]), 9, temperature=0)
     return text
+
+
+def deferred(folder: str, **options: Any) -> Any:
+    """The weights of a model that is divided before it has any."""
+    return states(prepared(FSDPStrategy, folder, deferred_init=True, **options))[
+        "model"
+    ]
 
 
 def _placed(strategy: BaseStrategy) -> dict[str, Any]:
@@ -77,19 +84,20 @@ def _on_four_ranks(folder: str, average: dict[str, Any]) -> dict[str, Any]:
     }
     strategy = prepared(FSDPStrategy, folder, **DIVIDED)
     four["placed"] = _placed(strategy)
+    four["deferred"] = deferred(folder, **DIVIDED)
     four["text"] = text_of(strategy)
     four["average"] = averaged(strategy)
     four["loaded average"] = averaged(strategy, average)
     return four
 
 
-def _on_two_ranks(folder: str) -> list[dict[str, Any]]:
+def _on_two_ranks(folder: str) -> tuple[list[dict[str, Any]], Any]:
     resumed = []
     for name in ("full", "shards"):
         for options in (SHARDED, DIVIDED):
             path = f"{folder}/{name}"
             resumed.append(resumed_run(FSDPStrategy, path, True, **options))
-    return resumed
+    return resumed, deferred(folder, **SHARDED)
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +153,26 @@ def test_a_resumed_run_is_the_same_bit_for_bit(
     assert_equal(four[0]["from one"]["states"], one["states"])
 
 
-def test_it_goes_on_in_other_dimensions(
-    folder: Path, four: list[dict[str, Any]]
+@pytest.fixture(scope="module")
+def two(folder: Path, four: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+    main, _ = run_ranks(_on_two_ranks, 2, str(folder))
+    return main
+
+
+def test_a_deferred_model_starts_from_the_same_weights_in_any_dimensions(
+    four: list[dict[str, Any]], two: tuple[list[dict[str, Any]], Any]
 ) -> None:
-    resumed, _ = run_ranks(_on_two_ranks, 2, str(folder))
+    weights = four[0]["deferred"]
+    assert_equal(weights, two[1])
+    assert weights["head.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_it_goes_on_in_other_dimensions(
+    folder: Path,
+    four: list[dict[str, Any]],
+    two: tuple[list[dict[str, Any]], Any],
+) -> None:
+    resumed, _ = two
     for name in ("full", "shards"):
         kind = SingleDeviceStrategy
         resumed.append(resumed_run(kind, f"{folder}/{name}", True, config=CONFIG))
