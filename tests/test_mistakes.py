@@ -5,6 +5,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,13 @@ class Steps(BaseModel):
         return self.output(self.body(inputs))
 
 
+class Captions(Net):
+    """Has a loss where the batch has labels, as Hugging Face's models."""
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        return SimpleNamespace(loss=labels)
+
+
 class LayersInAList(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +140,13 @@ def small(batch_size: int = 2, optimizer: Any = torch.optim.SGD) -> SimpleTraine
     model = Net()
     loader = build_train_loader(SAMPLES, total_batch_size=batch_size, seed=0)
     return SimpleTrainer(model, loader, optimizer(model.parameters(), lr=0.1))
+
+
+def evaluate(names: str, **batch: Any) -> Callable[[], Any]:
+    """Evaluate a classifier that gives two scores, on one batch."""
+    evaluator = ClassificationEvaluator(names)
+    batches = [{"x": 1, **batch}]
+    return lambda: inference_on_dataset(lambda _: torch.ones(2, 2), batches, evaluator)
 
 
 def stream(**options: Any) -> Any:
@@ -262,6 +277,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: stream(num_worker=2), TypeError, "did you mean 'num_workers'"),
     (lambda: small(9), WARNING, "total_batch_size=9 is more than the 6 samples"),
     (lambda: train(data=iter(DATA[:2])), ValueError, "starts only once"),
+    (lambda: train(model=Captions(), data=[{"x": 1}]), TypeError, "'labels'.*None"),
+    (
+        lambda: train(model=Captions(), data=[{"x": 1, "label": 2}]),
+        TypeError,
+        "no parameter 'label'; did you mean 'labels'",
+    ),
     # Losses
     (returning(lambda y: y), TypeError, r"one element .*\[2, 2\]"),
     (returning(lambda y: None), TypeError, "return a loss .*None"),
@@ -286,15 +307,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: EvalHook(10, {"acc": 1}), TypeError, "callable.*'acc'"),  # type: ignore[arg-type]
     (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict of results.*0.5"),  # type: ignore[arg-type, return-value]
     (best_of_nothing, ValueError, "no metric 'accuracy'"),
-    (
-        lambda: inference_on_dataset(
-            lambda _: torch.ones(2, 2),
-            [{"x": 1, "label": torch.tensor([0, 1])}],
-            ClassificationEvaluator("abc"),
-        ),
-        ValueError,
-        r"\(N, 3\)",
-    ),
+    (evaluate("abc", label=torch.tensor([0, 1])), ValueError, r"\(N, 3\)"),
+    (evaluate("ab", labels=[0, 1]), KeyError, "no 'label', .* mean 'labels'"),
     (get_event_storage, RuntimeError, r"inside of train\(\)"),
     (lambda: train().storage.history("total_los"), KeyError, "'total_loss'"),
     # Checkpoints

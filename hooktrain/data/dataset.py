@@ -5,8 +5,6 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from inspect import isfunction
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from hooktrain.data.samplers import mix
-from hooktrain.utils.names import importable_name
 
 # After so many samples in a row that the function filtered out, something is wrong with it.
 MAX_ATTEMPTS = 1000
@@ -46,12 +43,6 @@ class MapDataset(Dataset[Any]):
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.dataset, self.map_func
-
-    def __getstate__(self) -> dict[str, Any]:
-        is_spawning = get_spawning_popen() is not None
-        if is_spawning and isfunction(self.map_func):
-            importable_name(self.map_func)  # as the new process will
-        return vars(self)
 
     def __len__(self) -> int:
         return len(self.dataset)

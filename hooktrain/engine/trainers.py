@@ -13,7 +13,7 @@ from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
 from hooktrain.engine.preflight import check_parts, log_size, versions, warn_of_idle
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
-from hooktrain.model.wrappers import batch_caller
+from hooktrain.model.wrappers import call_model
 from hooktrain.solver import build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.utils.epochs import in_iterations
@@ -72,7 +72,6 @@ class ModelTrainer(TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self._move = mover_to(model)
-        self._call_model = batch_caller()
         # Such as masks: what is not finite when the run begins.
         self._meant_so: set[str] | None = None
 
@@ -118,7 +117,6 @@ class ModelTrainer(TrainerBase):
     def begin_steps(self) -> None:
         """Start the loader, which may draw random numbers."""
         self._move = mover_to(self.model)  # which may have moved since the last run
-        self._call_model = batch_caller()
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()
@@ -212,7 +210,7 @@ class SimpleTrainer(ModelTrainer):
 
         Override it for a loss that the model does not compute.
         """
-        return self._call_model(self.model, data)
+        return call_model(self.model, data)
 
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """One update's gradients; its mean losses, and the seconds spent on data."""

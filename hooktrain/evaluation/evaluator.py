@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.model.wrappers import batch_caller
+from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds, show_progress
+from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.tensors import is_sharded, mover_to
 from hooktrain.utils.workers import start_workers
 
@@ -129,6 +130,9 @@ def targets_of(batch: Any, key: str) -> Any:
     """The targets in a batch: the last item of a tuple or list, else what is under ``key``."""
     if isinstance(batch, tuple | list):
         return batch[-1]
+    if isinstance(batch, Mapping) and key not in batch:
+        hint = did_you_mean(key, batch)
+        raise KeyError(f"a batch has no {key!r}, as label_key or target_key is{hint}")
     return batch[key]
 
 
@@ -219,11 +223,20 @@ def inference_on_dataset(
         ValueError: the only rank got no batch, or the loader never ends.
     """
     if isinstance(data_loader, Mapping):
-        pairs = _with_evaluators(data_loader, evaluator)
+        names = list(data_loader)
+        if not isinstance(evaluator, Mapping):
+            evaluator = dict.fromkeys(names, evaluator)
+        each = [evaluator[name] for name in names]
         results = {}
-        for name, pair in pairs.items():
+        for name, own in zip(names, each, strict=True):
             logger.info("Evaluating %s:", name)
-            results[name] = inference_on_dataset(model, *pair, callbacks, step)
+            results[name] = inference_on_dataset(
+                model,
+                data_loader[name],
+                own,
+                callbacks,
+                step,
+            )
         return results
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if getattr(part, "endless", False):
@@ -243,33 +256,74 @@ def inference_on_dataset(
     if isinstance(model, DistributedDataParallel):
         # Its own forward may exchange buffers, and would wait for ranks that have fewer batches.
         inner = model.module
-    forward = getattr(inner, step, None) or partial(batch_caller(logging.DEBUG), inner)
+    forward = getattr(inner, step, None) or partial(call_model, inner)
     move = mover_to(module)
-    progress = _Progress(data_loader)
     with inference_context(module), torch.no_grad():
         call.on_start()
-        for inputs, is_own in _batches(data_loader, module):
+        for inputs, is_own in _shown(data_loader, module):
             inputs = move(inputs)
             call.before_inference()
             outputs = forward(inputs)
             call.after_inference()
             if is_own:
                 evaluator.process(inputs, outputs)
-            progress.end_batch()
         call.on_end()
-    if progress.batches == 0 and comm.get_world_size() == 1:
-        raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
-    _wait_for_device(module)
-    progress.log_summary()
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 
-def _with_evaluators(
-    loaders: Mapping[str, Any], evaluator: Any
-) -> dict[str, tuple[Any, Any]]:
-    if not isinstance(evaluator, Mapping):
-        evaluator = dict.fromkeys(loaders, evaluator)
-    return {name: (loader, evaluator[name]) for name, loader in loaders.items()}
+def _shown(
+    data_loader: Iterable[Any],
+    module: nn.Module,
+) -> Iterator[tuple[Any, bool]]:
+    """The batches to call the model with, and whether each is one of this rank's.
+
+    Shows from time to time, and at the end, how long they take.
+    """
+    start = last_line = time.perf_counter()
+    total = length_hint(data_loader, -1)
+    done = 0
+    batches = _batches(data_loader, module)
+    for done, batch in enumerate(batches, 1):
+        yield batch
+        timer.beat()
+        now = time.perf_counter()
+        mean = (now - start) / done
+        left = mean * max(0, total - done)
+        is_watched = show_progress("Evaluating", done, total, left)
+        if is_watched or now - last_line < _SECONDS_BETWEEN_LINES:
+            continue
+        last_line = now
+        of_all = eta = ""
+        if total >= 0:
+            of_all = f"/{total}"
+            eta = f" ETA={pretty_seconds(left)}"
+        logger.info(
+            "Inference done %d%s. %.4f s/iter.%s",
+            done,
+            of_all,
+            mean,
+            eta,
+        )
+    if done == 0 and comm.get_world_size() == 1:
+        raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
+    _wait_for_device(module)
+    whole = time.perf_counter() - start
+    mean = whole / max(1, done)
+    logger.info(
+        "Evaluated %d batches in %s (%.4f s each)",
+        done,
+        pretty_seconds(whole),
+        mean,
+    )
+
+
+def _batches(
+    data_loader: Iterable[Any], module: nn.Module
+) -> Iterator[tuple[Any, bool]]:
+    own = start_workers(data_loader)
+    if computes_together(module):
+        return in_step(own)
+    return zip(own, repeat(True))
 
 
 def _wait_for_device(module: nn.Module) -> None:
@@ -277,17 +331,6 @@ def _wait_for_device(module: nn.Module) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # a host-device synchronisation
-
-
-def _batches(
-    data_loader: Iterable[Any],
-    module: nn.Module,
-) -> Iterator[tuple[Any, bool]]:
-    """The batches to call the model with, and whether each is one of this rank's."""
-    own = start_workers(data_loader)
-    if computes_together(module):
-        return in_step(own)
-    return zip(own, repeat(True))
 
 
 @contextmanager
@@ -337,57 +380,3 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
             stand_in = batch
         yield stand_in, is_own
         batch = next(batches, _END)
-
-
-class _Progress:
-    """Measures how long the batches take, and shows it from time to time.
-
-    Args:
-        data_loader: its length is the number of batches, if it has one.
-    """
-
-    def __init__(self, data_loader: Iterable[Any]) -> None:
-        self._total = length_hint(data_loader, -1)
-        self.batches = 0
-        self._start = time.perf_counter()
-        self._last_line = self._start
-
-    def end_batch(self) -> None:
-        """Count a batch, and show that."""
-        timer.beat()
-        self.batches += 1
-        now = time.perf_counter()
-        mean = (now - self._start) / self.batches
-        left = mean * max(0, self._total - self.batches)
-        is_watched = show_progress(
-            "Evaluating",
-            self.batches,
-            self._total,
-            left,
-        )
-        is_due = now - self._last_line >= _SECONDS_BETWEEN_LINES
-        if is_watched or not is_due:
-            return
-        self._last_line = now
-        done = str(self.batches)
-        eta = ""
-        if self._total >= 0:
-            done += f"/{self._total}"
-            eta = f" ETA={pretty_seconds(left)}"
-        logger.info(
-            "Inference done %s. %.4f s/iter.%s",
-            done,
-            mean,
-            eta,
-        )
-
-    def log_summary(self) -> None:
-        """Log the whole time, and the mean of a batch."""
-        whole = time.perf_counter() - self._start
-        mean = whole / max(1, self.batches)
-        logger.info(
-            "Evaluated %d batches in %s (%.4f s each)",
-            self.batches,
-            pretty_seconds(whole),
-            mean,
-        )

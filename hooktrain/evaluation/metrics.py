@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
@@ -63,25 +64,19 @@ class ClassificationEvaluator(DatasetEvaluator):
         device = outputs.device
         classes = len(self._class_names)
         labels = torch.as_tensor(targets_of(inputs, self._label_key))
-        expected = (labels.numel(), classes)
-        is_vector = labels.dim() == 1
-        is_real = labels.is_floating_point()
-        if outputs.shape != expected or is_real or not is_vector:
+        if outputs.shape[1:] != (classes,) or labels.is_floating_point():
             raise ValueError(
                 f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
                 f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
             )
         labels = labels.to(device, torch.int64, non_blocking=True)
-        # Out of range, a label is an error of torch.
         dtype = torch.float64
         if device.type == "mps":
             dtype = torch.float32
-        column = labels[:, None]
-        logits = outputs.to(dtype)
-        log_probs = logits.log_softmax(1)
-        of_labels = log_probs.gather(1, column)
+        # Labels of another shape, or out of range, are errors of torch.
+        losses = F.cross_entropy(outputs.to(dtype), labels, reduction="none")
         self._loss_sum = self._loss_sum.to(device, dtype)
-        self._loss_sum -= of_labels.sum()
+        self._loss_sum += losses.sum()
 
         predicted = outputs.argmax(1)
         cells = labels * classes + predicted
@@ -90,7 +85,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._counts.scatter_add_(0, cells, one)
         if self._most:
             highest = outputs.topk(self._most, 1).indices
-            hits = highest == column
+            hits = highest == labels[:, None]
             self._ranked = self._ranked.to(device)
             self._ranked += hits.sum(0)
 
@@ -149,20 +144,13 @@ class ClassificationEvaluator(DatasetEvaluator):
         is_long = len(self._class_names) > 100
         if is_long or not comm.is_main_process():
             return
-        columns = (
-            self._class_names,
-            images.tolist(),
-            correct.tolist(),
-            by_class.tolist(),
-        )
-        rows = list(zip(*columns, strict=True))
-        headers = ["class", "images", "correct", "accuracy"]
+        columns = {
+            "class": self._class_names,
+            "images": images.tolist(),
+            "correct": correct.tolist(),
+            "accuracy": by_class.tolist(),
+        }
         # Names stay as they are: "007" is not 7.
         formats = ("", ".0f", ".0f", ".2f")
-        table = tabulate(
-            rows,
-            headers,
-            floatfmt=formats,
-            disable_numparse=[0],
-        )
+        table = tabulate(columns, "keys", floatfmt=formats, disable_numparse=[0])
         logger.debug("Accuracy by class:\n%s", table)

@@ -1,6 +1,5 @@
 """Exact statistics of batch norm, after training."""
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hooktrain.model.base_model import BaseModel
-from hooktrain.model.wrappers import batch_caller, unwrap_model
+from hooktrain.model.wrappers import call_model, unwrap_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.tensors import mover_to
 from hooktrain.utils.workers import start_workers
@@ -119,7 +118,7 @@ def _add_up(
 def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
     bare = unwrap_model(model)
     if not isinstance(bare, BaseModel):
-        return partial(batch_caller(logging.DEBUG), model)
+        return partial(call_model, model)
 
     def losses(data: Any) -> Any:
         arguments = bare.data_preprocessor(data, True)

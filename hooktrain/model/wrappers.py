@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.base_model import BaseModel, Values
+from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.registry import MODEL_WRAPPERS
 
 logger = logging.getLogger(__name__)
+
+_NO_DICTS = (Tensor, list, tuple)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -233,45 +237,33 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         model = model.get_submodule(name)
 
 
-def takes_keywords(model: Callable[..., Any], batch: Any, level: int) -> bool:
-    """Whether a model takes batches like this one as ``model(**batch)``.
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a batch, or with its items by keywords, as Hugging Face's.
 
-    So do Hugging Face's models: the batch is a dict, and all its keys are parameters of the
-    model's ``forward``, which has several. What has only one, such as ``forward(self, batch)``,
-    takes the dict itself.
-
-    Args:
-        model: a module, in any wrappers; other functions take batches as they are.
-        batch: one of its batches.
-        level: of the line of the log that tells what was decided.
+    So it is for a dict whose keys are all parameters of the model's ``forward``, which has
+    several. What has only one, such as ``forward(self, batch)``, takes the dict itself.
+    A line of the log says what was decided.
     """
-    if not isinstance(model, nn.Module) or not isinstance(batch, Mapping):
+    # To ask for the abstract Mapping takes long.
+    may_be_dict = not isinstance(batch, _NO_DICTS)
+    if may_be_dict and isinstance(batch, Mapping) and isinstance(model, nn.Module):
+        kind: Any = type(unwrap_model(model))
+        if _takes_keywords(kind, tuple(batch)):
+            return model(**batch)
+    return model(batch)
+
+
+@cache  # reading a signature takes long, and what was decided is said once
+def _takes_keywords(kind: Any, keys: tuple[Any, ...]) -> bool:
+    names = inspect.signature(kind.forward).parameters
+    others = [key for key in keys if key not in names]
+    if len(names) < 3 or len(others) == len(keys):  # the first is self
         return False
-    bare = unwrap_model(model)
-    parameters = inspect.signature(bare.forward).parameters.values()
-    collecting = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    names = {each.name for each in parameters if each.kind not in collecting}
-    others = [key for key in batch if key not in names]
-    if len(names) < 2 or len(others) == len(batch):
-        return False
-    how = "by keywords"
+    name = kind.__name__
     if others:
-        how = f"as one dict, since it has no parameters {others}"
-    logger.log(level, "forward() of %s gets batches %s", type(bare).__name__, how)
-    return not others
-
-
-def batch_caller(level: int = logging.INFO) -> Callable[[Any, Any], Any]:
-    """A function that calls a model with a batch, in the way that suits the first batch.
-
-    See :func:`takes_keywords`.
-    """
-    by_keywords: bool | None = None
-
-    def call(model: Callable[..., Any], batch: Any) -> Any:
-        nonlocal by_keywords
-        if by_keywords is None:
-            by_keywords = takes_keywords(model, batch, level)
-        return model(**batch) if by_keywords else model(batch)
-
-    return call
+        hint = did_you_mean(others[0], names)
+        text = "forward() of %s gets batches as one dict: it has no parameter %r%s"
+        logger.warning(text, name, others[0], hint)
+        return False
+    logger.info("forward() of %s gets batches by keywords", name)
+    return True

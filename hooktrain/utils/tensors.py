@@ -131,27 +131,6 @@ def shard_like(
     return sharded.to(like.device)
 
 
-def load_full_state_dict(
-    model: nn.Module,
-    state: Mapping[str, Any],
-) -> None:
-    """Load a state of full tensors into a model, sharded or not. Collective.
-
-    Args:
-        model: changed in place.
-        state: on every rank. It is not changed.
-
-    Raises:
-        RuntimeError: if names or shapes differ, as :meth:`torch.nn.Module.load_state_dict` does.
-    """
-    sharded = dict(state)
-    # In the model's order, so that all ranks communicate in one order.
-    for name, ours in model.state_dict().items():
-        if name in state:
-            sharded[name] = shard_like(state[name], ours)
-    model.load_state_dict(sharded)
-
-
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     """What holds infinity or NaN, such as ``{"mask is inf", "fc.weight is nan"}``.
 

@@ -1,7 +1,7 @@
-import copy
 import logging
 import pickle
 from collections.abc import Iterator
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -48,9 +48,9 @@ def test_a_stream_is_mapped_lazily() -> None:
 def test_a_function_that_a_spawned_worker_could_not_import_is_refused() -> None:
     dataset = MapDataset([0, 1], lambda x: x)
     loader = DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at the top of a module"):
+    torch_says = pytest.warns(UserWarning, match="not picklable")
+    with pytest.raises((PicklingError, AttributeError), match="<lambda>"), torch_says:
         iter(loader)
-    assert copy.deepcopy(dataset)[1] == 1
 
 
 @pytest.mark.parametrize("serialize", [True, False])

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from equality import assert_equal
 from gloo import run_ranks
+from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.model import (
     BaseAveragedModel,
     ExponentialMovingAverage,
     StochasticWeightAverage,
 )
-from hooktrain.utils.tensors import full_tensors, load_full_state_dict
+from hooktrain.utils.tensors import full_tensors
 from sharding_toys import batches, full_state_dict, make_model, make_sharded
 
 State = dict[str, Tensor]
@@ -207,7 +208,7 @@ def averaged_run(model: nn.Module) -> tuple[Any, ExponentialMovingAverage]:
         weights = {
             k: v + 0.1 * (step + 1) for k, v in make_model().state_dict().items()
         }
-        load_full_state_dict(model, weights)
+        load_model_state(model, weights, strict=True)
         average.update_parameters(model)
     return copy.deepcopy(full_tensors(dict(average.state_dict()))), average
 
@@ -229,7 +230,7 @@ def _on_two_ranks() -> dict[str, Any]:
     after = full_state_dict(model)
     average.update_parameters(model)  # right after an evaluation
     other = ExponentialMovingAverage(make_sharded())
-    load_full_state_dict(other, averaged_run(make_model())[0])
+    load_model_state(other, averaged_run(make_model())[0], strict=True)
     return {
         "average": state,
         "raw": raw,

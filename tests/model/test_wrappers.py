@@ -18,7 +18,7 @@ from hooktrain.model import (
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
 )
-from hooktrain.model.wrappers import takes_keywords, unwrap_model
+from hooktrain.model.wrappers import call_model, unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from toys import PairPreprocessor, Pairs, ToyModel, batch, sgd_wrapper, toy_gan
 
@@ -281,35 +281,32 @@ def test_the_model_inside_of_any_wrappers_is_found() -> None:
     assert unwrap_model(nn.DataParallel(compiled)) is model
 
 
-def model_with(function: Callable[..., Any]) -> nn.Module:
-    return type("Model", (nn.Module,), {"forward": function})()
-
-
 @pytest.mark.parametrize(
-    ("forward", "keys", "by_keywords"),
+    ("forward", "keys", "given"),
     [
-        (lambda self, x, y=None: x, "xy", True),
-        (lambda self, x, *, y=None, **more: x, "x", True),
-        (lambda self, x, y=None, **more: x, "xz", False),
-        (lambda self, x, y=None: x, "", False),
+        (lambda self, x, y=None: [x, y], "xy", [0, 1]),
+        (lambda self, x, *, y=None, **more: [x, y], "x", [0, None]),
+        (lambda self, x, y=None, **more: x, "xz", {"x": 0, "z": 1}),
+        (lambda self, x, y=None: x, "", {}),
         # As detectron2's models, which take the dict itself.
-        (lambda self, x: x, "x", False),
-        (lambda self, x, **more: x, "xy", False),
-        (lambda self, *x, **y: x, "xy", False),
+        (lambda self, x: x, "x", {"x": 0}),
+        (lambda self, x, **more: x, "yz", {"y": 0, "z": 1}),
+        (lambda self, *x, **y: x[0], "ab", {"a": 0, "b": 1}),
     ],
 )
 def test_a_dict_is_given_by_keywords_where_its_keys_are_the_parameters(
     forward: Callable[..., Any],
     keys: str,
-    by_keywords: bool,
+    given: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "hooktrain.model")
-    batch = dict.fromkeys(keys)
-    model = model_with(forward)
+    batch = {key: number for number, key in enumerate(keys)}
+    model = type("Model", (nn.Module,), {"forward": forward})()
     compiled = torch.compile(nn.DataParallel(model), backend="eager")
     for each in (model, compiled):
-        assert takes_keywords(each, batch, logging.INFO) is by_keywords
-    assert not takes_keywords(forward, batch, logging.INFO)
-    assert not takes_keywords(model, [*keys], logging.INFO)
-    assert ("no parameters ['z']" in caplog.text) == (keys == "xz")
+        assert call_model(each, batch) == given
+    assert call_model(lambda x, y=None: x, batch) == batch
+    assert call_model(model, "ab") in ("ab", ["ab", None])
+    assert caplog.text.count("gets batches") <= 1
+    assert ("no parameter 'z'" in caplog.text) == (keys == "xz")

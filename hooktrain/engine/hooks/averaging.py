@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.data.batches import Batches
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import EventStorage
@@ -15,7 +16,6 @@ from hooktrain.model import (
     ExponentialMovingAverage,
     update_bn_stats,
 )
-from hooktrain.utils.tensors import load_full_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class EMA(HookBase):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; a sharded model takes whole tensors too."""
-        load_full_state_dict(self.average, state_dict)
+        load_model_state(self.average, state_dict, strict=True)
 
 
 class PreciseBN(HookBase):
