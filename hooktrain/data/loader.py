@@ -202,12 +202,12 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
                 break
 
 
+@dataclass(eq=False)
 class SeededDataset(Dataset[Any]):
     """Reads samples by key, with the global generators seeded by the key's position."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+    dataset: Dataset[Any]
+    seed: int
 
     def __getitem__(self, key: Key) -> Any:
         position, index = key

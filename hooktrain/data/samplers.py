@@ -214,16 +214,11 @@ class InferenceSampler(Sampler[int]):
     def __init__(self, size: int) -> None:
         world = comm.data_parallel_size()
         rank = comm.data_parallel_rank()
-        self._local = self._get_local_indices(size, world, rank)
-
-    @staticmethod
-    def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
-        share, left = divmod(total_size, world_size)
+        share, left = divmod(size, world)  # the first ranks have one more
         begin = rank * share + min(rank, left)
-        end = begin + share
         if rank < left:
-            end += 1
-        return range(begin, end)
+            share += 1
+        self._local = range(begin, begin + share)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._local)

@@ -223,12 +223,11 @@ def inference_on_dataset(
         ValueError: the only rank got no batch, or the loader never ends.
     """
     if isinstance(data_loader, Mapping):
-        names = list(data_loader)
         if not isinstance(evaluator, Mapping):
-            evaluator = dict.fromkeys(names, evaluator)
-        each = [evaluator[name] for name in names]
+            evaluator = dict.fromkeys(data_loader, evaluator)
+        each = [evaluator[name] for name in data_loader]
         results = {}
-        for name, own in zip(names, each, strict=True):
+        for name, own in zip(data_loader, each, strict=True):
             logger.info("Evaluating %s:", name)
             results[name] = inference_on_dataset(
                 model,
@@ -306,7 +305,10 @@ def _shown(
         )
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
-    _wait_for_device(module)
+    parameter = next(module.parameters(), torch.empty(0))
+    if parameter.device.type != "cpu":
+        # A host-device synchronisation.
+        torch.accelerator.synchronize(parameter.device)
     whole = time.perf_counter() - start
     mean = whole / max(1, done)
     logger.info(
@@ -324,13 +326,6 @@ def _batches(
     if computes_together(module):
         return in_step(own)
     return zip(own, repeat(True))
-
-
-def _wait_for_device(module: nn.Module) -> None:
-    devices = {parameter.device for parameter in module.parameters()}
-    for device in devices:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # a host-device synchronisation
 
 
 @contextmanager

@@ -19,12 +19,8 @@ from hooktrain.utils.workers import start_workers
 
 def get_bn_modules(model: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers in training mode that keep running statistics."""
-    found: list[nn.Module] = []
-    for module in model.modules():
-        is_norm = isinstance(module, _BatchNorm)
-        if is_norm and module.training and module.track_running_stats:
-            found.append(module)
-    return found
+    norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    return [norm for norm in norms if norm.training and norm.track_running_stats]
 
 
 @torch.no_grad()

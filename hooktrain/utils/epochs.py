@@ -30,8 +30,8 @@ def in_iterations(number: int | str, epoch_length: int | None) -> int:
             f"give a number of iterations, or a text like '1 epoch', not {number!r}"
         )
     if epoch_length is None:
-        text = (
-            "the loader has no length. Set trainer.epoch_length, or train.epoch_length"
+        raise ValueError(
+            f"nobody knows how many iterations {number!r} are: the loader has no length. "
+            "Set trainer.epoch_length, or train.epoch_length"
         )
-        raise ValueError(f"nobody knows how many iterations {number!r} are: {text}")
     return math.ceil(Fraction(match[1]) * epoch_length)

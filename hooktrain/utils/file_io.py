@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -187,11 +188,10 @@ def delete(path: AnyPath) -> None:
 
 def first_free(path: Path) -> Path:
     """The first of ``<name>.1``, ``<name>.2``, ... that is not there."""
-    number = 1
-    free = path
-    while free.exists():
+    for number in count(1):
         free = path.with_name(f"{path.name}.{number}")
-        number += 1
+        if not free.exists():
+            break
     return free
 
 

@@ -33,9 +33,7 @@ def did_you_mean(
         ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist.
     """
     names = list(map(str, known))
-    folded = {}
-    for each in names:
-        folded[each.casefold()] = each
+    folded = {each.casefold(): each for each in names}
     asked = str(name).casefold()
     near = difflib.get_close_matches(asked, folded, n=1)
     if near:

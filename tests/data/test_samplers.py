@@ -13,6 +13,7 @@ from hooktrain.data import (
     TrainingSampler,
 )
 from hooktrain.data.samplers import ComputedOrder
+from hooktrain.utils import comm
 
 
 def take(iterable: Any, count: int) -> list[Any]:
@@ -130,9 +131,15 @@ def test_skipping_far_generates_no_epoch_on_the_way(
     assert made == [10_000, 10_001]
 
 
-def test_inference_shards_are_nearly_equal() -> None:
-    shards = [InferenceSampler._get_local_indices(42, 4, r) for r in range(4)]
-    assert shards == [range(11), range(11, 22), range(22, 32), range(32, 42)]
+def test_inference_shards_are_nearly_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "data_parallel_size", lambda: 4)
+    shards = []
+    for rank in range(4):
+        monkeypatch.setattr(comm, "data_parallel_rank", lambda rank=rank: rank)
+        shards.append([*InferenceSampler(42)])
+    parts = [range(11), range(11, 22), range(22, 32), range(32, 42)]
+    assert shards == [list(part) for part in parts]
+    monkeypatch.undo()
     assert list(InferenceSampler(3)) == [0, 1, 2]
     assert len(InferenceSampler(0)) == 0
 
