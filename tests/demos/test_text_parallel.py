@@ -13,16 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equality import assert_equal
 from gloo import run_ranks
+from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.config import LazyCall
 from hooktrain.demos.text import TextGPT
 from hooktrain.model import ExponentialMovingAverage
 from hooktrain.strategy import BaseStrategy, FSDPStrategy, SingleDeviceStrategy
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import (
-    full_tensors,
-    load_full_state_dict,
-    local_tensor,
-)
+from hooktrain.utils.tensors import full_tensors, local_tensor
 from sharding_toys import prepared, resumed_run, run, saved_run, states
 
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(2, 16, 2), fused=False)
@@ -39,7 +36,7 @@ def averaged(strategy: BaseStrategy, saved: Any = None) -> dict[str, Any]:
         run(strategy, slice(2))
         average.update_parameters(strategy.model)
     else:
-        load_full_state_dict(average, saved)
+        load_model_state(average, saved, strict=True)
     whole: dict[str, Any] = full_tensors(dict(average.state_dict()))
     return whole
 
