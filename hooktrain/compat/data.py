@@ -83,8 +83,7 @@ class RepeatFactorTrainingSampler(StreamSampler):
         """The samples of this epoch, each repeated; the number differs between epochs."""
         generator = self.generator(epoch)
         whole = self.repeat_factors.floor()
-        count = len(whole)
-        chance = torch.rand(count, generator=generator, dtype=torch.float64)
+        chance = torch.rand(len(whole), generator=generator, dtype=torch.float64)
         is_one_more = chance < self.repeat_factors - whole
         repeats = (whole + is_one_more).long()
         indices = torch.repeat_interleave(repeats)

@@ -143,8 +143,7 @@ class DefaultTrainer(TrainerBase):
         )
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.cfg = cfg
-        summary = hooks.RunSummary(cfg.OUTPUT_DIR)
-        self.register_hooks([*self.build_hooks(), summary])
+        self.register_hooks([*self.build_hooks(), hooks.RunSummary(cfg.OUTPUT_DIR)])
 
     def run_step(self) -> None:
         """One iteration, by the ``_trainer``."""

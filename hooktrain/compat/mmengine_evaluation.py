@@ -26,6 +26,11 @@ class BaseMetric(DatasetEvaluator):
 
     default_prefix: str | None = None
 
+    def __init_subclass__(cls) -> None:
+        evaluate = cls.evaluate
+        if evaluate.__defaults__ is None:  # of one that cannot do without the size
+            evaluate.__defaults__ = (None,)
+
     def __init__(
         self,
         collect_device: str = "cpu",
@@ -34,6 +39,7 @@ class BaseMetric(DatasetEvaluator):
     ) -> None:
         self.results: list[Any] = []
         self.prefix = prefix or self.default_prefix
+        self.collect_device = collect_device
         self._dataset_meta: Any = None
 
     @property

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from hooktrain.compat.mmengine_runner import Runner
@@ -18,10 +18,18 @@ _ELSEWHERE = {
     "after_load_checkpoint": "take what was saved in load_state_dict(state)",
 }
 # No trainer makes a test, and the batches of a validation are known to its evaluators.
-_SELDOM_CALLED = {"before_val_iter", "after_val_iter", "_before_iter", "_after_iter"}
-for _when in ("before", "after"):
-    for _what in ("test", "test_epoch", "test_iter"):
-        _SELDOM_CALLED.add(f"{_when}_{_what}")
+_SELDOM_CALLED = {
+    "_before_iter",
+    "_after_iter",
+    "before_val_iter",
+    "after_val_iter",
+    "before_test",
+    "before_test_epoch",
+    "before_test_iter",
+    "after_test_iter",
+    "after_test_epoch",
+    "after_test",
+}
 
 
 def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,8 +53,27 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _join_evaluations(trainer: Any) -> None:
     for hook in trainer._hooks:
-        if isinstance(hook, EvalHook) and not isinstance(hook._func, _Validation):
-            hook._func = _Validation(trainer, hook._func)
+        if not isinstance(hook, EvalHook):
+            continue
+        joined = getattr(hook._func, "func", None) is _validate
+        if not joined:
+            hook._func = partial(_validate, trainer, hook._func)
+
+
+def _validate(trainer: Any, evaluate: Callable[[], Any]) -> Any:
+    """The function of an EvalHook, with the events of all hooks around it."""
+    runner = Runner(trainer, ahead=1, epoch_ahead=1)
+    hooks = [hook for hook in trainer._hooks if isinstance(hook, Hook)]
+    for hook in hooks:
+        hook.before_val(runner)
+    for hook in hooks:
+        hook.before_val_epoch(runner)
+    metrics = evaluate() or {}
+    for hook in hooks:
+        hook.after_val_epoch(runner, metrics=metrics)
+    for hook in hooks:
+        hook.after_val(runner)
+    return metrics
 
 
 def _of_mode(event: str, mode: str) -> Callable[..., None]:
@@ -57,28 +84,6 @@ def _of_mode(event: str, mode: str) -> Callable[..., None]:
         getattr(self, event)(runner, *args, mode=mode, **kwargs)
 
     return call
-
-
-class _Validation:
-    """The function of an EvalHook, with the events of all hooks around it."""
-
-    def __init__(self, trainer: Any, evaluate: Callable[[], Any]) -> None:
-        self._trainer = trainer
-        self._evaluate = evaluate
-
-    def __call__(self) -> Any:
-        self._call("before_val")
-        self._call("before_val_epoch")
-        metrics = self._evaluate() or {}
-        self._call("after_val_epoch", metrics=metrics)
-        self._call("after_val")
-        return metrics
-
-    def _call(self, event: str, **kwargs: Any) -> None:
-        runner = Runner(self._trainer, ahead=1, epoch_ahead=1)
-        for hook in self._trainer._hooks:
-            if isinstance(hook, Hook):
-                getattr(hook, event)(runner, **kwargs)
 
 
 class Hook(HookBase, DatasetEvaluator):
@@ -158,6 +163,9 @@ class Hook(HookBase, DatasetEvaluator):
         """Call the events before an iteration."""
         runner = Runner(self.trainer)
         place = runner.iter % runner.epoch_length
+        if runner.iter == runner.start_iter:
+            # The last validation comes before the end of the training.
+            runner.trainer._begun.sort(key=lambda hook: not isinstance(hook, EvalHook))
         if place == 0:
             self.before_train_epoch(runner)
         self.before_train_iter(runner, batch_idx=place, data_batch=None)
@@ -203,12 +211,11 @@ class Hook(HookBase, DatasetEvaluator):
 
     def end_of_epoch(self, dataloader: Any, batch_idx: int) -> bool:
         """Whether this is the last iteration of an epoch."""
-        return bool(batch_idx + 1 == len(dataloader))
+        return batch_idx + 1 == len(dataloader)
 
     def is_last_train_epoch(self, runner: Any) -> bool:
         """Whether this is the last epoch, which may be shorter."""
-        end = (runner.epoch + 1) * runner.epoch_length
-        return bool(end >= runner.max_iters)
+        return bool(runner.epoch + 1 == runner.max_epochs)
 
     def is_last_train_iter(self, runner: Any) -> bool:
         """Whether this is the last iteration."""

@@ -66,6 +66,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
+        self._needs_three = self._reverse or 3 in (len(mean or ()), len(std or ()))
 
     def forward(
         self, data: Mapping[str, Any], training: bool = False
@@ -92,8 +93,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         parts = [images]
         if not isinstance(images, Tensor):
             parts = [image[None] for image in images]
-        height = self._rounded_up(max(part.shape[-2] for part in parts))
-        width = self._rounded_up(max(part.shape[-1] for part in parts))
+        heights, widths = zip(*[part.shape[-2:] for part in parts], strict=True)
+        height = self._rounded_up(heights)
+        width = self._rounded_up(widths)
         padded = []
         for part in parts:
             right = width - part.shape[-1]
@@ -105,15 +107,13 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         moved.setdefault("data_samples", None)
         return moved
 
-    def _rounded_up(self, length: int) -> int:
-        steps = math.ceil(length / self.pad_size_divisor)
+    def _rounded_up(self, lengths: tuple[int, ...]) -> int:
+        steps = math.ceil(max(lengths) / self.pad_size_divisor)
         return steps * self.pad_size_divisor
 
     def _normalized(self, images: Tensor) -> Tensor:
-        counts = [len(each) for each in (self.mean, self.std) if each is not None]
-        needs_three = self._reverse or 3 in counts
         # Other shapes would be broadcast.
-        if images.ndim != 4 or (needs_three and images.shape[1] != 3):
+        if images.ndim != 4 or (self._needs_three and images.shape[1] != 3):
             raise ValueError(
                 "inputs must be images of shape (C, H, W), with three channels if these "
                 f"are reversed or have a mean each, but got {tuple(images.shape[1:])}"
@@ -152,7 +152,7 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
         The names of the parameters.
     """
     tensors = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)]
-    reached = {id(tensor) for tensor in tensors}
+    reached = set(map(id, tensors))
     # Not recursive: a graph may be deeper than Python's stack.
     pending: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = {None}
@@ -168,8 +168,11 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in reached:
             missed.append(name)
-            text = "%s with shape %s is not in the computational graph"
-            logger.error(text, name, parameter.size())
+            logger.error(
+                "%s with shape %s is not in the computational graph",
+                name,
+                parameter.size(),
+            )
     return missed
 
 
@@ -295,10 +298,7 @@ class BatchNormXd(nn.BatchNorm2d):
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"the input must be of shape (N, C, ...), but got {input.shape}"
-            )
+        """Anything that torch's function takes."""
 
 
 def convert_sync_batchnorm(

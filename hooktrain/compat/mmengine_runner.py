@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,9 +18,23 @@ _OURS = {
     "dataloader": "data_loader",
     "hooks": "_hooks",
 }
+
+
+def _of_hooks(trainer: Any, name: str) -> Any:
+    for hook in trainer._hooks:
+        if hasattr(hook, name):
+            return getattr(hook, name)
+    raise AttributeError(f"no hook of the trainer has a {name}")
+
+
+def _folder(trainer: Any) -> Any:
+    return os.path.abspath(_of_hooks(trainer, "checkpointer").save_dir)
+
+
 # What they have, where the trainer has no attribute of that name.
 _MORE: dict[str, Callable[[Any], Any]] = {
-    "work_dir": lambda trainer: _of_hooks(trainer, "checkpointer").save_dir,
+    "work_dir": _folder,
+    "log_dir": _folder,
     "param_schedulers": lambda trainer: _of_hooks(trainer, "scheduler"),
     "message_hub": lambda trainer: MessageHub.get_instance(),
     "logger": lambda trainer: logging.getLogger("hooktrain"),
@@ -29,13 +44,6 @@ _MORE: dict[str, Callable[[Any], Any]] = {
     "val_dataloader": lambda trainer: None,
     "val_loop": lambda trainer: None,
 }
-
-
-def _of_hooks(trainer: Any, name: str) -> Any:
-    for hook in trainer._hooks:
-        if hasattr(hook, name):
-            return getattr(hook, name)
-    raise AttributeError(f"no hook of the trainer has a {name}")
 
 
 class Runner:
@@ -53,6 +61,10 @@ class Runner:
         vars(self).update(trainer=trainer, ahead=ahead, epoch_ahead=epoch_ahead)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return getattr(
+                self, name[1:]
+            )  # hooks read what MMEngine calls private, too
         ours = _OURS.get(name, name)
         if hasattr(self.trainer, ours):
             return getattr(self.trainer, ours)
@@ -71,22 +83,21 @@ class Runner:
     @property
     def iter(self) -> int:
         """The current iteration, or the number of finished ones."""
-        return self._iter(self.ahead)
+        return self.finished(self.ahead)
 
     @property
     def epoch(self) -> int:
         """The current epoch, or the number of finished ones."""
-        return self._iter(self.epoch_ahead) // self.epoch_length
+        return self.finished(self.epoch_ahead) // self.epoch_length
 
-    def _iter(self, ahead: int) -> int:
-        # At the end of the run all are finished.
+    def finished(self, ahead: int) -> int:
+        """Iterations, of which at the end of the run all are finished."""
         return int(min(self.trainer.iter + ahead, self.trainer.max_iter))
 
     @property
     def max_epochs(self) -> int:
         """The epochs of the run, of which the last may be shorter."""
-        epochs: int = math.ceil(self.trainer.max_iter / self.epoch_length)
-        return epochs
+        return math.ceil(int(self.trainer.max_iter) / self.epoch_length)
 
     @property
     def epoch_length(self) -> int:

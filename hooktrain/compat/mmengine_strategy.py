@@ -87,10 +87,8 @@ class BaseStrategy(strategy.BaseStrategy):
                 ``<log_dir>/<timestamp>.log``.
             ignored: what else MMEngine's logger takes.
         """
-        if log_file is None:
-            name = f"{self.timestamp}.log"
-            log_file = os.path.join(self.log_dir, name)
-        logger = setup_logger(log_file, self.rank)
+        name = os.path.join(self.log_dir, f"{self.timestamp}.log")
+        logger = setup_logger(log_file or name, self.rank)
         logger.setLevel(log_level)
         return logger
 

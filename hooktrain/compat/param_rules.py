@@ -113,12 +113,13 @@ class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
             raise ValueError(
                 f"rules are for the whole model, not for its part {prefix!r}"
             )
-        may_add = type(self) is not DefaultOptimWrapperConstructor
+        known = RULES  # a subclass may have others
+        if type(self) is DefaultOptimWrapperConstructor:
+            known = tuple(self.paramwise_cfg)
         rules = {}
-        for rule, value in self.paramwise_cfg.items():
-            is_added = may_add and rule not in RULES
-            if value is not None and not is_added:
-                rules[rule] = value
+        for rule in known:
+            if self.paramwise_cfg.get(rule) is not None:
+                rules[rule] = self.paramwise_cfg[rule]
         _check_rules(rules, module)
         base = {"lr": self.base_lr, "weight_decay": self.base_wd}
 
@@ -144,9 +145,9 @@ def _check_rules(rules: Rules, model: nn.Module) -> None:
             raise ValueError(
                 f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
             )
-    known: list[str] = []
+    known = ""
     for names, _, _ in walk_parameters(model):
-        known += map(_dotted, names)
+        known += " ".join(map(_dotted, names)) + " "
     for key, custom in rules.get("custom_keys", {}).items():
         if not isinstance(custom, Mapping):
             raise TypeError(
@@ -160,9 +161,8 @@ def _check_rules(rules: Rules, model: nn.Module) -> None:
                     f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}"
                 )
         # No error: one configuration may serve many models.
-        if not any(key in name for name in known):
-            parts = ".".join(known).split(".")
-            hint = did_you_mean(key, parts)
+        if key not in known:
+            hint = did_you_mean(key, known.replace(" ", ".").split("."))
             logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
 
 

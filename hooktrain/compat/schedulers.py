@@ -7,7 +7,7 @@ first of Adam's betas where there is no momentum.
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -49,20 +49,19 @@ class CosineRestartParamScheduler(Falling):
             raise ValueError(
                 f"periods must be at least one, and restart_weights as many: {self!r}"
             )
-        self._starts = [*accumulate(self.periods, initial=0)]
+        *self._starts, self._end = accumulate(self.periods, initial=0)
+        self._weights = dict(zip(self._starts, self.restart_weights, strict=True))
 
     def _share(self, k: int) -> float:
-        last = self._starts[-1] - 1
-        k = min(k, last)
+        k = min(k, self._end - 1)
         period = bisect_right(self._starts, k) - 1
-        done = k - self._starts[period]
-        return half_cosine(done / self.periods[period])
+        return half_cosine((k - self._starts[period]) / self.periods[period])
 
     def _base(self, i: int, value: Any) -> Any:
-        if self.last_step not in self._starts[:-1]:
+        weight = self._weights.get(self.last_step)
+        if weight is None:
             return super()._base(i, value)
-        period = self._starts.index(self.last_step)
-        return self.base_values[i] * self.restart_weights[period]
+        return self.base_values[i] * weight
 
 
 @dataclass(eq=False)
@@ -264,7 +263,6 @@ class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
     """:class:`ReduceOnPlateauParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class MomentumSchedulerMixin:
     """Makes the scheduler that follows it among the bases one of the momentum.
 
@@ -272,12 +270,9 @@ class MomentumSchedulerMixin:
     says what it is.
     """
 
-    param_name: str = field(default="momentum", init=False, repr=False)
-
     def __init__(
         self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any
     ) -> None:
-        # Only for classes that are no dataclasses, as users of MMEngine write them.
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
     def _read(self, group: dict[str, Any]) -> Any:
@@ -297,47 +292,38 @@ class MomentumSchedulerMixin:
         return base
 
 
-@dataclass(eq=False)
 class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
     """:class:`ConstantParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
     """:class:`LinearParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
     """:class:`StepParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
     """:class:`MultiStepParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
     """:class:`ExponentialParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
     """:class:`CosineAnnealingParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
     """:class:`CosineRestartParamScheduler` of the momentum."""
 
 
-@dataclass(eq=False)
 class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
     """:class:`ReduceOnPlateauParamScheduler` of the momentum."""
 

@@ -7,13 +7,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 from tabulate import tabulate
 
 from hooktrain import events
-
-_KeyPart = Literal["caller", "message"]
 
 _calls: defaultdict[object, Iterator[int]] = defaultdict(count)
 _last_logged_at: dict[object, float] = {}
@@ -25,7 +23,7 @@ def log_first_n(
     n: int = 1,
     *,
     name: str | None = None,
-    key: _KeyPart | tuple[_KeyPart, ...] = "caller",
+    key: str | tuple[str, ...] = "caller",
 ) -> None:
     """Log only the first n times.
 

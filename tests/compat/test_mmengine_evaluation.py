@@ -48,3 +48,14 @@ def test_a_metric_takes_what_it_is_told_of_the_data_set_in_its_own_way() -> None
     plain.dataset_meta = metric.dataset_meta = {"classes": ("a", "b")}
     assert metric.dataset_meta is plain.dataset_meta
     assert metric.count == 2
+
+
+class OfAll(Spread):
+    def evaluate(self, size: int) -> dict[str, Any]:
+        return super().evaluate(size) | {"asked": size}
+
+
+def test_an_evaluate_that_wants_the_size_is_given_none() -> None:
+    batches = [torch.tensor([1.0, 2.0])]
+    metrics = inference_on_dataset(lambda batch: batch, batches, OfAll())
+    assert metrics == {"spread/all": [1.0, 2.0], "asked": None}

@@ -110,6 +110,9 @@ class Told(Hook):
     def after_val(self, runner: Any) -> None:
         self.note("after", runner)
 
+    def after_train(self, runner: Any) -> None:
+        self.note("end", runner)
+
 
 def trained(
     *hooks: HookBase, max_iter: int = 2, folder: Path | None = None
@@ -141,6 +144,7 @@ def test_a_validation_comes_with_its_events_where_mmengine_has_them(
         ("before epoch", 1, 2),
         ("after epoch", 1, 2, {"acc": 0.5}),
         ("after", 1, 2),
+        ("end", 1, 2),
     ]
     trainer.train(max_iter=4)
     assert [event for event, *_ in hook.seen].count("before") == 2
@@ -227,6 +231,8 @@ class Asking(Hook):
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
         self.answers = {
             "work_dir": runner.work_dir,
+            "log_dir": runner.log_dir,
+            "private": (runner._iter, runner._train_loop._epoch, runner._work_dir),
             "max_epochs": runner.max_epochs,
             "max_iters": runner.max_iters,
             "world_size": runner.world_size,
@@ -253,6 +259,8 @@ def test_a_hook_finds_what_it_asks_a_runner_for(tmp_path: Path) -> None:
     trainer = trained(hook, max_iter=5, folder=tmp_path)
     assert hook.answers == {
         "work_dir": str(tmp_path),
+        "log_dir": str(tmp_path),
+        "private": (0, 0, str(tmp_path)),
         "max_epochs": 3,
         "max_iters": 5,
         "world_size": 1,
