@@ -148,8 +148,11 @@ class Checkpointer:
         lock_folder(self.save_dir)
         names = checkpoint_names(self.save_dir)
         if is_new and names:
-            message = "A new run begins in %r, and may overwrite what is there: %s"
-            self.logger.warning(message, self.save_dir, names)
+            self.logger.warning(
+                "A new run begins in %r, and may overwrite what is there: %s",
+                self.save_dir,
+                names,
+            )
 
     def _states(self) -> State:
         states = {key: item.state_dict() for key, item in self.checkpointables.items()}
@@ -317,8 +320,11 @@ class Checkpointer:
             )
         ignored = checkpoint_names(self.save_dir)
         if ignored:
-            message = "Not resuming from %s in %r: not this run's, or no last iteration"
-            self.logger.warning(message, ignored, self.save_dir)
+            self.logger.warning(
+                "Not resuming from %s in %r: not this run's, or no last iteration",
+                ignored,
+                self.save_dir,
+            )
         return None
 
     def resume_or_load(

@@ -128,8 +128,9 @@ def reading(path: AnyPath) -> Iterator[None]:
     except Exception as error:  # zipfile alone raises nine types
         if "allocate memory" in str(error):
             raise
-        text = f"{path} is no intact checkpoint: {_reason(error)}"
-        raise CorruptCheckpointError(text) from error
+        raise CorruptCheckpointError(
+            f"{path} is no intact checkpoint: {_reason(error)}"
+        ) from error
 
 
 def storable(value: Any, name: str = "") -> Any:

@@ -45,8 +45,9 @@ def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
     """
     if not is_folder(path):
         if os.path.isdir(path):
-            names = os.listdir(path)
-            raise IsADirectoryError(f"{path!r} is no checkpoint: give one of {names}")
+            raise IsADirectoryError(
+                f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
+            )
         verify_file(path)
         return
     from hooktrain.checkpoint.folders import verify_folder
@@ -222,11 +223,10 @@ def load_model_state(
     result = model.load_state_dict(loadable, strict=False)
     loaded = in_model.keys() - result.missing_keys
     if in_model and not loaded and not strict:
-        given = reprlib.repr(list(state))
-        own = reprlib.repr(list(in_model))
         raise ValueError(
-            f"nothing in the state fits the model: it has {given}, and the model {own}. "
-            "If a prefix differs, load by load_checkpoint() with prefix= or revise_keys="
+            f"nothing in the state fits the model: it has {reprlib.repr(list(state))}, "
+            f"and the model {reprlib.repr(list(in_model))}. If a prefix differs, load by "
+            "load_checkpoint() with prefix= or revise_keys="
         )
     # The model may have a parameter under several names.
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -102,8 +102,9 @@ class PeriodicCheckpointer:
 
     def _go_on(self, error: OSError) -> None:
         # The error names the path.
-        message = "NOT SAVED: %s. Training goes on; the next period tries again"
-        logger.error(message, error)
+        logger.error(
+            "NOT SAVED: %s. Training goes on; the next period tries again", error
+        )
 
     def _delete_old(self, iteration: int, newest: str) -> None:
         """Delete what is too old, if the newest checkpoint is good. In any thread."""
@@ -118,8 +119,9 @@ class PeriodicCheckpointer:
             # Of a folder the last file only, STATE: each rank has read its shards again.
             verify_checkpoint(newest, slice(-1, None))
         except (OSError, CorruptCheckpointError) as error:
-            message = "Keeping all older checkpoints, since the newest is broken: %s"
-            logger.error(message, error)
+            logger.error(
+                "Keeping all older checkpoints, since the newest is broken: %s", error
+            )
             return
         for name in old:
             try:

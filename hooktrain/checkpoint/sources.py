@@ -107,5 +107,4 @@ def _by_fsspec(address: str) -> str:
     return path
 
 
-register_scheme("http://", _by_torch)
-register_scheme("https://", _by_torch)
+register_scheme("http", _by_torch)  # and https

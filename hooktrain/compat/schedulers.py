@@ -280,11 +280,12 @@ class MomentumSchedulerMixin:
             return group["betas"][0]
         return group["momentum"]
 
-    def _write(self, group: dict[str, Any], value: Any) -> None:
-        super()._write(group, value)  # type: ignore[misc]
+    def _write(self, group: dict[str, Any], value: Any) -> Any:
+        written = super()._write(group, value)  # type: ignore[misc]
         if "betas" in group:
             _, *others = group["betas"]
             group["betas"] = (group["momentum"], *others)
+        return written
 
     def _base_value(self, group: dict[str, Any]) -> float:
         group["momentum"] = self._read(group)

@@ -50,10 +50,12 @@ def optimizer_state_dict(
             positions.
     """
     state = {"kind": _kind(optimizer), **optimizer.state_dict()}
-    in_order = _names_of(_entries(optimizer.param_groups), names)
-    if in_order is None:
+    entries = _entries(optimizer.param_groups)
+    if not _are_named(entries, names):
         return state
-    name_at = dict(enumerate(in_order))
+    name_at = {
+        position: names[parameter] for position, (_, parameter) in enumerate(entries)
+    }
     # Some optimizers keep more than states of parameters, under keys of their own.
     by_name = {name_at.get(key, key): item for key, item in state["state"].items()}
     for group in state["param_groups"]:
@@ -86,11 +88,12 @@ def match_parameters(
     saved_groups = state_dict["param_groups"]
     entries = _entries(groups)
     saved_entries = _entries(saved_groups)
-    names = _names_of(entries, known)
-    saved_names = _names_of(saved_entries, {})
-    if names is None or saved_names is None:
-        if names is None:
-            names = [*map(str, range(len(entries)))]
+    names = [
+        known.get(parameter, f"#{position}")
+        for position, (_, parameter) in enumerate(entries)
+    ]
+    saved_names = [key for _, key in saved_entries]
+    if not _are_named(entries + saved_entries, known):
         saved_names = _names_of_positions(names, groups, saved_groups, known)
     here = dict(zip(names, entries, strict=True))
     saved = dict(zip(saved_names, saved_entries, strict=True))
@@ -170,17 +173,16 @@ def _kind(optimizer: Optimizer) -> str:
 
 def _entries(groups: Sequence[ParamGroup]) -> list[Entry]:
     """All parameters in order."""
-    return [(i, item) for i, group in enumerate(groups) for item in group["params"]]
+    return [
+        (number, item)
+        for number, group in enumerate(groups)
+        for item in group["params"]
+    ]
 
 
-def _names_of(
-    entries: Sequence[Entry],
-    known: Names,
-) -> list[str] | None:
-    """Their names; None if one has none."""
-    names: list[Any] = [known.get(item, item) for _, item in entries]
-    have_names = all(isinstance(name, str) for name in names)
-    return names if have_names else None
+def _are_named(entries: Sequence[Entry], known: Names) -> bool:
+    """Whether all parameters are known, and all keys of saved ones are names."""
+    return all(isinstance(item, str) or item in known for _, item in entries)
 
 
 def _names_of_positions(
@@ -263,11 +265,7 @@ def _like(parameter: Tensor, value: Any) -> Any:
     value = shard_like(value, parameter)
     if value.stride() == parameter.stride():
         return value
-    turned = torch.empty_like(
-        parameter,
-        dtype=value.dtype,
-        requires_grad=False,
-    )
+    turned = torch.empty_like(parameter, dtype=value.dtype)
     return turned.copy_(value)
 
 

@@ -164,16 +164,15 @@ class OptimWrapper:
 
     # A step
 
-    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """For a forward pass: its precision, and whether ranks exchange gradients."""
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
             return NOTHING
-        parallel: Any = model
         if hasattr(model, "set_requires_gradient_sync"):  # of fully_shard
-            parallel.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last)
         elif not is_last and hasattr(model, "no_sync"):  # of DistributedDataParallel
-            return parallel.no_sync()  # type: ignore[no-any-return]
+            return model.no_sync()  # type: ignore[no-any-return]
         return NOTHING
 
     def update_params(

@@ -67,13 +67,13 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     def get_lr(self) -> dict[str, list[float]]:
         """``{"<name>.lr": [one rate a group]}``."""
-        return {f"{name}.lr": each.get_lr()["lr"] for name, each in self.items()}
+        return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self.items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """``{"<name>.momentum": [one a group]}``."""
         return {
-            f"{name}.momentum": each.get_momentum()["momentum"]
-            for name, each in self.items()
+            f"{name}.momentum": wrapper.get_momentum()["momentum"]
+            for name, wrapper in self.items()
         }
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -116,10 +116,8 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.start_accumulation()
 
-    def update_params(self, loss: Tensor, **options: Any) -> bool:
-        """Take in one loss for all; see :meth:`OptimWrapper.update_params`."""
-        me: Any = self
-        return OptimWrapper.update_params(me, loss, **options)
+    update_params: Any = OptimWrapper.update_params
+    """Take in one loss for all; see :meth:`OptimWrapper.update_params`."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of one loss for all."""

@@ -25,7 +25,7 @@ keyword.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,8 +36,6 @@ from hooktrain.solver.param_groups import ParamGroup
 from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 logger = logging.getLogger(__name__)
-
-S = TypeVar("S", bound="GroupParamScheduler")
 
 Schedulable = Optimizer | OptimWrapper
 
@@ -130,7 +128,8 @@ class GroupParamScheduler:
         """The value of a group, a number or a tensor."""
         return group[self.param_name]
 
-    def _write(self, group: ParamGroup, value: Any) -> None:
+    def _write(self, group: ParamGroup, value: Any) -> float | None:
+        """Set the value of a group. Returns it, but None where it is in a tensor."""
         if self.verbose:
             logger.info(
                 "Step %d: %s becomes %.4e",
@@ -141,26 +140,26 @@ class GroupParamScheduler:
         old = self._read(group)
         if isinstance(old, Tensor):
             old.fill_(value)  # In place, for captured graphs; no synchronisation.
-        else:
-            group[self.param_name] = value
+            return None
+        group[self.param_name] = value
+        return float(value)
 
     def _base_value(self, group: ParamGroup) -> float:
         key = f"initial_{self.param_name}"
         if self.last_step < 0:
             # Synchronises with the device once, if the value is a tensor there.
-            current = float(self._read(group))
-            group.setdefault(key, current)
+            group.setdefault(key, float(self._read(group)))
         return float(group[key])
 
     @classmethod
     def build_iter_from_epoch(
-        cls: type[S],
+        cls,
         optimizer: Schedulable,
         *,
         epoch_length: int | None = None,
         by_epoch: bool = True,
         **kwargs: Any,
-    ) -> S:
+    ) -> "GroupParamScheduler":
         """Make a scheduler that steps in iterations from arguments that count epochs.
 
         Args:
@@ -196,11 +195,8 @@ class GroupParamScheduler:
             return
         self.last_step = self.global_step - self.begin
         values = self._get_value()
-        self.written_values = []
-        for group, value in zip(self._groups(), values, strict=True):
-            self._write(group, value)
-            known = None if isinstance(value, Tensor) else value
-            self.written_values.append(known)
+        pairs = zip(self._groups(), values, strict=True)
+        self.written_values = [self._write(group, value) for group, value in pairs]
 
     def _get_value(self) -> list[Any]:
         """The value of each group at step ``last_step`` of the range."""
@@ -218,9 +214,7 @@ class GroupParamScheduler:
 
     def _share(self, k: int) -> float:
         """The share of the base that is left at step ``k`` of the range, from 0."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define _share(k) or _get_value()"
-        )
+        raise NotImplementedError
 
     def _where(self, k: int) -> float:
         """How far step ``k`` is in the range: 0 at its first step, 1 at its last."""

@@ -6,7 +6,6 @@ is the progress: 0 at the start of the run and 1 at its end. The functions compa
 value and can be pickled.
 """
 
-import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -17,8 +16,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-
-logger = logging.getLogger(__name__)
 
 # A boundary between two values is reached a hair early, so that the rounding of
 # `step / max_iter` never delays it. A run of 1e9 steps moves on by more than this, so it
@@ -327,10 +324,7 @@ class WarmupParamScheduler(ParamScheduler):
         start = self.warmup_factor * self.scheduler(0.0)
         if self.warmup_method == "constant":
             return start
-        next_where = length
-        if self.rescale_interval:
-            next_where = 0.0
-        end = self.scheduler(next_where)
+        end = self.scheduler(0.0 if self.rescale_interval else length)
         share = where / length
         return end * share + start * (1 - share)
 
@@ -421,8 +415,4 @@ class LRMultiplier(LRScheduler):
         if len(base_lrs) == len(groups):
             for group, base_lr in zip(groups, base_lrs, strict=True):
                 group["initial_lr"] = base_lr
-        else:
-            logger.warning(
-                "The state has %d groups, not %d", len(base_lrs), len(groups)
-            )
         self.step(state_dict["last_epoch"])
