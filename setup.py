@@ -64,6 +64,7 @@ setup(
             *TENSORBOARD,
             *PLOT,
             *STREAMS,
+            "datasets>=5.0",
             "hypothesis>=6.90",
             "mmengine==0.10.7",
             "mypy>=1.11",

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from gloo import run_ranks
+from hooktrain.data import build_train_loader
+from hooktrain.data.batches import Batches
 from hooktrain.engine import hooks
 from hooktrain.utils import comm
 from processes import run_program
@@ -71,7 +73,7 @@ def test_the_program_of_the_readme_goes_on_when_started_again(tmp_path: Path) ->
 
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
     first = "import os, vision; os.environ['TORCH_HOME'] = 'downloads'"
-    first += "; os.environ['HF_HUB_OFFLINE'] = '1'"
+    first += "; os.environ.update(HF_HUB_OFFLINE='1', HF_HOME='downloads')"
     printed = run(tmp_path, "\n\n".join([first, *programs(GUIDE)]))
     assert "CountBig" in printed
     assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
@@ -114,6 +116,41 @@ def test_the_hook_of_the_guide_names_the_slow_rank() -> None:
     (program,) = [block for block in programs(GUIDE) if "class Stragglers" in block]
     told = "the others wait for rank 1\n"
     assert run_ranks(with_a_slow_rank, 2, program) == [told, told]
+
+
+def resumed_in_each_epoch(folder: str, text: str) -> list[bool]:
+    """Whether streams of shards, of two lengths on two ranks, go on at the same samples."""
+    own = Path(folder, str(comm.get_rank()))
+    own.mkdir()
+    os.chdir(own)
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME="downloads")
+    first, second = (block for block in programs(text) if "stream_of_shards" in block)
+    names: dict[str, Any] = {"comm": comm, "build_train_loader": build_train_loader}
+    exec(first + second, names)
+
+    def labels(batches: Batches, count: int) -> list[Any]:
+        return [next(batches)["point"].tolist() for _ in range(count)]
+
+    def stream(workers: int) -> Batches:
+        return Batches(names["PositionOfEachRank"](names["stream_of_shards"](workers)))
+
+    same = []
+    for workers in (0, 2):
+        whole = labels(stream(workers), 80)
+        for stop in (5, 45):
+            before, after = stream(workers), stream(workers)
+            read = labels(before, stop)
+            after.load_state_dict(before.state_dict())
+            read += labels(after, 80 - stop)
+            same.append(read == whole and after.epoch == 2)
+    return same
+
+
+def test_the_stream_of_shards_of_the_guide_goes_on_where_each_rank_was(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(resumed_in_each_epoch, 2, str(tmp_path), GUIDE)
+    assert results == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SAME_BATCHES = (
 class Batches(Iterator[Any]):
     """The batches of a loader, which starts again when it is exhausted.
 
-    Then ``set_epoch`` of its samplers is called.
+    Then ``set_epoch`` of its samplers and of its data set is called, if they have that.
 
     Attributes:
         epoch: how often it was exhausted.
@@ -48,7 +48,8 @@ class Batches(Iterator[Any]):
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         sampler = getattr(self.loader, "sampler", None)
         inner = getattr(batch_sampler, "sampler", None)
-        for each in (sampler, inner, batch_sampler):
+        dataset = getattr(self.loader, "dataset", None)
+        for each in (sampler, inner, batch_sampler, dataset):
             set_epoch = getattr(each, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)

@@ -416,7 +416,9 @@ def test_a_default_trainer_is_freed_without_the_garbage_collector(
         gc.enable()
 
 
-@pytest.mark.parametrize("place", ["sampler", "batch_sampler", "batch_sampler.sampler"])
+@pytest.mark.parametrize(
+    "place", ["dataset", "sampler", "batch_sampler", "batch_sampler.sampler"]
+)
 def test_an_exhausted_loader_starts_again_with_the_next_epoch(place: str) -> None:
     class Loader(list[Tensor]):
         pass
