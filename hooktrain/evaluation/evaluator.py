@@ -257,6 +257,9 @@ def inference_on_dataset(
         inner = model.module
     forward = getattr(inner, step, None) or partial(call_model, inner)
     move = mover_to(module)
+    # Of the ranks that compute one batch together, the evaluator of the first sees it.
+    place = comm.get_rank() * comm.data_parallel_size()
+    is_first = place % comm.get_world_size() == 0
     with inference_context(module), torch.no_grad():
         call.on_start()
         for inputs, is_own in _shown(data_loader, module):
@@ -264,7 +267,7 @@ def inference_on_dataset(
             call.before_inference()
             outputs = forward(inputs)
             call.after_inference()
-            if is_own:
+            if is_own and is_first:
                 evaluator.process(inputs, outputs)
         call.on_end()
     return evaluator.evaluate()  # type: ignore[no-any-return]

@@ -15,12 +15,14 @@ from equality import assert_equal
 from gloo import run_ranks
 from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.config import LazyCall
+from hooktrain.data import build_test_loader
 from hooktrain.demos.text import TextGPT
+from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.model import ExponentialMovingAverage
 from hooktrain.strategy import BaseStrategy, FSDPStrategy, SingleDeviceStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors, local_tensor
-from sharding_toys import prepared, resumed_run, run, saved_run, states
+from sharding_toys import DATA, prepared, resumed_run, run, saved_run, states
 
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(2, 16, 2), fused=False)
 PLAN = "hooktrain.demos.text_parallel.parallelize"
@@ -67,6 +69,27 @@ def _placed(strategy: BaseStrategy) -> dict[str, Any]:
     }
 
 
+class Seen(DatasetEvaluator):
+    """What came from all ranks."""
+
+    def reset(self) -> None:
+        self.numbers: list[int] = []
+
+    def process(self, inputs: Any, outputs: Tensor) -> None:
+        assert outputs.shape == (len(inputs["number"]), 8, 18)
+        self.numbers += inputs["number"].tolist()
+
+    def evaluate(self) -> dict[str, list[list[int]]]:
+        return {"numbers": comm.all_gather(self.numbers)}
+
+
+def evaluated(strategy: BaseStrategy) -> Any:
+    texts = DATA[0]["tokens"][:5]
+    samples: Any = [{"tokens": text, "number": i} for i, text in enumerate(texts)]
+    loader = build_test_loader(samples, batch_size=2)
+    return inference_on_dataset(strategy.model, loader, Seen())
+
+
 def _on_four_ranks(folder: str, average: dict[str, Any]) -> dict[str, Any]:
     four = {
         "full": saved_run(FSDPStrategy, f"{folder}/full/iter_3.pth", **DIVIDED),
@@ -81,6 +104,7 @@ def _on_four_ranks(folder: str, average: dict[str, Any]) -> dict[str, Any]:
     }
     strategy = prepared(FSDPStrategy, folder, **DIVIDED)
     four["placed"] = _placed(strategy)
+    four["evaluated"] = evaluated(strategy)
     four["deferred"] = deferred(folder, **DIVIDED)
     four["text"] = text_of(strategy)
     four["average"] = averaged(strategy)
@@ -138,6 +162,10 @@ def test_it_learns_and_writes_as_one_process(
     assert four[0]["shards"]["losses"] == four[0]["full"]["losses"]
     for rank in four:
         assert torch.equal(rank["text"], one["text"])
+
+
+def test_evaluators_see_each_sample_once(four: list[dict[str, Any]]) -> None:
+    assert four[0]["evaluated"] == {"numbers": [[0, 1, 2], [], [3, 4], []]}
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(

@@ -8,4 +8,5 @@ model = L(TextGPT)(
     block_size="${dataloader.train.dataset.block_size}",
     size="small",
     dropout=0.0,
+    fused=True,
 )
