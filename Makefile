@@ -6,13 +6,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test lint format docs benchmark clean
+.PHONY: train test gpu lint format docs benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+gpu: .venv/installed-dev
+	$(BIN)/python -m pytest tests/gpu
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -66,6 +66,10 @@ class AmpOptimWrapper(OptimWrapper):
             self.device_type,
             enabled=needs_scaler,
         )
+        if needs_scaler and isinstance(optimizer, torch.optim.SGD):
+            # The scaler itself skips an update then. The fused kernel would leave in the
+            # momentum what the memory held before, where the first one is skipped.
+            optimizer._step_supports_amp_scaling = False
         self._fixed_scale: float | None = None
         if isinstance(loss_scale, int | float):
             self._fixed_scale = float(loss_scale)

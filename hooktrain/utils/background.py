@@ -68,7 +68,8 @@ class BackgroundWorker:
         if self._thread.is_alive():
             return False
         self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return True

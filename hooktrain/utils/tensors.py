@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -179,28 +179,29 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     device = first.device
     if device.type == "cpu" or hasattr(model, "train_step"):
         return lambda data: data
-    copying = None
-    if device.type == "cuda":
-        copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return _copy(leaf, device, copying)
-        if can_move(leaf):
+            return _copy(leaf, device)
+        if not can_move(leaf):
+            return leaf
+        try:
+            return leaf.to(device, non_blocking=True)
+        except TypeError:  # not all take it
             return leaf.to(device)
-        return leaf
 
     return partial(map_leaves, move)
 
 
-def _copy(
-    tensor: Tensor,
-    device: torch.device,
-    copying: torch.cuda.Stream | None,
-) -> Tensor:
+# One for each device, since torch keeps memory for each stream that has copied.
+_copy_stream = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor, on CUDA in a stream of its own, which does not wait for the computation."""
-    if copying is None:
+    if device.type != "cuda":
         return tensor.to(device, non_blocking=True)
+    copying = _copy_stream(device)
     computing = torch.cuda.current_stream(device)
     with torch.cuda.stream(copying):
         moved = tensor.to(device, non_blocking=True)

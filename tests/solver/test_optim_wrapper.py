@@ -294,19 +294,31 @@ def test_an_update_that_the_scaler_skips_is_counted(fused: bool) -> None:
     assert not same(model, before)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_update_leaves_nothing_in_the_momentum_of_fused_sgd() -> None:
+    model = LinearLoss()
+    wrapper = AmpOptimWrapper(sgd(model, fused=True), "float16")
+    wrapper.update_params(model(batches(1)[0]) * torch.inf)
+    assert not wrapper.optimizer.state
+
+
+# torch's scaler reads the flag itself, if the optimizer's kernel does not.
+@pytest.mark.parametrize(("fused", "of_torch"), [(True, []), (False, [1] * 4)])
 def test_an_accelerator_counts_what_the_scaler_skips_and_nobody_waits_for_it(
-    fused: bool, transfers: list[int]
+    fused: bool, of_torch: list[int], transfers: list[int]
 ) -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        if fused:
+            return torch.optim.AdamW(model.parameters(), fused=True)
+        return sgd(model)
+
     ours, reference = LinearLoss(), LinearLoss()
-    wrapper = AmpOptimWrapper(sgd(ours, fused=fused), "float16")
-    optimizer, scaler = sgd(reference, fused=fused), torch.amp.GradScaler("cpu")
+    wrapper = AmpOptimWrapper(optimizer_of(ours), "float16")
+    optimizer, scaler = optimizer_of(reference), torch.amp.GradScaler("cpu")
     factors = (1.0, torch.inf, torch.inf, 1.0)
     with EventStorage() as storage:
         for storage.iter, factor in enumerate(factors):
             assert wrapper.update_params(ours(batches(1)[0]) * factor)
-    # torch's scaler reads the flag itself, if the optimizer's kernel does not.
-    assert transfers == ([] if fused else [1] * 4)
+    assert transfers == of_torch
     for factor in factors:
         scaler.scale(reference(batches(1)[0]) * factor).backward()
         scaler.step(optimizer)

@@ -2,6 +2,8 @@
 
 import math
 from collections import UserDict, defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,6 +50,58 @@ def test_tensors_move_in_containers_which_keep_their_types() -> None:
     ]
     assert [tensor.device.type for tensor in tensors] == ["meta"] * 4
     assert filled["image"][0].device.type == "cpu"  # the batch itself is as it was
+
+
+class Picky(Encoding):
+    """As detectron2's boxes: it takes nothing but the device."""
+
+
+class Quick(Encoding):
+    """As encodings of today, which a batch from pinned memory need not wait for."""
+
+    waited = True
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Quick":
+        moved = Quick(super().to(device))
+        moved.waited = not non_blocking
+        return moved
+
+
+def test_objects_that_can_are_moved_without_waiting() -> None:
+    here = torch.zeros(2)
+    quick, picky = mover_to(there)([Quick(ids=here), Picky(ids=here)])
+    assert not quick.waited
+    assert quick["ids"].is_meta
+    assert picky["ids"].is_meta
+
+
+class Remote(Tensor):
+    """As one on a device, for a machine without one."""
+
+    def to(self, *args: Any, **kwargs: Any) -> "Remote":
+        return self
+
+    def record_stream(self, stream: Any) -> None: ...
+
+
+class OnCuda(nn.Module):
+    def parameters(self, recurse: bool = True) -> Any:
+        yield SimpleNamespace(device=torch.device("cuda", 99))
+
+
+def test_all_copies_to_a_cuda_device_share_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, used = [], []
+    computing = SimpleNamespace(wait_stream=used.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or 1)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    batch = torch.zeros(2).as_subclass(Remote)
+    for _ in range(3):  # such as one training and two evaluations
+        mover_to(OnCuda())([batch, batch])
+    assert made == [torch.device("cuda", 99)]
+    assert used == [1] * 6
 
 
 class Owner(nn.Linear):
