@@ -16,22 +16,13 @@ from hooktrain.checkpoint.loading import (
     load_model_state,
     read_on_all_ranks,
 )
-from hooktrain.checkpoint.resume import (
-    checkpoint_names,
-    names_to_resume,
-    write_pointer,
-)
+from hooktrain.checkpoint.resume import checkpoint_names, names_to_resume, write_pointer
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import (
-    AnyPath,
-    is_disk_full,
-    lock_folder,
-    on_disk,
-)
+from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 
@@ -112,8 +103,8 @@ class Checkpointer:
         """Save and load one more object.
 
         Raises:
-            KeyError: if the name is taken.
-            TypeError: if it has no ``load_state_dict``.
+            KeyError: the name is taken.
+            TypeError: it has no ``load_state_dict``.
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
@@ -136,9 +127,9 @@ class Checkpointer:
             is_new: warn of the checkpoints that the run may overwrite.
 
         Raises:
-            TypeError: if :meth:`save` would refuse a state.
-            RuntimeError: if another run is using the folder.
-            OSError: if the folder cannot be made.
+            TypeError: :meth:`save` would refuse a state.
+            RuntimeError: another run is using the folder.
+            OSError: it cannot be made.
         """
         self._has_begun = True
         storable(self._states())
@@ -180,15 +171,15 @@ class Checkpointer:
         Args:
             name: without folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
-            on_saved: called with the path of the complete checkpoint, by one process, perhaps in a
+            on_saved: called with the path when that is complete, by one process, perhaps in a
                 thread.
-            on_full: called with the error of a full disk or a vanished folder, instead of raising.
+            on_full: called with the error of a full disk or a vanished folder, not to raise it.
             extra: more entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
-            ValueError: if ``name`` has a folder.
-            TypeError: with the key of what could not be loaded back.
-            OSError: if the disk is full or fails; the files are as they were.
+            ValueError: ``name`` has a folder.
+            TypeError: something could not be loaded back; with its key.
+            OSError: the disk is full or fails. The files are as they were.
             Exception: what failed in the background before. Nothing is saved then.
         """
         self.check_name(name)
@@ -280,9 +271,9 @@ class Checkpointer:
             The entries that were not loaded, such as ``{"iteration": 99}``.
 
         Raises:
-            OSError: on all ranks, if one cannot read it.
-            CorruptCheckpointError: if it is broken or unsafe.
-            ValueError: if one of ``checkpointables`` is unknown, or not in the file.
+            OSError: one rank cannot read it.
+            CorruptCheckpointError: it is broken or unsafe.
+            ValueError: one of ``checkpointables`` is unknown, or not in the file.
         """
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
@@ -298,10 +289,8 @@ class Checkpointer:
     def read_newest(self) -> tuple[str, State] | None:
         """The path and the content of the newest intact checkpoint of ``save_dir``. Collective.
 
-        Broken ones are passed over with a warning.
-
         Raises:
-            CorruptCheckpointError: if there are checkpoints and none is intact.
+            CorruptCheckpointError: there are some, and none is intact.
         """
         on_all_ranks(self.wait)
         in_turn = names_to_resume(self.save_dir)

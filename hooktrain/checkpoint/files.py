@@ -61,8 +61,8 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
         path: of the file.
 
     Raises:
-        TypeError: if something in the state could not be loaded back.
-        OSError: if the disk is full or fails. The old file is as it was.
+        TypeError: something could not be loaded back.
+        OSError: the disk is full or fails. The old file is as it was.
     """
     write_file(storable(state), path)
 
@@ -87,8 +87,8 @@ def verify_file(path: AnyPath) -> None:
     Files without checksums pass if they look as they should.
 
     Raises:
-        CorruptCheckpointError: if the file is broken, compressed, or no file of torch.
-        OSError: if it cannot be opened.
+        CorruptCheckpointError: it is broken, compressed, or no file of torch.
+        OSError: it cannot be opened.
     """
     with open(path, "rb") as file, reading(path):
         problem = _find_problem(file)
@@ -104,9 +104,9 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         map_location: the device on which the tensors arrive.
 
     Raises:
-        CorruptCheckpointError: if it is broken, or holds more than tensors and plain types.
-        MemoryError: if it does not fit into memory; torch also raises RuntimeError.
-        OSError: if it cannot be opened.
+        CorruptCheckpointError: it is broken, or holds more than tensors and plain types.
+        MemoryError: it does not fit into memory; torch also raises RuntimeError.
+        OSError: it cannot be opened.
     """
     verify_file(path)
     return load_verified(path, map_location)
@@ -144,7 +144,7 @@ def storable(value: Any, name: str = "") -> Any:
         The copy, with the same tensors, and with numbers of numpy as Python's.
 
     Raises:
-        TypeError: with the dotted key and the type of what is refused.
+        TypeError: something is refused; with its dotted key.
     """
     if is_sharded(value):
         return value

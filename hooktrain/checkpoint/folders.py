@@ -173,13 +173,8 @@ def read_folder(
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
         name = _dotted(keys)
-        like = _namesake(name, leaf.shape, shards)
-        if like is None:
-            room = torch.empty_like(leaf, device=map_location)
-        else:
-            room = torch.empty_like(like, dtype=leaf.dtype)
-        tensors[name] = room
-        return room
+        tensors[name] = _room_for(leaf, name, shards, map_location)
+        return tensors[name]
 
     with reading(folder):
         content = load_file(Path(folder) / STATE, map_location)
@@ -217,10 +212,7 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(f"two tensors of the state are both named {name!r}")
         tensors[name] = leaf.detach()
         return torch.empty_strided(
-            leaf.shape,
-            leaf.stride(),
-            dtype=leaf.dtype,
-            device="meta",
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
         )
 
     return map_leaves(take, state), tensors
@@ -230,16 +222,14 @@ def _dotted(keys: Keys) -> str:
     return ".".join(map(str, keys))
 
 
-def _namesake(
-    path: str,
-    shape: torch.Size,
-    tensors: Mapping[str, Tensor],
-) -> Any:
-    """The tensor of this shape whose name is in the dotted path, or None."""
-    for name, tensor in tensors.items():
-        if tensor.shape == shape and f".{name}." in f".{path}.":
-            return tensor
-    return None
+def _room_for(
+    tensor: Tensor, path: str, shards: Mapping[str, Tensor], device: Any
+) -> Tensor:
+    """Memory for a tensor, sharded as the one of its shape whose name is in its path."""
+    for name, shard in shards.items():
+        if shard.shape == tensor.shape and f".{name}." in f".{path}.":
+            return torch.empty_like(shard, dtype=tensor.dtype)
+    return torch.empty_like(tensor, device=device)
 
 
 class _HashedFile(io.BufferedWriter):
@@ -288,9 +278,7 @@ class _Writer(filesystem.FileSystemWriter):
 
 
 def _save_tensors(
-    tensors: dict[str, Tensor],
-    folder: Path,
-    group: ProcessGroup | None,
+    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
 ) -> tuple[Parts, Digests]:
     """Write this rank's shards, and on the main process whole tensors.
 
@@ -305,10 +293,7 @@ def _save_tensors(
     writer = _Writer(folder, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
     # Plans are kept: to agree on them takes the main process long, for each tensor of each rank.
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False,
-        enable_plan_caching=True,
-    )
+    planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
     try:
         saved: Any = save(
             own,
@@ -348,15 +333,15 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
         for offsets, sizes, file, *place in parts[name]:
             if file not in verified:
                 raise CorruptCheckpointError(f"{folder / file} is not in its manifest")
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            chunks.append(chunk)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             index = MetadataIndex(name, offsets)
             saved.storage_data[index] = filesystem._StorageInfo(file, *place)
         if not chunks:
             raise ValueError(f"{name} has no part")
         properties = TensorProperties(tensor.dtype)
-        metadata = TensorStorageMetadata(properties, tensor.shape, chunks)
-        saved.state_dict_metadata[name] = metadata
+        saved.state_dict_metadata[name] = TensorStorageMetadata(
+            properties, tensor.shape, chunks
+        )
     _refuse_holes(saved)
     reader = filesystem.FileSystemReader(folder)
     planner = DefaultLoadPlanner()

@@ -63,7 +63,7 @@ def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
     """The names of the checkpoints to try, in this order.
 
     First the one that ``last_checkpoint`` names, then the others, newest first. Those with a higher
-    iteration are of another run, and come last. Names without a number or ``_final``, and weights
+    iteration are of another run, and come last. Other names than those of a run, and weights
     without an iteration, are left out.
     """
     pointed = read_pointer(save_dir)
@@ -120,8 +120,8 @@ def files_to_delete(
     Args:
         save_dir: the folder.
         prefix: of the names.
-        max_to_keep: how many to keep, at least 1.
-        newest: the iteration just saved. Higher ones are of another run, and stay uncounted.
+        max_to_keep: how many, at least 1.
+        newest: the iteration just saved. Higher ones are of another run, and do not count.
     """
     ours = []
     for name in checkpoint_names(save_dir):
@@ -137,15 +137,15 @@ def files_to_delete(
 def set_folder_aside(folder: AnyPath) -> Path | None:
     """Rename the folder of an earlier run to the first free ``<name>.1``, and make it anew.
 
-    Renamed back, it can be resumed. Called by the main process, before a new run writes anything.
+    Renamed back, it can be resumed. For the main process, before a new run writes anything.
 
     Returns:
-        Its new path; None if it stays, since it has nothing to resume from.
+        Its new path; None if it has nothing to resume from, and stays.
 
     Raises:
-        RuntimeError: if another run is using the folder.
-        ValueError: if it is the current folder, or one above that.
-        OSError: if it cannot be renamed.
+        RuntimeError: another run is using it.
+        ValueError: it is the current folder, or one above.
+        OSError: it cannot be renamed.
     """
     path = Path(folder).resolve()
     if next(names_to_resume(path), None) is None:

@@ -270,8 +270,7 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     max_epochs = arguments.pop("max_epochs", None)
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
-    kind = arguments.pop("type")
-    target: Any = PARAM_SCHEDULERS.find(kind)
+    target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
     # Those of MMEngine's family have a range, which ends with the run.
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:

@@ -126,8 +126,8 @@ class OptimWrapper:
         """Begin a new accumulation; the last one of the run may be shorter.
 
         Args:
-            model: not used; MMEngine has it.
-            init_counts: the backward passes so far.
+            model: as in MMEngine; not used.
+            init_counts: the passes so far.
             max_counts: those at the end of the run.
         """
         self.inner_count = init_counts
@@ -185,14 +185,14 @@ class OptimWrapper:
 
         Args:
             loss: one tensor; of several losses, their sum.
-            step_kwargs: keywords for :meth:`step`, in a dict.
-            zero_kwargs: keywords for :meth:`zero_grad`.
+            step_kwargs: for :meth:`step`, in a dict.
+            zero_kwargs: for :meth:`zero_grad`.
 
         Returns:
             Whether there was an update.
 
         Raises:
-            TypeError: for something else than a tensor, such as a dict of losses.
+            TypeError: for a dict of losses.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(
