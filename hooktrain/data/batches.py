@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any
 
 from torch.testing import assert_close
-from torch.utils.data import IterableDataset
 
 from hooktrain.data.loader import TrainLoader
 from hooktrain.utils import comm
@@ -17,6 +16,10 @@ logger = logging.getLogger(__name__)
 SAME_BATCHES = (
     "The first two batches are the same. If each worker reads all of a stream, divide it by "
     "torch.utils.data.get_worker_info()"
+)
+STARTS_ANEW = (
+    "The position in the data could not be restored: the loader starts anew. Those of "
+    "build_train_loader() go on; for a stream that needs pip install 'hooktrain[streams]'"
 )
 
 
@@ -91,16 +94,7 @@ class Batches(Iterator[Any]):
                     self.loader,
                 )
         else:
-            remedy = "unlike those of hooktrain.data.build_train_loader"
-            if _is_stream(self.loader):
-                remedy = "or needs torchdata: pip install 'hooktrain[streams]'"
-            text = "The position in the data could not be restored: the loader starts anew, %s"
-            logger.warning(text, remedy)
-
-
-def _is_stream(loader: Any) -> bool:
-    """Whether a loader reads a data set whose order is its own."""
-    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+            logger.warning(STARTS_ANEW)
 
 
 def _told_apart(batches: Iterator[Any]) -> Iterator[Any]:

@@ -83,11 +83,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
 
 
 def get_local_process_group() -> ProcessGroup:
-    """The group of the processes on this machine.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The group of the processes on this machine; a RuntimeError if there is none."""
     group = _local_groups.get(dist.group.WORLD)
     if group is None:
         raise RuntimeError(
@@ -98,11 +94,7 @@ def get_local_process_group() -> ProcessGroup:
 
 
 def get_local_rank() -> int:
-    """The number of this process on its machine: torchrun's, else that of the group.
-
-    Raises:
-        RuntimeError: as ``get_local_process_group``, with several processes.
-    """
+    """The number of this process on its machine: torchrun's, else that of the group."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     if get_world_size() == 1:
@@ -111,11 +103,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine: torchrun's, else that of the group.
-
-    Raises:
-        RuntimeError: as ``get_local_rank``.
-    """
+    """The number of processes on this machine: torchrun's, else that of the group."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     if get_world_size() == 1:
@@ -133,14 +121,11 @@ def all_gather(
     data: T,
     group: ProcessGroup | None = None,
 ) -> list[T]:
-    """Bring every rank's picklable object to every rank. Collective within the group.
+    """Bring every rank's picklable object to every rank, in their order. Collective.
 
     Args:
-        data: this rank's object, with tensors on the CPU.
+        data: with tensors on the CPU; not copied in a single process.
         group: None is all ranks.
-
-    Returns:
-        The objects in the order of ranks; no copy in a single process.
     """
     if get_world_size() == 1:
         return [data]
@@ -155,13 +140,7 @@ def gather(
     dst: int = 0,
     group: ProcessGroup | None = None,
 ) -> list[T]:
-    """As ``all_gather``, but to one rank; others get an empty list. Collective.
-
-    Args:
-        data: as for ``all_gather``.
-        dst: the receiving rank.
-        group: as for ``all_gather``.
-    """
+    """As ``all_gather``, but to rank ``dst``; others get an empty list. Collective."""
     if get_world_size() == 1:
         return [data]
     group = group or object_group()
@@ -185,11 +164,8 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum a tensor in CPU memory over all ranks, in place. Collective.
 
     Args:
-        values: of the same shape on every rank.
+        values: of the same shape on every rank, where they get the same bits.
         op: another ``torch.distributed.ReduceOp``, such as ``MAX``.
-
-    Returns:
-        ``values``, with the same bits on every rank.
     """
     if get_world_size() > 1:
         dist.all_reduce(values, op, group=object_group())
@@ -211,14 +187,9 @@ def reduce_dict(
     input_dict: dict[str, Tensor],
     average: bool = True,
 ) -> dict[str, Tensor]:
-    """Sum or average the values of a dictionary over all ranks. Collective.
+    """Average, or sum, tensors of one shape and device over all ranks. Collective.
 
-    Args:
-        input_dict: tensors of one shape on one device, with the same keys on every rank.
-        average: whether to divide by the world size.
-
-    Returns:
-        A new dictionary with the keys sorted, without gradients.
+    The keys are the same on every rank; the new dictionary has them sorted.
     """
     if not input_dict:
         return {}
