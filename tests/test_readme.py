@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gloo import run_ranks
 from hooktrain.data import build_train_loader
@@ -151,6 +152,26 @@ def test_the_stream_of_shards_of_the_guide_goes_on_where_each_rank_was(
 ) -> None:
     results = run_ranks(resumed_in_each_epoch, 2, str(tmp_path), GUIDE)
     assert results == [[True] * 4] * 2
+
+
+def divided(program: str) -> tuple[float, Any]:
+    """The loss of the guide's model on two ranks, and its weights."""
+    names: dict[str, Any] = {}
+    exec(program, names)
+    model: Any = names["strategy"].prepare(names["Perceptron"])
+    loss = model(torch.linspace(-1, 1, 32).view(4, 8))
+    return loss.item(), names["strategy"].model_state_dict()
+
+
+def test_the_model_that_the_guide_divides_computes_what_it_did() -> None:
+    (program,) = [block for block in programs(GUIDE) if "ColwiseParallel()" in block]
+    (loss, weights), (other, _) = run_ranks(divided, 2, program)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    model: Any = names["Perceptron"]()
+    model.load_state_dict(weights)
+    whole = model(torch.linspace(-1, 1, 32).view(4, 8)).item()
+    assert [loss, other] == pytest.approx([whole, whole], rel=1e-5)
 
 
 @pytest.mark.parametrize(
