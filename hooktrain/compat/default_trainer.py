@@ -261,7 +261,8 @@ class DefaultTrainer(TrainerBase):
         for name, judge in list(zip(names, evaluators, strict=True)):
             loader = cls.build_test_loader(cfg, name)
             try:
-                judge = judge or cls.build_evaluator(cfg, name)
+                if judge is None:
+                    judge = cls.build_evaluator(cfg, name)
             except NotImplementedError:
                 logger.warning(
                     "There is no evaluator for %s: override build_evaluator", name

@@ -36,7 +36,7 @@ class BaseDataPreprocessor(nn.Module):
         self.device = torch.get_default_device()
 
     def cast_data(self, data: Any) -> Any:
-        """Move tensors in dicts, lists and tuples, and objects with ``to``.
+        """Move tensors in dicts, lists, tuples and dataclasses, and objects with ``to``.
 
         Containers are copied and keep their types. Everything else, such as strings and
         None, is returned as it is.

@@ -118,6 +118,14 @@ class PolynomialDecayParamScheduler(ParamScheduler):
         return float(self.base_value * (1 - where) ** self.power)
 
 
+def _check_order(values: Any) -> None:
+    """Refuse what would fail in the middle of a run."""
+    if isinstance(values, dict | set):
+        raise TypeError(
+            f"values must be a list, in the order of the run, but got {values!r}"
+        )
+
+
 @dataclass
 class MultiStepParamScheduler(ParamScheduler):
     """``values[k]``, where ``k`` counts the milestones that ``w * num_updates`` has reached.
@@ -146,6 +154,7 @@ class MultiStepParamScheduler(ParamScheduler):
     milestones: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        _check_order(self.values)
         parts = len(self.values)
         milestones = self.milestones
         end = self.num_updates
@@ -194,6 +203,9 @@ class StepParamScheduler(ParamScheduler):
 
     num_updates: float
     values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        _check_order(self.values)
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -67,11 +68,12 @@ def map_leaves(
 ) -> Any:
     """A copy of containers in containers with ``function(path, leaf)`` for each leaf.
 
-    Containers are dicts, lists and tuples without a method ``to``. They keep their
-    types, and dicts their attributes, such as the ``_metadata`` of a state.
+    Containers are dicts, lists, tuples and dataclasses without a method ``to``. They
+    keep their types, and dicts their attributes, such as the ``_metadata`` of a state.
 
     Args:
-        function: takes the keys and indices that lead to a leaf, and the leaf.
+        function: takes the keys, indices and names of fields that lead to a leaf, and
+            the leaf.
         data: it is not changed.
         path: of the data itself.
     """
@@ -90,6 +92,13 @@ def map_leaves(
         items = map(inside, count(), data)
         make = getattr(type(data), "_make", type(data))  # namedtuples have _make
         return make(items)
+    if is_dataclass(data):
+        changed = copy.copy(data)
+        for field in fields(data):
+            item = getattr(data, field.name)
+            item = inside(field.name, item)
+            object.__setattr__(changed, field.name, item)  # it may be frozen
+        return changed
     return function(path, data)
 
 
@@ -168,9 +177,9 @@ def _numbers(tensor: Any) -> Tensor | None:
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     """The function that brings a batch to the device of a model.
 
-    It moves tensors in dicts, lists and tuples, and other objects with ``to``, such as
-    the encodings of Hugging Face's tokenizers. From pinned memory nothing waits: while
-    CUDA computes on a batch, it copies the next one.
+    It moves tensors in dicts, lists, tuples and dataclasses, and other objects with
+    ``to``, such as the encodings of Hugging Face's tokenizers. From pinned memory nothing
+    waits: while CUDA computes on a batch, it copies the next one.
 
     On the CPU batches stay as they are. So they do for a model with a ``train_step``,
     which brings them to its device by itself.

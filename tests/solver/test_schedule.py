@@ -167,6 +167,13 @@ def test_a_warm_up_covers_the_beginning_or_comes_before_it(
 ONE = ConstantParamScheduler(1.0)
 
 
+@pytest.mark.parametrize("values", [{0: 1.0, 30: 0.1}, {1.0, 0.1}])
+@pytest.mark.parametrize("kind", [StepParamScheduler, MultiStepParamScheduler])
+def test_values_without_an_order_are_refused(kind: Any, values: Any) -> None:
+    with pytest.raises(TypeError, match=r"values must be a list, .*but got {.*0\.1"):
+        kind(num_updates=90, values=values)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

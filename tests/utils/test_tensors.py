@@ -3,6 +3,7 @@
 import math
 from collections import UserDict, defaultdict
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,13 @@ class Pair(NamedTuple):
     name: str
 
 
+@dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    size: tuple[int, int]
+    known: bool = field(init=False, default=True)
+
+
 class Encoding(UserDict[str, Tensor]):
     """As those of Hugging Face's tokenizers."""
 
@@ -32,6 +40,7 @@ def test_tensors_move_in_containers_which_keep_their_types() -> None:
     filled = defaultdict(list, image=[here])
     batch = {
         "pair": Pair(here, "a"),
+        "sample": Sample(here, (3, 4)),
         "encoding": Encoding(ids=here),
         "nested": [(here, None), filled],
         "text": "cat",
@@ -39,16 +48,22 @@ def test_tensors_move_in_containers_which_keep_their_types() -> None:
     moved = mover_to(there)(batch)
     assert type(moved) is dict
     assert isinstance(moved["pair"], Pair)
+    assert isinstance(moved["sample"], Sample)
     assert isinstance(moved["encoding"], Encoding)
     assert type(moved["nested"][1]) is defaultdict
-    assert (moved["pair"].name, moved["text"]) == ("a", "cat")
+    assert (moved["pair"].name, moved["sample"].size, moved["text"]) == (
+        "a",
+        (3, 4),
+        "cat",
+    )
     tensors = [
         moved["pair"].image,
+        moved["sample"].image,
         moved["encoding"]["ids"],
         moved["nested"][0][0],
         moved["nested"][1]["image"][0],
     ]
-    assert [tensor.device.type for tensor in tensors] == ["meta"] * 4
+    assert [tensor.device.type for tensor in tensors] == ["meta"] * 5
     assert filled["image"][0].device.type == "cpu"  # the batch itself is as it was
 
 
