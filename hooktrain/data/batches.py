@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from operator import length_hint
 from typing import Any
 
 from torch.testing import assert_close
@@ -35,6 +36,7 @@ class Batches(Iterator[Any]):
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.epoch = 0
+        self._taken = 0  # of this epoch
         self._iterator: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
@@ -61,20 +63,25 @@ class Batches(Iterator[Any]):
         # Of this epoch nothing may be left; then the next one begins.
         for _ in range(2):
             try:
-                return next(self.start())
+                batch = next(self.start())
             except StopIteration:
                 self.epoch += 1
+                self._taken = 0
                 self._iterator = None
+            else:
+                self._taken += 1
+                return batch
         raise ValueError(
             f"the data loader is empty (by drop_last?), or starts only once: {self.loader!r}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and the loader's position if it has one."""
-        state: dict[str, Any] = {"epoch": self.epoch}
         if hasattr(self.loader, "state_dict"):
-            state["loader"] = self.loader.state_dict()
-        return state
+            return {"epoch": self.epoch, "loader": self.loader.state_dict()}
+        # The loader will start anew: with the next epoch, if this one is over.
+        is_over = self._taken == length_hint(self.loader, -1)
+        return {"epoch": self.epoch + is_over}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the loader refuse the state of other data."""
@@ -84,6 +91,7 @@ class Batches(Iterator[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; warn if the position cannot be restored."""
         self.epoch = int(state_dict.get("epoch", 0))
+        self._taken = 0
         self._iterator = None
         if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state_dict["loader"])

@@ -6,7 +6,12 @@ from itertools import chain, islice
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    get_worker_info,
+)
 
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
@@ -87,3 +92,20 @@ def test_a_stream_that_begins_anew_is_told_what_to_install(
     stream = Batches(build_train_loader(Numbers(), total_batch_size=2))
     stream.load_state_dict(stream.state_dict())
     assert "pip install 'hooktrain[streams]'" in caplog.text
+
+
+@pytest.mark.parametrize(("taken", "read_again"), [(2, 0), (3, 1), (4, 0)])
+def test_a_resume_begins_the_epoch_that_was_not_over(
+    taken: int, read_again: int
+) -> None:
+    def batches() -> Batches:
+        sampler = DistributedSampler(range(4), num_replicas=1, rank=0, seed=3)
+        return Batches(DataLoader(range(4), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+
+    whole = [batch.tolist() for batch in islice(batches(), 8)]
+    assert whole[:2] != whole[2:4]
+    first, second = batches(), batches()
+    list(islice(first, taken))
+    second.load_state_dict(first.state_dict())
+    rest = whole[taken - read_again :]
+    assert [batch.tolist() for batch in islice(second, len(rest))] == rest
