@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import traceback
@@ -95,8 +96,9 @@ def launch(
     if world_size <= 1:
         return main_func(*args)
     variables, _store = _meeting_place(dist_url, num_machines)
-    variables["WORLD_SIZE"] = str(world_size)
-    variables["LOCAL_WORLD_SIZE"] = str(num_gpus_per_machine)
+    variables.update(
+        WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(num_gpus_per_machine)
+    )
     first = machine_rank * num_gpus_per_machine
     ranks = range(first, first + num_gpus_per_machine)
     work = (partial(_interruptible, main_func), args, "pytorch", backend, timeout)
@@ -130,7 +132,6 @@ def _run_processes(
 ) -> list[Any]:
     """Start a process for each rank, wait until all have ended, and return their results."""
     failure = ""
-    outcomes: list[Any] = []
     with (
         tempfile.TemporaryDirectory(prefix="hooktrain-") as folder,
         _passing_on_signals() as (started, signals),
@@ -144,15 +145,15 @@ def _run_processes(
         try:
             while not context.join(grace_period=_GRACE_SECONDS):
                 pass
-            for rank in ranks:
-                outcomes.append(pickle.loads(Path(folder, str(rank)).read_bytes()))
+            files = [Path(folder, str(rank)) for rank in ranks]
+            outcomes = [pickle.loads(file.read_bytes()) for file in files]
         except ProcessException as error:
             failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
     for left in context.error_files:  # torch leaves them behind
         Path(left).unlink(missing_ok=True)
     if failure and signals:
         # That is what the process died of, so let it end this one too.
-        logger.error("%s", failure)
+        logger.error(failure)
         signal.raise_signal(signals[0])
     if failure:
         raise RuntimeError(failure)
@@ -172,9 +173,9 @@ def _passing_on_signals() -> Iterator[tuple[list[SpawnProcess], list[int]]]:
         signals.append(signum)
         _signal_all(started, signum)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = ENDING if is_main else ()  # other threads have no handlers
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # others have no handlers
+        before = {number: signal.signal(number, pass_on) for number in ENDING}
     try:
         yield started, signals
     finally:
@@ -232,7 +233,9 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
                 raise
             raise RuntimeError(first) from error
         finally:
-            environment.leave_processes()
+            # After an error others may wait for this rank, and leaving for them.
+            if not isinstance(sys.exc_info()[1], Exception):
+                environment.leave_processes()
 
     return run()
 

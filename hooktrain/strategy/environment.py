@@ -1,5 +1,6 @@
 """A process of a run: who started it, how it joins the others, its device and seed."""
 
+import atexit
 import gc
 import logging
 import os
@@ -7,7 +8,10 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from ctypes import py_object, pythonapi
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from hooktrain.utils import comm
+from hooktrain.utils import comm, timer
 from hooktrain.utils.env import seed_all_rng
 
 logger = logging.getLogger(__name__)
@@ -198,6 +202,7 @@ def join_processes(
         world_size=place.world_size,
         timeout=timeout,
     )
+    atexit.register(_let_go)
     comm.create_local_process_group(place.local_world_size)
 
 
@@ -233,6 +238,33 @@ def leave_processes() -> None:
     if dist.is_initialized():
         gc.collect()  # models that only cycles hold
         dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """After an uncaught error, do not wait for what other ranks may never send.
+
+    The destructor of gloo does, at the end of the interpreter. So leave it out.
+    """
+    if hasattr(sys, "last_value"):
+        pythonapi.Py_IncRef(py_object(dist.distributed_c10d._world.pg_map))
+
+
+def report_hang(what: str, stacks: str, seconds: float) -> None:
+    """Print where this rank hangs, unless a rank that hangs there too has done so.
+
+    Args:
+        what: the rank does, such as "has made no progress".
+        stacks: of its threads, by ``faulthandler``; the last one is the main thread.
+        seconds: how long to wait for ranks that hang too, twice.
+    """
+    rank = comm.get_rank()
+    here, others = timer.ranks_at(stacks.rpartition("first):")[2], seconds)
+    text = f"Watchdog: rank {rank} {what}, as do {here[:50]}, not here: {others[:50]}"
+    if here[0] == rank:
+        # In one piece: others may write there at the same time.
+        os.write(2, f"{text}. Its threads:\n{stacks}".encode())
+    logger.critical(text)
+    time.sleep(seconds)  # others may still have to speak
 
 
 def choose_device(wanted: str | torch.device | None = None) -> torch.device:

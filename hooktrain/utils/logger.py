@@ -92,7 +92,7 @@ def setup_logger(
         output: a file if it ends in .txt or .log, else a folder that gets a log.txt;
             appended to if there already. None writes no file.
         distributed_rank: ranks above 0 write to another file, with ``.rank{N}`` added
-            to its name, and not to the terminal.
+            to its name, and not to the terminal. Those from 128 on write nothing.
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR
             decide).
         name: of the logger; "" is the root of all loggers.
@@ -133,6 +133,8 @@ def _log_file(output: str | os.PathLike[str], rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
         path = path / "log.txt"
+    if rank >= 128:  # more files are a burden to file systems, and nobody reads them
+        return Path(os.devnull)
     if rank > 0:
         path = path.with_name(f"{path.name}.rank{rank}")
     path.parent.mkdir(parents=True, exist_ok=True)

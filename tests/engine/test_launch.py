@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -156,6 +157,47 @@ def test_the_error_of_the_first_rank_that_fails_comes_back(
     assert "in fail_in_rank_1_alone" in str(caught.value)
     assert str(caught.value).endswith("KeyError: 'the cause'")
     assert list(tmp_path.iterdir()) == []  # nothing is left of the processes
+
+
+FAIL = """
+import torch, torch.distributed as dist
+from hooktrain.engine import launch
+
+def fail():
+    if dist.get_rank() == 0:
+        input()
+    open_one = dist.all_reduce(torch.ones(1), async_op=True)
+    raise KeyError("the cause")
+
+launch(fail)
+"""
+
+
+def test_a_rank_that_fails_ends_while_others_keep_it_waiting() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = []
+    for rank in ("0", "1"):
+        started = subprocess.Popen(
+            [sys.executable, "-c", FAIL],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        ranks.append(started)
+    try:
+        _, printed = ranks[1].communicate(timeout=LIMIT_SECONDS)
+        assert ranks[0].poll() is None
+    finally:
+        for started in ranks:
+            started.kill()
+            started.communicate()
+    assert ranks[1].returncode == 1
+    assert printed.strip().endswith("KeyError: 'the cause'")
 
 
 @pytest.mark.usefixtures("forked")

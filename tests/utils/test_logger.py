@@ -185,7 +185,7 @@ def test_handlers_of_others_stay(tmp_path: Path) -> None:
         (".", 3, "log.txt.rank3"),
     ],
 )
-def test_each_rank_has_a_file_and_the_first_the_terminal(
+def test_each_of_128_ranks_has_a_file_and_the_first_the_terminal(
     output: str,
     rank: int,
     file: str,
@@ -198,6 +198,10 @@ def test_each_rank_has_a_file_and_the_first_the_terminal(
     assert [path.name for path in tmp_path.iterdir()] == [file]
     assert "hello" in (tmp_path / file).read_text()
     assert ("hello" in capsys.readouterr().out) == (rank == 0)
+    setup_logger("many", distributed_rank=127, name=NAME)
+    setup_logger("many", distributed_rank=128, name=NAME).warning("not read")
+    assert [path.name for path in Path("many").iterdir()] == ["log.txt.rank127"]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_lines_go_to_what_stdout_is_at_the_time(

@@ -2,7 +2,6 @@
 
 import faulthandler
 import logging
-import math
 import os
 import tempfile
 import threading
@@ -11,6 +10,7 @@ from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.strategy.environment import report_hang
 from hooktrain.utils import comm, timer
 from hooktrain.utils.tensors import is_sharded, non_finite
 
@@ -102,30 +102,35 @@ class Watchdog(HookBase):
     """Ends a process that makes no progress, and prints the stacks of all its threads.
 
     So torchrun restarts the run, or ends it. A rank that hangs makes the others wait for it, so
-    each of them ends: the one to blame is the one whose stack shows no collective.
+    each of them ends. Of the ranks whose main threads are at one place the first prints its stacks,
+    and lists who is there and who is not: the one to blame is at a place without a collective, or
+    not in any list.
 
-    ``timeout_s`` must exceed the longest iteration, also the first one with its compilation, and
-    the longest save. Each batch of :func:`hooktrain.evaluation.inference_on_dataset` counts as
-    progress. Call :func:`hooktrain.utils.timer.beat` inside of anything else that takes long.
-    The final evaluation is watched if the hook is registered last.
+    ``timeout_s`` must exceed the longest iteration and the longest save. Each batch of
+    :func:`hooktrain.evaluation.inference_on_dataset` counts as progress. Call
+    :func:`hooktrain.utils.timer.beat` inside of anything else that takes long. The final evaluation
+    is watched if the hook is registered last.
 
     A thread looks four times in ``timeout_s``, and at least every ten seconds. It counts its looks,
-    so a process that was suspended does not seem to hang.
+    so a process that was suspended does not seem to hang. It cannot look while C code holds the
+    interpreter's lock. Against that set the timeout of the process group.
 
     Args:
         timeout_s: in seconds, above 0. After so long without progress the process ends with the
             exit code 124 (:data:`EXIT_HUNG`).
+        first_s: the same until the first iteration has ended, which may compile, if that is longer.
 
     Raises:
-        ValueError: if ``timeout_s`` is not above 0 or not finite.
+        ValueError: if ``timeout_s`` is not above 0.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        if not 0 < timeout_s < math.inf:
+    def __init__(self, timeout_s: float, first_s: float = 0) -> None:
+        if not timeout_s > 0:
             raise ValueError(
                 f"timeout_s must be above 0 seconds, but got {timeout_s!r}"
             )
         self.timeout_s = timeout_s
+        self._limit_s = max(first_s, timeout_s)
 
     def before_train(self) -> None:
         """Begin to watch."""
@@ -143,6 +148,7 @@ class Watchdog(HookBase):
     def after_step(self) -> None:
         """Progress: an iteration ends."""
         timer.beat()
+        self._limit_s = self.timeout_s
 
     def after_train(self) -> None:
         """Stop watching."""
@@ -151,27 +157,17 @@ class Watchdog(HookBase):
 
     def _watch(self) -> None:
         pause = min(10.0, self.timeout_s / 4)
-        limit = math.ceil(self.timeout_s / pause)
-        seen = timer.last_beat
         looks = 0
-        while looks < limit:
+        while looks * pause < self._limit_s:
+            seen = timer.last_beat
             if self._end.wait(pause):
                 return
-            beat = timer.last_beat
-            looks = looks + 1 if beat == seen else 0
-            seen = beat
-        self._abort()
-
-    def _abort(self) -> None:
-        rank = comm.get_rank()
-        text = f"Watchdog: rank {rank} has made no progress for {self.timeout_s:g} s and ends"
-        with tempfile.TemporaryFile() as file:
+            looks = looks + 1 if timer.last_beat == seen else 0
+        # The thread that hangs may hold a lock, of the log or of the store.
+        faulthandler.dump_traceback_later(100, exit=True, file=2)
+        with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
             stacks = file.read()
-        # To stderr first: the thread that hangs may hold a lock of the log. In one piece: other
-        # ranks may write there at the same time.
-        os.write(2, f"{text}. Its threads:\n".encode() + stacks)
-        logger.critical(text)
-        logging.shutdown()  # os._exit() leaves out what Python does at its end
-        os._exit(EXIT_HUNG)
+        report_hang(f"has made no progress for {self._limit_s:g} s", stacks, pause)
+        os._exit(EXIT_HUNG)  # without what Python does at its end

@@ -190,3 +190,21 @@ def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(
     shards: bool, tmp_path: Path
 ) -> None:
     assert run_ranks(preempt_one_rank, 2, tmp_path, shards) == [(143, 7, 7)] * 2
+
+
+def preempt_all_ranks(folder: Path) -> tuple[Any, int, float]:
+    rank = comm.get_rank()
+    hook = signal_at(signal.SIGTERM, 4 + rank, rank)
+    trainer = preemptible(folder, hook, gather_metric_period=4)
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=20)
+    return caught.value.code, trainer.iter, trainer.model.fc.weight.sum().item()
+
+
+def test_a_signal_that_reaches_the_ranks_in_turn_ends_them_at_the_next_exchange(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(preempt_all_ranks, 2, tmp_path)
+    assert first == second
+    assert first[:2] == (143, 7)
+    assert pointer(tmp_path) == "model_0000007.pth"
