@@ -65,7 +65,7 @@ def data_parallel_size() -> int:
 def _data_share() -> tuple[int, int]:
     if not dist.is_initialized():
         return 0, 1
-    own = (dist.get_rank(), dist.get_world_size())
+    own = (get_rank(), get_world_size())
     return _data_shares.get(dist.group.WORLD, own)
 
 
@@ -173,8 +173,7 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
-    votes = torch.tensor(int(flag))
-    return all_reduce(votes).item() > 0
+    return all_reduce(torch.tensor(int(flag))).item() > 0
 
 
 def shared_random_seed() -> int:

@@ -19,7 +19,7 @@ def beat() -> None:
 def ranks_at(
     place: str,
     seconds: float,
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], ...]:
     """Say that this rank hangs at a place, and hear who else does.
 
     It needs no other rank, as it goes over the store of the process group.
