@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -39,8 +38,7 @@ class ConfigDict(dict[Any, Any]):
         cfg = ConfigDict(train={"max_iter": 100})
         cfg.train.max_iter = 200
 
-    Keys that are names of dict's methods, such as ``items``, are read as ``cfg["items"]``. To set
-    a new attribute with nearly the name of another logs a warning; to set an item does not.
+    Keys that are names of dict's methods, such as ``items``, are read as ``cfg["items"]``.
 
     Raises:
         AttributeError, KeyError: For a missing key; the message suggests the nearest one.
@@ -66,8 +64,6 @@ class ConfigDict(dict[Any, Any]):
             raise AttributeError(*error.args) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self:
-            _warn_of_a_typo(name, self)
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -82,14 +78,6 @@ class ConfigDict(dict[Any, Any]):
     def copy(self) -> "ConfigDict":
         """A copy, also of the dicts, lists and tuples inside; other values are shared."""
         return copy.copy(self)
-
-
-def _warn_of_a_typo(name: str, known: Iterable[Any]) -> None:
-    names = map(str, known)
-    near = get_close_matches(name, names, n=1, cutoff=0.9)
-    if near:
-        text = "The config has %r already, and gets %r beside it: a typo?"
-        logger.warning(text, near[0], name)
 
 
 def to_config(value: Any) -> Any:

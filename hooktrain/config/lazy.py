@@ -159,14 +159,8 @@ class LazyConfig:
 
         Args:
             cfg: A whole config.
-            filename: Any name but that of a Python file.
-
-        Raises:
-            ValueError: If the file is a ``.py`` file.
+            filename: Any name but that of a Python file, which `load` would run.
         """
-        if Path(filename).suffix == ".py":
-            hint = "a config is saved as JSON: give a name like 'config.json'"
-            raise ValueError(f"{hint}, not {str(filename)!r}")
         for line in LazyConfig.to_py(cfg, "").splitlines():
             if NOT_SAVED in line:
                 logger.warning("The saved config lacks %s", line)

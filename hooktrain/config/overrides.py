@@ -12,6 +12,7 @@ from hooktrain.config.config_dict import (
     restore_references,
     to_config,
 )
+from hooktrain.config.plain_data import dotted_lines, to_data
 from hooktrain.utils.epochs import EPOCHS
 from hooktrain.utils.names import did_you_mean
 
@@ -32,8 +33,7 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
       tuple, dict), or one of true, false, none, null in any case, or else a text, all after the
       first ``=``. It replaces what was there; dicts are not merged. In the place of anything but
       a text or None, a text needs quotes, unless it is like ``1 epoch``.
-    - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
-      index that is its length appends.
+    - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way.
     - ``~a.b`` deletes a key or a list item.
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
@@ -57,10 +57,9 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
 
 def _apply(cfg: ConfigDict, override: str) -> None:
-    adds = override.startswith("+")
     deletes = override.startswith("~")
     change = override
-    if adds or deletes:
+    if override.startswith(("+", "~")):
         change = override[1:]
     path, equals, text = change.partition("=")
     parts = path.split(".")
@@ -70,13 +69,11 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     node: Any = cfg
     *above, last = parts
     for part in above:
-        key = _find(node, part, override)
+        key = _find(cfg, node, part, override)
         if isinstance(node, dict):
             node.setdefault(key, {})
         node = node[key]
-    if adds and isinstance(node, list) and last == str(len(node)):
-        node.append(None)
-    key = _find(node, last, override)
+    key = _find(cfg, node, last, override)
     if deletes:
         del node[key]
         return
@@ -86,7 +83,7 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     node[key] = to_config(value)
 
 
-def _find(node: Any, part: str, override: str) -> Any:
+def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
     """The key of a dict or list that a part of a path means; + may name a new one."""
     container = None if isinstance(node, tuple) else node
     found = find_key(container, part)
@@ -95,6 +92,11 @@ def _find(node: Any, part: str, override: str) -> Any:
     if override.startswith("+") and isinstance(node, dict):
         return part
     hint = did_you_mean(part, known_keys(container))
+    # As total_batch_size of the loader for train.batch_size.
+    paths = [line.split(" = ")[0] for line in dotted_lines(to_data(cfg), "")]
+    elsewhere = [path for path in paths if path.endswith(part)]
+    if elsewhere:
+        hint = f"; there is {', '.join(elsewhere)}"
     # Elsewhere nobody would read what is added.
     if "_target_" in known_keys(container):
         hint += " (a + before the key adds it)"

@@ -31,6 +31,14 @@ from hooktrain.utils.file_io import on_disk
 
 logger = logging.getLogger(__name__)
 
+# What `train` can hold, as in configs/common/train.py.
+_TRAIN_KEYS = """
+    output_dir init_checkpoint resume_parts max_iter max_epochs epoch_length seed strategy device
+    compile activation_checkpointing cudnn_benchmark amp accumulative_counts clip_grad ddp sync_bn
+    auto_scale_lr ema checkpointer eval_period best_metric best_mode expected_results log_period
+    watchdog_s
+"""
+
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
     """Writers to the console, to ``metrics.json`` and to TensorBoard.
@@ -175,7 +183,7 @@ class DefaultTrainer(TrainerBase):
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
-        _refuse_two_ways(cfg)
+        _check_keys(cfg)
         self.cfg = resolve(cfg)  # what refers to what a script has changed
         train = cfg.train
         self.strategy = self.build_strategy(cfg)
@@ -419,7 +427,11 @@ class DefaultTrainer(TrainerBase):
         return self.last_results
 
 
-def _refuse_two_ways(cfg: Any) -> None:
+def _check_keys(cfg: Any) -> None:
+    unknown = [key for key in cfg.train if key not in _TRAIN_KEYS.split()]
+    if unknown:
+        text = "Nothing here reads %s of train; configs/common/train.py has what it can hold"
+        logger.warning(text, unknown)
     pairs = {"optimizer": "optim_wrapper", "lr_multiplier": "param_scheduler"}
     for key, other in pairs.items():
         if key in cfg and other in cfg:

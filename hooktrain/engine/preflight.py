@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.solver.schedule import ParamScheduler
@@ -108,40 +109,38 @@ def _lists_of_layers(model: nn.Module) -> Iterator[str]:
                 yield f"{path}.{key}"
 
 
-def versions(optim_wrapper: Any) -> dict[str, list[int]]:
-    """How often each parameter was changed so far, by the names of the optimizers."""
-    found = {}
-    for name, wrapper in wrappers_by_name(optim_wrapper).items():
-        parameters = [p for group in wrapper.param_groups for p in group["params"]]
-        found[name] = [p._version for p in parameters]
-    return found
+def versions(wrapper: OptimWrapper) -> list[int]:
+    """How often each parameter of an optimizer was changed so far."""
+    return [p._version for group in wrapper.param_groups for p in group["params"]]
 
 
-def warn_of_idle(optim_wrapper: Any, before: Mapping[str, list[int]]) -> None:
-    """Name the optimizers that have done nothing, and do not accumulate.
+def warn_of_idle(wrapper: OptimWrapper, name: str, before: list[int]) -> None:
+    """Name an optimizer that has done nothing, and does not accumulate.
 
     Args:
-        optim_wrapper: one or several.
-        before: what :func:`versions` gave when the run began; those to look at.
+        wrapper: its wrapper.
+        name: its name among several, or "".
+        before: what :func:`versions` gave when the run began.
     """
-    now = versions(optim_wrapper) if before else {}
-    for name, wrapper in wrappers_by_name(optim_wrapper).items():
-        # Some write to p.data, which has no version; but they have a state.
-        is_idle = name in now and now[name] == before[name]
-        if is_idle and not wrapper.optimizer.state and wrapper.should_update():
-            what = name or type(wrapper.optimizer).__name__
-            logger.warning("The optimizer %s has made no step so far", what)
+    # Some write to p.data, which has no version; but they have a state.
+    is_idle = versions(wrapper) == before and not wrapper.optimizer.state
+    if is_idle and wrapper.should_update():
+        what = name or type(wrapper.optimizer).__name__
+        logger.warning("The optimizer %s has made no step so far", what)
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
     """Warn of a schedule of rates, where one of multipliers belongs.
 
     Raises:
-        TypeError: for a configuration.
+        TypeError: for None or a configuration.
         ValueError: for a plateau without the metric that it watches.
     """
-    if isinstance(schedule, Mapping):
-        raise TypeError(f"call build_param_scheduler first, for {schedule!r}")
+    if schedule is None or isinstance(schedule, Mapping):
+        raise TypeError(
+            "LRScheduler(scheduler=...) needs a schedule, or what build_param_scheduler "
+            f"makes of a configuration, not {schedule!r}"
+        )
     if isinstance(schedule, ReduceLROnPlateau) and metric is None:
         raise ValueError("ReduceLROnPlateau needs LRScheduler(metric=...), a name")
     if not isinstance(schedule, ParamScheduler):

@@ -16,6 +16,7 @@ from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import call_model
 from hooktrain.solver import build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 
@@ -71,7 +72,6 @@ class ModelTrainer(TrainerBase):
         self.data_loader = data_loader
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        self._move = mover_to(model)
         # Such as masks: what is not finite when the run begins.
         self._meant_so: set[str] | None = None
 
@@ -120,11 +120,14 @@ class ModelTrainer(TrainerBase):
         self._meant_so = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()
-        self._at_first = versions(self.optim_wrapper)
+        wrappers = wrappers_by_name(self.optim_wrapper)
+        self._at_first = {name: versions(each) for name, each in wrappers.items()}
 
     def end_period(self) -> None:
         """Name an optimizer that was idle in the first period."""
-        warn_of_idle(self.optim_wrapper, self._at_first)
+        wrappers = wrappers_by_name(self.optim_wrapper)
+        for name, before in self._at_first.items():
+            warn_of_idle(wrappers[name], name, before)
         self._at_first = {}
 
     def _check_mode(self) -> None:

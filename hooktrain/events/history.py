@@ -112,12 +112,8 @@ class HistoryBuffer:
     def recent(self, window_size: int) -> list[float]:
         """The values of the last ``window_size`` iterations, up to the last value."""
         _, last = self._data[-1]
-        newest_first = []
-        for value, iteration in reversed(self._data):
-            if iteration <= last - window_size:
-                break
-            newest_first.append(value)
-        return newest_first[::-1]
+        entries = self.since(last - window_size + 1)
+        return _values(entries)
 
     def recent_median(self, window_size: int) -> float:
         """The median of :meth:`recent`; NaN if one of the values is."""

@@ -1,6 +1,5 @@
 """Images and histograms: checked, copied to the host, and queued for a writer."""
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,6 @@ from torch import Tensor
 Array = Tensor | NDArray[Any]
 Image = tuple[str, Tensor, int]  # a name, an image on the CPU, its iteration
 Histogram = dict[str, Any]  # the arguments of SummaryWriter.add_histogram_raw
-
-_MAX_QUEUED = 64  # images or histograms that wait for a writer
-
-
-def new_queue() -> deque[Any]:
-    """A queue of the last 64 images or histograms; older ones are dropped."""
-    return deque(maxlen=_MAX_QUEUED)
 
 
 def new_image(

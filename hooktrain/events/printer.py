@@ -33,11 +33,7 @@ class CommonMetricPrinter(EventWriter):
 
     logger = logging.getLogger(__name__)
 
-    def __init__(
-        self,
-        max_iter: int | None = None,
-        window_size: int = 20,
-    ) -> None:
+    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
         if not self.logger.hasHandlers():
             setup_logger(distributed_rank=comm.get_rank())
         self.max_iter = max_iter
@@ -59,10 +55,8 @@ class CommonMetricPrinter(EventWriter):
         for iteration, metrics in found.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
-            for i in range(0, len(results), 2):  # more are too long for a terminal
-                pair = results[i : i + 2]
-                text = "  ".join([head, *pair])
-                self.logger.info(text)
+            for result in results:  # several are too long for a terminal
+                self.logger.info(f"{head}  {result}")
             line = [head, *fields]
             if is_running and iteration == storage.iter:
                 line = [*self._eta(storage, end), *line, *_memory()]

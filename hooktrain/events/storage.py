@@ -1,5 +1,6 @@
 """Where the metrics of a run live."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from hooktrain.utils.names import did_you_mean
 Scalar = float | np.generic | media.Array  # with one element
 
 _MAX_PENDING = 4096  # values of a metric that wait to be fetched
+_MAX_QUEUED = 64  # images or histograms that wait for a writer
 
 # The storages that this thread or task has entered, the innermost last.
 _entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
@@ -71,8 +73,9 @@ class EventStorage:
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._tensors: list[Tensor] = []  # on a device, among what is pending
-        self._vis_data = media.new_queue()
-        self._histograms = media.new_queue()
+        # detectron2's names, for writers.
+        self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
+        self._histograms: deque[media.Histogram] = deque(maxlen=_MAX_QUEUED)
 
     def put_scalar(
         self,
@@ -87,12 +90,11 @@ class EventStorage:
             name: the metric; the current :meth:`name_scope` is put before it.
             value: a number, or a tensor with one element, on any device.
             smoothing_hint: whether writers show medians (of a noisy loss) or each value
-                (of an evaluation). The same at each call for a metric.
+                (of an evaluation). The first call for a metric decides.
             cur_iter: when it was measured; None is the current iteration.
 
         Raises:
             TypeError: if ``value`` is not one real number.
-            ValueError: for another ``smoothing_hint`` than before.
         """
         if type(value) is not float:
             value = self._read_scalar(name, value)
@@ -102,11 +104,6 @@ class EventStorage:
             history = HistoryBuffer()
             history.smoothing_hint = bool(smoothing_hint)
             self._histories[name] = history
-        elif history.smoothing_hint != smoothing_hint:
-            hint = f"smoothing_hint={history.smoothing_hint}"
-            raise ValueError(
-                f"metric {name!r} was put with {hint} before, not {smoothing_hint!r}"
-            )
         # Numbers wait too: that takes less time.
         if cur_iter is None:
             cur_iter = self.iter
@@ -178,8 +175,10 @@ class EventStorage:
 
     def latest(self) -> dict[str, Entry]:
         """Each metric's last value and its iteration."""
-        histories = self.histories()
-        return {name: history.tail(1)[0] for name, history in histories.items()}
+        latest = {}
+        for name, history in self.histories().items():
+            latest[name] = history.tail(1)[0]
+        return latest
 
     # detectron2's names.
     _history = property(histories)
@@ -205,19 +204,12 @@ class EventStorage:
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """How many values the last ``window_size`` iterations have."""
-        return len(self.history(name).recent(window_size))
+        history = self.history(name)
+        return len(history.recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
         """The hint of each metric."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
-
-    def images(self) -> list[media.Image]:
-        """The queued images: (name, tensor on the CPU, iteration)."""
-        return list(self._vis_data)
-
-    def histograms(self) -> list[media.Histogram]:
-        """The queued histograms: arguments of ``SummaryWriter.add_histogram_raw``."""
-        return list(self._histograms)
 
     def clear_images(self) -> None:
         """Forget the images."""
@@ -277,10 +269,9 @@ class EventStorage:
             history.load_state_dict(state)
             histories[name] = history
         self.iter = state_dict["iteration"]
-        self.written = dict(state_dict.get("written_counts", {}))
-        self.file_sizes = dict(state_dict.get("file_sizes", {}))
-        info = state_dict.get("info", {})
-        self.info = dict(info)
+        self.written = dict(state_dict["written_counts"])
+        self.file_sizes = dict(state_dict["file_sizes"])
+        self.info = dict(state_dict["info"])
         self._histories = histories
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:

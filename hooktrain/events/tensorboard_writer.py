@@ -1,6 +1,6 @@
 """Metrics, images and histograms for TensorBoard."""
 
-import importlib.util
+import importlib
 import os
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -36,10 +36,8 @@ class TensorboardXWriter(EventWriter):
         window_size: int = 20,
         **kwargs: Any,
     ) -> None:
-        # Importing it takes a second, and only the main process needs it.
-        if importlib.util.find_spec("tensorboard") is None:
-            install = "pip install 'hooktrain[tensorboard]'"
-            raise ImportError(f"TensorboardXWriter needs: {install}")
+        # Only the main process needs torch's part, which takes a second to import.
+        importlib.import_module("tensorboard")
         self._log_dir = log_dir
         self._arguments = kwargs
         self._unwritten = UnwrittenScalars("tensorboard", window_size)
@@ -68,7 +66,7 @@ class TensorboardXWriter(EventWriter):
         storage = get_event_storage()
         if comm.is_main_process():
             scalars = self._unwritten.find(storage)
-            if scalars or storage.images() or storage.histograms():
+            if scalars or storage._vis_data or storage._histograms:
                 try:
                     self._send(storage, scalars)
                 except OSError:
@@ -87,11 +85,11 @@ class TensorboardXWriter(EventWriter):
         for iteration, metrics in scalars.items():
             for name, value in metrics.items():
                 writer.add_scalar(name, value, iteration)
-        for name, image, iteration in storage.images():
+        for name, image, iteration in storage._vis_data:
             if image.is_floating_point():
                 image = image.float()  # numpy has no bfloat16
             writer.add_image(name, image, iteration)
-        for histogram in storage.histograms():
+        for histogram in storage._histograms:
             writer.add_histogram_raw(**histogram)
         writer.flush()
 

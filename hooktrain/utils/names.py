@@ -50,11 +50,18 @@ def as_list(
     """A list of what was given; one object in place of a list is refused.
 
     Raises:
-        TypeError: for a text, or an object of the class ``kind``.
+        TypeError: for a text, or one object of the class ``kind``; for an item that is
+            neither of that class nor None.
     """
     if isinstance(given, kind | str):
         raise TypeError(f"{what} must be a list: [{given!r}]")
-    return list(given)
+    items = list(given)
+    for item in items:
+        if not isinstance(item, kind | None):
+            raise TypeError(
+                f"{what} must be {kind.__name__} objects, but got {item!r}"
+            )
+    return items
 
 
 def is_loss(name: str) -> bool:

@@ -47,17 +47,6 @@ def test_a_missing_key_suggests_the_nearest() -> None:
     assert cfg.train.get("max_itr", 7) == 7
 
 
-def test_a_new_attribute_with_nearly_the_name_of_another_warns(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cfg = train_config()
-    cfg.train.max_itr = 5
-    cfg.train["max_ite"] = 6
-    cfg.train.seed = 7
-    assert len(caplog.messages) == 1
-    assert "'max_iter'" in caplog.text
-
-
 def test_the_callers_dicts_and_lists_are_not_touched() -> None:
     model, ordered = object(), OrderedDict(a={"b": [1]})
     source = {"a": {"b": [model, {"c": 2}]}, "ordered": ordered}

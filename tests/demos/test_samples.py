@@ -66,7 +66,7 @@ def test_it_writes_a_grid_every_period(
     trainer.train(0, 5)
     assert len(list((folder / "drawn").iterdir())) == len(written)
     for (name, grid, at), (i, brightness) in zip(
-        trainer.storage.images(), written.items(), strict=True
+        trainer.storage._vis_data, written.items(), strict=True
     ):
         assert (name, at) == ("drawn", i)
         assert torch.equal(grid, make_grid(INPUTS + brightness, columns=2, scale=3))
@@ -82,7 +82,7 @@ def test_the_averaged_model_draws_where_there_is_one(tmp_path: Path) -> None:
     trainer.register_hooks([trainer.ema, SampleWriter(2, INPUTS, tmp_path)])
     trainer.train(0, 2)
     # The weights are 0.25 and 0.5; the average 0.125 and then 0.3125.
-    assert torch.equal(trainer.storage.images()[0][1], make_grid(INPUTS + 0.3125))
+    assert torch.equal(trainer.storage._vis_data[0][1], make_grid(INPUTS + 0.3125))
 
 
 @pytest.mark.parametrize("kind", ["images", "texts"])

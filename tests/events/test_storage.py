@@ -112,15 +112,12 @@ def test_what_is_not_one_real_number_is_refused_by_name(value: Any) -> None:
     assert storage.histories() == {}
 
 
-@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
-def test_another_smoothing_hint_is_refused_before_anything_is_stored(
-    value: Any, transfers: list[int]
-) -> None:
+def test_the_first_smoothing_hint_of_a_metric_stays() -> None:
     storage = EventStorage()
-    storage.put_scalar("lr", value, smoothing_hint=False)
-    with pytest.raises(ValueError, match="'lr' was put with smoothing_hint=False"):
-        storage.put_scalar("lr", value)
-    assert storage.history("lr").values() == [(0.5, 0)]
+    storage.put_scalar("lr", 0.5, smoothing_hint=False)
+    storage.put_scalar("lr", 0.25)
+    assert storage.smoothing_hints() == {"lr": False}
+    assert storage.history("lr").values() == [(0.5, 0), (0.25, 0)]
 
 
 def test_latest_with_smoothing_hint_is_a_median_where_hinted() -> None:
@@ -200,8 +197,8 @@ def test_a_name_scope_ends_with_an_exception() -> None:
         raise ZeroDivisionError
     storage.put_scalar("loss", 3.0)
     assert list(storage.latest()) == ["stage0/loss", "stage0/head/loss", "loss"]
-    assert storage.images()[0][0] == "stage0/head/mask"
-    assert storage.histograms()[0]["tag"] == "stage0/head/weight"
+    assert storage._vis_data[0][0] == "stage0/head/mask"
+    assert storage._histograms[0]["tag"] == "stage0/head/weight"
 
 
 # The current storage
@@ -248,11 +245,11 @@ def test_images_are_copied_with_their_iteration(array: Any) -> None:
     storage, expected = EventStorage(4), torch.as_tensor(array).clone()
     storage.put_image("photo", array)
     array[:] = 0
-    ((name, image, iteration),) = storage.images()
+    ((name, image, iteration),) = storage._vis_data
     assert (name, iteration) == ("photo", 4)
     assert torch.equal(image, expected)
     storage.clear_images()
-    assert storage.images() == []
+    assert not storage._vis_data
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 4, 3), (1, 3, 4, 4), (2, 4, 4)])
@@ -263,7 +260,7 @@ def test_an_image_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     ) as error:
         storage.put_image("photo", torch.zeros(shape))
     assert str(shape) in str(error.value)
-    assert storage.images() == []
+    assert not storage._vis_data
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -271,7 +268,7 @@ def test_a_histogram_counts_all_elements(dtype: torch.dtype) -> None:
     storage = EventStorage(9)
     values = torch.tensor([[0.0, 1.0, 1.5], [3.0, 4.0, 4.0]], dtype=dtype)
     storage.put_histogram("weight", values, bins=4)
-    assert storage.histograms() == [
+    assert list(storage._histograms) == [
         {
             "tag": "weight",
             "min": 0.0,
@@ -285,14 +282,14 @@ def test_a_histogram_counts_all_elements(dtype: torch.dtype) -> None:
         }
     ]
     storage.clear_histograms()
-    assert storage.histograms() == []
+    assert not storage._histograms
 
 
 def test_the_last_64_images_are_kept() -> None:
     storage = EventStorage()
     for i in range(65):
         storage.put_image(f"image{i}", torch.zeros(1, 1, 1))
-    names = [name for name, _, _ in storage.images()]
+    names = [name for name, _, _ in storage._vis_data]
     assert names == [f"image{i}" for i in range(1, 65)]
 
 
@@ -329,4 +326,4 @@ def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     assert storage._latest_scalars == {"loss": (3.0, 7)}
     assert storage._history["loss"].avg(2) == 2.0
     assert storage._history["loss"]._data[-1] == (3.0, 7)
-    assert list(storage._vis_data) == storage.images()
+    assert [name for name, _, _ in storage._vis_data] == ["photo"]

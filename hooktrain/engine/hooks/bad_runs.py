@@ -34,10 +34,12 @@ class SkipNonFinite(HookBase):
     It costs a host-device synchronisation and the largest gradient in each iteration.
 
     Args:
-        max_skips: one more in a row raises a FloatingPointError.
+        max_skips: one more in a row raises a FloatingPointError. At least 0, else a ValueError.
     """
 
     def __init__(self, max_skips: int = 20) -> None:
+        if max_skips < 0:
+            raise ValueError(f"max_skips must be at least 0: {max_skips!r}")
         self._max_skips = max_skips
 
     def before_train(self) -> None:

@@ -4,7 +4,6 @@ import logging
 import math
 import operator
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -20,8 +19,7 @@ from hooktrain.evaluation import flatten_results_dict
 from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.logger import pretty_seconds
-from hooktrain.utils.names import did_you_mean, is_loss
+from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +105,8 @@ class EvalHook(HookBase):
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        storage = self.trainer.storage
-        hints = storage.smoothing_hints()
         for name, number in numbers.items():
-            # A name that training uses too keeps its hint.
-            storage.put_scalar(name, number, hints.get(name, False))
+            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
         self.has_results |= bool(numbers)
 
 
@@ -343,7 +338,7 @@ class BestCheckpointer(HookBase):
 
 
 class RunSummary(HookBase):
-    """Logs how a run has come to its end: its length, last and best values, and folder.
+    """Logs how a run has come to its end: its length, its best value, and its folder.
 
     Register it last.
 
@@ -356,28 +351,16 @@ class RunSummary(HookBase):
         self._folder = folder
         self._best = best
 
-    def before_train(self) -> None:
-        """Start the clock of the run."""
-        self._start = time.perf_counter()
-
     def after_train(self) -> None:
-        """Log four lines, after a good end."""
+        """Log it, after a good end."""
         trainer = self.trainer
         if not trainer.succeeded:
             return
         how = "Stopped early" if trainer.stop_reason else "Finished"
-        seconds = pretty_seconds(time.perf_counter() - self._start)
-        logger.info(
-            "%s after %d iterations; this run took %s",
-            how,
-            trainer.max_iter,
-            seconds,
-        )
-        latest = trainer.storage.latest_with_smoothing_hint()
-        losses = [f"{n}: {v:.4g}" for n, (v, _) in latest.items() if is_loss(n)]
-        logger.info("The last losses: %s", "  ".join(losses[:3]))
+        logger.info("%s after %d iterations", how, trainer.max_iter)
         best = self._best
         if best is not None and best.best_metric is not None:
+            latest = trainer.storage.latest()
             last, _ = latest.get(best._val_metric, (math.nan, -1))
             logger.info(
                 "The best %s is %.4g, of iteration %d, in %s; the last is %.4g",
@@ -440,6 +423,11 @@ class EarlyStopping(HookBase):
         else:
             self._waited += 1
             self._stop_if_exhausted()
+
+    def after_train(self) -> None:
+        """Say so if there was nothing to look at."""
+        if self._seen_iter < 0:
+            logger.warning("EarlyStopping has seen no metric %r", self._metric)
 
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:

@@ -74,11 +74,18 @@ class LRScheduler(HookBase):
         self._watched: list[Any] = []  # metrics, and what steps with their values
         self._driven: list[Any] = []  # rates, and what sets them
         self._schedulers = {}
-        for name, given in self._given().items():
-            optimizer = self._optimizer_of(name)
+        optimizers = self._optimizers()
+        if self.scheduler is None:
+            self.scheduler = getattr(self.trainer, "scheduler", None)
+        named = self.scheduler
+        if not isinstance(named, Mapping) or "type" in named:
+            named = dict.fromkeys(optimizers, named)
+        for name, given in named.items():
+            optimizer = _unwrapped(optimizers[name])
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
-            self._schedulers[name] = [self._begin(each, optimizer) for each in given]
+            schedules = given if isinstance(given, list | tuple) else [given]
+            self._schedulers[name] = [self._begin(s, optimizer) for s in schedules]
         self._refuse_twice()
         if self._loaded:
             # detectron2's is the state of the only scheduler.
@@ -87,30 +94,11 @@ class LRScheduler(HookBase):
             self._seen_iters = dict(self._loaded.get("seen_iters", {}))
             self._loaded = {}
 
-    def _given(self) -> dict[str, list[Any]]:
-        """Lists of schedules, by the names of their optimizers."""
-        if self.scheduler is None:
-            self.scheduler = self.trainer.scheduler
-        named = self.scheduler
-        if not isinstance(named, Mapping) or "type" in named:
-            several = self._optimizers()
-            names = [*several] if isinstance(several, Mapping) else [""]
-            named = dict.fromkeys(names, named)
-        return {
-            name: list(given) if isinstance(given, list | tuple) else [given]
-            for name, given in named.items()
-        }
-
-    def _optimizers(self) -> Any:
-        """The optimizer, or several by name, in wrappers or not."""
+    def _optimizers(self) -> Mapping[str, Any]:
+        """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
         wrapper = getattr(self.trainer, "optim_wrapper", None)
-        return self._optimizer or wrapper or self.trainer.optimizer
-
-    def _optimizer_of(self, name: str) -> Any:
-        found = self._optimizers()
-        if name or isinstance(found, Mapping):
-            found = found[name]
-        return _unwrapped(found)
+        found = self._optimizer or wrapper or self.trainer.optimizer
+        return found if isinstance(found, Mapping) else {"": found}
 
     def _begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
         """Decide when a schedule steps. Returns it, or the multiplier that is made of it."""

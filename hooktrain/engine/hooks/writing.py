@@ -55,10 +55,7 @@ class IterationTimer(HookBase):
         self._timed += 1
         self._steps_seconds += seconds
         if self._is_watched:
-            mean = (now - self._timed_start) / self._timed  # with the hooks
-            end = self.trainer.max_iter
-            left = end - iteration - 1
-            show_progress("Training", iteration + 1, end, mean * left)
+            show_progress("Training", iteration + 1, self.trainer.max_iter)
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""

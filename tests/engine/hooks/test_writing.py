@@ -87,15 +87,13 @@ def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) 
         (
             -1,
             False,
-            "Finished after 8 iterations; this run took 0:00:16"
-            "\nThe last losses: total_loss: 0.5  loss_a: 0.5"
+            "Finished after 8 iterations"
             "\nThe best accuracy is 9, of iteration 2, in model_best.pth; the last is 1",
         ),
         (
             3,
             True,
-            "Stopped early after 4 iterations; this run took 0:00:08"
-            "\nThe last losses: total_loss: 0.5  loss_a: 0.5"
+            "Stopped early after 4 iterations"
             "\nThe best accuracy is 9, of iteration 2, in model_best; the last is 1",
         ),
     ],
@@ -105,12 +103,9 @@ def test_a_run_is_summed_up_at_its_end(
     is_sharded: bool,
     summary: str,
     tmp_path: Path,
-    clock: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work(trainer: Any) -> None:
-        clock.now += 2.0
-        trainer.storage.put_scalars(total_loss=0.5, loss_a=0.5)
         if trainer.iter == stop_at:
             trainer.request_stop("tired")
 
