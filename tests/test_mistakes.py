@@ -24,12 +24,18 @@ from hooktrain.engine.hooks import (
     EMA,
     BestCheckpointer,
     CallbackHook,
+    EarlyStopping,
     EvalHook,
     LRScheduler,
     PeriodicCheckpointer,
     PeriodicWriter,
+    SkipNonFinite,
 )
-from hooktrain.evaluation import ClassificationEvaluator, inference_on_dataset
+from hooktrain.evaluation import (
+    ClassificationEvaluator,
+    DatasetEvaluator,
+    inference_on_dataset,
+)
 from hooktrain.model import BaseModel
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -37,7 +43,11 @@ from hooktrain.solver import (
     MultiStepParamScheduler,
     OptimWrapper,
 )
-from hooktrain.utils.events import CommonMetricPrinter, get_event_storage
+from hooktrain.utils.events import (
+    CommonMetricPrinter,
+    JSONWriter,
+    get_event_storage,
+)
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.registry import OPTIMIZERS
 from toys import Counter, sgd
@@ -179,6 +189,14 @@ class OfMMEngine(HookBase):
         """Nothing calls it."""
 
 
+class Retrains(DatasetEvaluator):
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.model.train()
+
+
 class Ended(SimpleTrainer):
     def run_step(self) -> None:
         next(iter(()))
@@ -238,6 +256,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "writers must be a list",
     ),  # type: ignore[arg-type]
     (lambda: PeriodicWriter("log.txt"), TypeError, r"a list: \['log.txt'\]"),  # type: ignore[arg-type]
+    (
+        lambda: PeriodicWriter([JSONWriter]),
+        TypeError,
+        "must be EventWriter objects.*JSONWriter",
+    ),  # type: ignore[list-item]
     (lambda: small().fit, AttributeError, r"call train\(max_iter=...\)"),
     (train_again, RuntimeError, r"train\(\) is running"),
     (lambda: train(by=Ended), RuntimeError, "StopIteration in iteration 0"),
@@ -259,6 +282,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, r"0.1 x 0.1 = 0.01: "),
     (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3: .* multipliers"),
     (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
+    (schedule(None), TypeError, "LRScheduler.* needs a schedule.*None"),
     (beside_a_multiplier(StepLR), ValueError, "a multiplier and another schedule"),
     (
         beside_a_multiplier(solver.StepLR),
@@ -310,6 +334,18 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (best_of_nothing, ValueError, "no metric 'accuracy'"),
     (evaluate("abc", label=torch.tensor([0, 1])), ValueError, r"\(N, 3\)"),
     (evaluate("ab", labels=[0, 1]), KeyError, "no 'label', .* mean 'labels'"),
+    (
+        lambda: inference_on_dataset(Net(), DATA, ClassificationEvaluator),
+        TypeError,
+        "not a class: ClassificationEvaluator",
+    ),
+    (
+        lambda: inference_on_dataset(retrained := Net(), DATA, Retrains(retrained)),
+        WARNING,
+        "in training mode",
+    ),
+    (lambda: train(EarlyStopping("acc")), WARNING, "no metric 'acc'"),
+    (lambda: SkipNonFinite(-1), ValueError, "at least 0: -1"),
     (get_event_storage, RuntimeError, r"inside of train\(\)"),
     (lambda: train().storage.history("total_los"), KeyError, "'total_loss'"),
     # Checkpoints
@@ -349,6 +385,11 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ((*DIGITS, "train.max_itr=5"), "did you mean 'max_iter'"),
     ((*DIGITS, "train.hooks=[]"), r"no 'hooks'; there is ((?!a \+ before).)*$"),
     ((*DIGITS, "optimizer.betas=1"), r"no 'betas'.* \(a \+ before the key adds it"),
+    ((*DIGITS, "train.batch_size=8"), r"'batch_size'.* dataloader.*total_batch_size"),
+    (
+        (*DIGITS, "+train.epochs=3", "train.log_period=0"),
+        r"reads \['epochs'\] of train",
+    ),
     ((*DIGITS, "train.log_period=0"), "at least 1, but got 0"),
     ((*DIGITS, "train.device=gpu"), "device.*gpu"),
     (

@@ -147,6 +147,8 @@ class DatasetEvaluators(DatasetEvaluator):
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
         for each in evaluators:
+            if isinstance(each, type):
+                raise TypeError(f"give an object, not a class: {each.__name__}(...)")
             if not hasattr(each, "process"):
                 each = MetricEvaluator(each)
             self._evaluators.append(each)
@@ -270,6 +272,8 @@ def inference_on_dataset(
             if is_own and is_first:
                 evaluator.process(inputs, outputs)
         call.on_end()
+        if module.training:
+            logger.warning("Evaluated in training mode: who has called model.train()?")
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 

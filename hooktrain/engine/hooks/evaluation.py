@@ -427,7 +427,7 @@ class EarlyStopping(HookBase):
     def after_train(self) -> None:
         """Say so if there was nothing to look at."""
         if self._seen_iter < 0:
-            logger.warning("EarlyStopping has seen no metric %r", self._metric)
+            logger.warning("EarlyStopping: there was no metric %r", self._metric)
 
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:
