@@ -58,7 +58,9 @@ def as_list(
     items = list(given)
     for item in items:
         if not isinstance(item, kind | None):
-            raise TypeError(f"{what} must be {kind.__name__} objects, but got {item!r}")
+            raise TypeError(
+                f"{what} must be {kind.__name__} objects (not classes), but got {item!r}"
+            )
     return items
 
 
