@@ -525,6 +525,8 @@ class TrainerBase:
         for hook in as_list(hooks, HookBase, "hooks"):
             if hook is None:
                 continue
+            if not isinstance(hook, HookBase):
+                raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
             # A constructor may have set this very trainer.
             is_free = any(hook.trainer is known for known in (None, self, me))
             if hook in self._hooks or not is_free:
