@@ -85,7 +85,12 @@ def shard_model(
         TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in ``mp_policy``.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     pinned = torch.accelerator.is_available()
     options: dict[str, Any] = {
@@ -98,7 +103,8 @@ def shard_model(
     }
     parameters = len(list(model.parameters()))
     for module in (*reversed(select_modules(model, wrap)), model):  # inner ones first
-        fully_shard(module, **options)
+        if not isinstance(module, FSDPModule):  # it may be sharded already
+            fully_shard(module, **options)
     # A parameter counts once, however many modules share it.
     if len(list(model.parameters())) > parameters:
         raise ValueError(

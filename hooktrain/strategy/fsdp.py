@@ -60,7 +60,8 @@ class FSDPStrategy(BaseStrategy):
         parallelize: a function of the model and the mesh, or its dotted name, called
             before the model is sharded. It changes the model, or returns another:
             torch's ``parallelize_module`` over ``mesh["tensor"]``, what is compiled or
-            computed again. If it calls ``fully_shard`` itself, that is not done again.
+            computed again. It may call ``fully_shard`` itself, for the model and what is
+            in it: that is not done again then.
         kwargs: see :class:`BaseStrategy`.
 
     Attributes:
@@ -159,9 +160,8 @@ class FSDPStrategy(BaseStrategy):
             model = self.place_model(model)
         if self.parallelize is not None:
             model = self.parallelize(model, self.mesh) or model
-        if isinstance(model, FSDPModule):
-            return model
-        sharding.check_parallelized(model)
+        if not isinstance(model, FSDPModule):
+            sharding.check_parallelized(model)
         return sharding.shard_model(model, mesh=self._data_mesh(), **self.sharding)
 
     def _data_mesh(self) -> DeviceMesh:
