@@ -251,7 +251,7 @@ def build_train_loader(
     """
     world = comm.data_parallel_size()
     if total_batch_size < 1 or total_batch_size % world:
-        text = f"total_batch_size must be a positive multiple of the {world} ranks"
+        text = f"total_batch_size must be a positive multiple of {world}, the ranks"
         raise ValueError(f"{text}, but got {total_batch_size!r}")
     if mapper is not None:
         dataset = MapDataset(dataset, mapper)

@@ -43,7 +43,7 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
         raise TypeError(
             "a model in training must return a loss or a dict of losses, of one element "
-            f"each (many need 'labels' in the batch), not {shapes or output!r:.300}"
+            f"each, not {shapes or output!r:.300}. Hugging Face's need labels for that"
         )
     losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):

@@ -278,7 +278,7 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
         [4, 6],
         [5, 7],
     ]  # torch's divides by itself
-    assert "multiple of the 2 ranks, but got 3" in results[0][3]
+    assert "a positive multiple of 2, the ranks, but got 3" in results[0][3]
 
 
 def pairs_of_ranks() -> tuple[Tensor, list[int], int]:
