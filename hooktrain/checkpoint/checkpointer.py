@@ -96,7 +96,7 @@ class Checkpointer:
             self.add_checkpointable(name, checkpointable)
         self._has_begun = False
         self._worker = BackgroundWorker("checkpoint")
-        self._stager: Any = None
+        self._rooms: Any = {}
         self._group: ProcessGroup | None = None
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
@@ -190,7 +190,8 @@ class Checkpointer:
         state = storable(self.content(extra))
         if not self.sharded:
             name += ".pth"
-            state = full_tensors(state)
+            if not (self.background and self.save_to_disk):
+                state = full_tensors(state)
             if not self.save_to_disk:
                 return
         path = os.path.abspath(os.path.join(self.save_dir, name))
@@ -212,16 +213,14 @@ class Checkpointer:
         self, write: Callable[[State], None], state: State
     ) -> None:
         """Copy a state into host memory; a thread writes that."""
-        from hooktrain.checkpoint.folders import new_stager
+        from hooktrain.checkpoint.folders import copy_to_host
 
-        if self._stager is None:
-            self._stager = new_stager()
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")  # the thread's own
-        # Host-device synchronisation: the copies arrive.
-        staged = self._stager.stage(state)
+        # Host-device synchronisation: the copy arrives.
+        copied, self._rooms = copy_to_host(state, self._rooms, not self.sharded)
         # A rank that ends does not wait for others that may never come.
-        self._worker.submit(partial(write, staged), daemon=self._group is not None)
+        self._worker.submit(partial(write, copied), daemon=self._group is not None)
 
     def _write(
         self, state: State, path: str, finish: Callable[[], None], on_full: OnFull

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from hooktrain.checkpoint.files import (
     MANIFEST,
@@ -48,7 +48,12 @@ from hooktrain.checkpoint.files import (
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, raise_disk_full, replacing
-from hooktrain.utils.tensors import is_sharded, map_leaves
+from hooktrain.utils.tensors import (
+    full_tensor,
+    is_sharded,
+    local_tensor,
+    map_leaves,
+)
 
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
@@ -185,16 +190,50 @@ def read_folder(
     return state
 
 
-def new_stager() -> DefaultStager:
-    """What copies a state into host memory, and keeps that for the next copy."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=torch.cuda.is_available(),
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=torch.accelerator.is_available(),
+@torch.no_grad()
+def copy_to_host(state: Any, rooms: Any, whole: bool) -> Any:
+    """Copy a nested state into host memory, that of the copy before.
+
+    It takes as much memory as the state. For what is on CUDA it is pinned; torch rounds
+    the size of each pinned tensor up to a power of two. One tensor under two names is one
+    in the copy too.
+
+    Args:
+        state: it is not changed.
+        rooms: the memory of the copy before; at first an empty dict.
+        whole: put sharded tensors together, one by one. That is collective.
+
+    Returns:
+        The copy, and its memory.
+    """
+    used: Any = {}
+
+    def take(_: Keys, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = data = local_tensor(leaf)
+        if whole:
+            data = full_tensor(leaf)
+        # What is trained stays where it is.
+        place = (
+            own.data_ptr() or id(leaf),  # empty tensors are nowhere
+            own.stride(),
+            data.shape,
+            data.dtype,
         )
-    )
+        if place not in rooms:
+            rooms[place] = torch.empty_like(
+                data,
+                device="cpu",
+                pin_memory=data.is_cuda,
+            )
+        # Host-device synchronisation.
+        room = used[place] = rooms[place].copy_(data)
+        if whole or not is_sharded(leaf):
+            return room
+        return DTensor(room, leaf._spec, requires_grad=False)  # type: ignore[no-untyped-call, attr-defined]
+
+    return map_leaves(take, state), used
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -66,7 +66,7 @@ class AmpOptimWrapper(OptimWrapper):
             self.device_type,
             enabled=needs_scaler,
         )
-        if needs_scaler and isinstance(optimizer, torch.optim.SGD):
+        if isinstance(optimizer, torch.optim.SGD):
             # The scaler itself skips an update then. The fused kernel would leave in the
             # momentum what the memory held before, where the first one is skipped.
             optimizer._step_supports_amp_scaling = False
@@ -117,26 +117,23 @@ class AmpOptimWrapper(OptimWrapper):
         # Host-device synchronisation: reads the overflow flag. Fused optimizers read it
         # inside their kernel.
         scaler.step(self.optimizer, **kwargs)
-        scale: Any = scaler._scale
         found = scaler._found_inf_per_device(self.optimizer).values()
-        flags = [flag.to(scale.device) for flag in found]
+        flags = [flag.to(scaler._scale.device) for flag in found]  # type: ignore[union-attr]
         skipped = reduce(torch.maximum, flags) if flags else torch.zeros(())
-        updated = True
-        if not skipped.is_cpu:
-            # Added up there, and fetched with the other metrics: nothing waits.
-            self.skipped_updates = self.skipped_updates + skipped
-            self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
-        elif skipped:
-            self.count_skipped_update()
-            updated = False
         if self._updates_scale:
             scaler.update(self._fixed_scale)
-        return updated
+        if skipped.is_cpu:
+            if skipped:
+                self.count_skipped_update()
+            return not skipped
+        # Added up there, and fetched with the other metrics: nothing waits.
+        self.skipped_updates = self.skipped_updates + skipped
+        self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """That of :class:`OptimWrapper`, and the scaler's."""
         state = super().state_dict()
-        state["skipped_updates"] = int(self.skipped_updates)
         state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 

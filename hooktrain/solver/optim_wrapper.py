@@ -277,7 +277,7 @@ class OptimWrapper:
             logger.warning("Saved without the gradients that are being accumulated")
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
         state["inner_count"] = self.inner_count
-        state["skipped_updates"] = self.skipped_updates
+        state["skipped_updates"] = int(self.skipped_updates)
         return state
 
     def check_state_dict(self, state_dict: State) -> None:

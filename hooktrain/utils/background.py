@@ -46,7 +46,10 @@ class BackgroundWorker:
         """
         self.wait()
         self._thread = Thread(
-            target=self._run, args=(job,), name=self.name, daemon=daemon
+            target=self._run,
+            args=(job,),
+            name=self.name,
+            daemon=daemon,
         )
         self._thread.start()
 

@@ -140,25 +140,23 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     Args:
         tensors: by name.
     """
-    names = []
-    values = []
+    found = {}
     for name, tensor in tensors.items():
         numbers = _numbers(tensor)
         if numbers is not None:
-            names.append(name)
-            values.append(numbers)
-    if not values:
+            found[name] = numbers
+    if not found:
         return set()
     # The largest numbers, since a norm of large ones may overflow.
-    largest = torch._foreach_norm(values, math.inf)
+    largest = torch._foreach_norm([*found.values()], math.inf)
     device = largest[0].device
     norms = [norm.to(device) for norm in largest]
     together = torch.stack(norms).tolist()  # host-device synchronisation
-    found = set()
-    for name, value in zip(names, together, strict=True):
+    bad = set()
+    for name, value in zip(found, together, strict=True):
         if not math.isfinite(value):
-            found.add(f"{name} is {value}")
-    return found
+            bad.add(f"{name} is {value}")
+    return bad
 
 
 def _numbers(tensor: Any) -> Tensor | None:
@@ -184,8 +182,7 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     On the CPU batches stay as they are. So they do for a model with a ``train_step``,
     which brings them to its device by itself.
     """
-    first = next(model.parameters(), torch.empty(0))
-    device = first.device
+    device = next(model.parameters(), torch.empty(0)).device
     if device.type == "cpu" or hasattr(model, "train_step"):
         return lambda data: data
 

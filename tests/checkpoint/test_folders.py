@@ -32,6 +32,7 @@ from hooktrain.checkpoint.files import (
     write_file,
 )
 from hooktrain.checkpoint.folders import (
+    copy_to_host,
     read_folder,
     save_folder,
     verify_folder,
@@ -314,6 +315,56 @@ def test_code_in_a_shard_is_not_run(sharded: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="mkdir"):
         read_checkpoint(str(folder))
     assert names(tmp_path) == ["a"]
+
+
+def test_a_copy_takes_the_memory_of_the_copy_before() -> None:
+    weight = nn.Parameter(torch.arange(4.0).view(2, 2))
+    state = {"w": weight, "tied": weight, "turned": weight.t(), "empty": torch.ones(0)}
+    first, rooms = copy_to_host({"model": state, "n": [1, weight[1]]}, {}, False)
+    with torch.no_grad():
+        weight += 1
+    assert_equal(first["model"]["w"], torch.arange(4.0).view(2, 2))
+    second, _ = copy_to_host({"model": state, "n": [1, weight[1]]}, rooms, False)
+    model, (one, row) = second["model"], second["n"]
+    assert model["w"] is model["tied"] is first["model"]["w"]
+    assert row is first["n"][1]
+    assert not model["w"].requires_grad
+    assert_equal(model["w"], torch.arange(1.0, 5.0).view(2, 2))
+    assert_equal(model["turned"], torch.arange(1.0, 5.0).view(2, 2).t())
+    assert_equal([one, row], [1, torch.tensor([3.0, 4.0])])
+
+
+def test_what_has_changed_its_type_or_left_the_state_takes_no_memory_of_others() -> (
+    None
+):
+    tensors = [torch.ones(2), torch.ones(2)]
+    _, rooms = copy_to_host(tensors, {}, False)
+    half = tensors[0].view(torch.int32)
+    (first, second), rooms = copy_to_host([half, tensors[1]], rooms, False)
+    assert_equal([first, second], [half, tensors[1]])
+    assert len(rooms) == 2
+
+
+def copy_shards() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [torch.arange(6.0), torch.arange(6.0, 12.0)]
+    shards = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole]
+    for gather in (False, True):
+        copied, rooms = copy_to_host(shards, {}, gather)
+        again, _ = copy_to_host(shards, rooms, gather)
+        for new, old, shard, tensor in zip(again, copied, shards, whole, strict=True):
+            if gather:
+                assert new is old
+                assert_equal(new, tensor)
+            else:
+                assert new.placements == (Shard(0),)
+                assert new.to_local().data_ptr() == old.to_local().data_ptr()
+                assert new.to_local().data_ptr() != shard.to_local().data_ptr()
+                assert_equal(new.full_tensor(), tensor)
+
+
+def test_shards_are_copied_as_they_are_or_put_together() -> None:
+    run_ranks(copy_shards, 2)
 
 
 def read_on_two_axes(folder: Path) -> None:
