@@ -175,12 +175,12 @@ class Hook(HookBase, DatasetEvaluator):
         trainer = self.trainer
         runner = Runner(trainer)
         place = runner.iter % runner.epoch_length
-        batch = {
-            "batch_idx": place,
-            "data_batch": getattr(trainer, "last_batch", None),
-            "outputs": getattr(trainer, "last_outputs", None),
-        }
-        self.after_train_iter(runner, **batch)
+        self.after_train_iter(
+            runner,
+            batch_idx=place,
+            data_batch=getattr(trainer, "last_batch", None),
+            outputs=getattr(trainer, "last_outputs", None),
+        )
         if place + 1 == runner.epoch_length:
             self.after_train_epoch(Runner(trainer, ahead=1))
 
@@ -191,8 +191,9 @@ class Hook(HookBase, DatasetEvaluator):
     def process(self, inputs: Any, outputs: Any) -> None:
         """Call the event after a batch of it."""
         runner = Runner(self.trainer, ahead=1, epoch_ahead=1)
-        batch = {"batch_idx": self._place, "data_batch": inputs, "outputs": outputs}
-        self.after_val_iter(runner, **batch)
+        self.after_val_iter(
+            runner, batch_idx=self._place, data_batch=inputs, outputs=outputs
+        )
         self._place += 1
 
     def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:

@@ -47,6 +47,7 @@ class EMA(HookBase):
             averaged model.
 
     Raises:
+        TypeError: if ``average`` is of another library.
         ValueError: if ``decay`` is out of its range; when training starts, if ``model`` is another
             one than the trainer's.
     """
@@ -64,6 +65,8 @@ class EMA(HookBase):
             if not 0 <= decay < 1:
                 raise ValueError(f"decay must be in [0, 1): {decay!r}")
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
+        elif not isinstance(average, BaseAveragedModel):
+            raise TypeError(f"average is no BaseAveragedModel of ours: {type(average)}")
         self._model = model
         self.average = average
         self.begin_iter = begin_iter
