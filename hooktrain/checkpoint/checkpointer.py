@@ -248,9 +248,7 @@ class Checkpointer:
 
     def give_up(self) -> None:
         """:meth:`wait`, but not long for ranks that have perhaps failed."""
-        seconds = None
-        if self._group is not None:
-            seconds = _GIVE_UP_SECONDS
+        seconds = _GIVE_UP_SECONDS if self._group else None
         if not self._worker.wait(seconds):
             self.logger.error("The checkpoint that is being saved is given up")
 
@@ -373,8 +371,8 @@ class Checkpointer:
     def get_all_checkpoint_files(self) -> list[str]:
         """The paths of all checkpoints in ``save_dir``, sorted."""
         self.wait()
-        names = checkpoint_names(self.save_dir)
-        return [os.path.join(self.save_dir, name) for name in names]
+        folder = self.save_dir
+        return [os.path.join(folder, name) for name in checkpoint_names(folder)]
 
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint the one to resume from; FileNotFoundError if it is not there."""

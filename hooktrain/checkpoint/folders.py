@@ -324,10 +324,9 @@ def _save_tensors(
     Returns:
         All parts, and what this rank has written.
     """
-    own = {}
-    for name, tensor in tensors.items():
-        if is_sharded(tensor) or comm.is_main_process():
-            own[name] = tensor
+    own = tensors
+    if not comm.is_main_process():
+        own = {name: each for name, each in tensors.items() if is_sharded(each)}
     # Copying ahead would use the accelerator, from another thread.
     writer = _Writer(folder, per_thread_copy_ahead=0)
     writer.fs = files = _Files()

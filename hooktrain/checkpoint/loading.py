@@ -43,16 +43,16 @@ def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
         CorruptCheckpointError: if it is broken.
         OSError: if it cannot be opened.
     """
-    if not is_folder(path):
-        if os.path.isdir(path):
-            raise IsADirectoryError(
-                f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
-            )
-        verify_file(path)
-        return
-    from hooktrain.checkpoint.folders import verify_folder
+    if is_folder(path):
+        from hooktrain.checkpoint.folders import verify_folder
 
-    verify_folder(path, part)
+        verify_folder(path, part)
+    elif os.path.isdir(path):
+        raise IsADirectoryError(
+            f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
+        )
+    else:
+        verify_file(path)
 
 
 def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
@@ -259,11 +259,8 @@ def _table_of(
     """The differences by their shapes; what is missing or unexpected has one only."""
     rows: list[Any] = [*found.incorrect_shapes]
     for name in [*found.missing_keys, *found.unexpected_keys]:
-        theirs = _shape(loaded.get(name))
-        own = _shape(in_model.get(name))
-        rows.append((name, theirs, own))
-    headers = ["name", "shape in file", "shape in model"]
-    return tabulate(rows, headers, missingval="-")
+        rows.append((name, _shape(loaded.get(name)), _shape(in_model.get(name))))
+    return tabulate(rows, ["name", "shape in file", "shape in model"], missingval="-")
 
 
 def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":

@@ -51,7 +51,8 @@ class PeriodicCheckpointer:
     file_prefix: str = "model"
 
     def __post_init__(self) -> None:
-        for key, number in [("period", self.period), ("max_to_keep", self.max_to_keep)]:
+        for key in ("period", "max_to_keep"):
+            number = getattr(self, key)
             if isinstance(number, int | float) and (number < 1 or number % 1):
                 raise ValueError(
                     f"{key} must be a whole number of at least 1, got {number!r}"

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 from tabulate import tabulate
@@ -133,10 +133,10 @@ def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> N
     """Warn of a schedule of rates, where one of multipliers belongs.
 
     Raises:
-        TypeError: for None or a configuration.
+        TypeError: for what is no schedule, such as a configuration.
         ValueError: for a plateau without the metric that it watches.
     """
-    if schedule is None or isinstance(schedule, Mapping):
+    if not isinstance(schedule, ParamScheduler) and not hasattr(schedule, "step"):
         raise TypeError(
             "LRScheduler(scheduler=...) needs a schedule, or what build_param_scheduler "
             f"makes of a configuration, not {schedule!r}"

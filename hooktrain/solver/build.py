@@ -274,10 +274,9 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     # Those of MMEngine's family have a range, which ends with the run.
     needs = getattr(target, "NEEDS", None)
     if needs is not None and arguments.get("end") is None:
-        by_epoch = arguments.get("by_epoch", True)
-        length = max_epochs if by_epoch else max_iters
-        given = any(arguments.get(name) for name in needs)
-        if needs and not given and length is None:
+        length = max_epochs if arguments.get("by_epoch", True) else max_iters
+        is_known = length or any(arguments.get(name) for name in needs)
+        if needs and not is_known:
             raise ValueError(
                 f"{target.__name__} needs {' or '.join(needs)}, or the run's max_epochs or "
                 "max_iters"

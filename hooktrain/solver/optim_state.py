@@ -265,8 +265,7 @@ def _like(parameter: Tensor, value: Any) -> Any:
     value = shard_like(value, parameter)
     if value.stride() == parameter.stride():
         return value
-    turned = torch.empty_like(parameter, dtype=value.dtype)
-    return turned.copy_(value)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _settings(number: int, ours: ParamGroup, saved: ParamGroup) -> ParamGroup:

@@ -70,9 +70,8 @@ def group_trainable(
     groups = []
     for names, module, parameter in walk_parameters(model):
         if parameter.requires_grad:
-            group = settings(names, module, parameter)
-            group["params"] = [parameter]
-            groups.append(group)
+            chosen = settings(names, module, parameter)
+            groups.append({**chosen, "params": [parameter]})
     return reduce_param_groups(groups)
 
 
@@ -175,8 +174,11 @@ def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
         known += map(_last_part, names)
     for name in overrides:
         if name not in known:
-            hint = did_you_mean(name, known)
-            logger.warning("overrides: %r is no parameter of the model%s", name, hint)
+            logger.warning(
+                "overrides: %r is no parameter of the model%s",
+                name,
+                did_you_mean(name, known),
+            )
 
 
 def _last_part(name: str) -> str:
