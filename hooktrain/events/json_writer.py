@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hooktrain.events.storage import get_event_storage
-from hooktrain.events.writer import EventWriter, UnwrittenScalars
+from hooktrain.events.storage import EventStorage, get_event_storage
+from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import atomic_write
 
 logger = logging.getLogger(__name__)
 
 
-class JSONWriter(EventWriter):
+class JSONWriter(ScalarWriter):
     """Appends metrics to a file, one JSON object a line, on the main process only.
 
-    A line has ``iteration`` and the metrics that :meth:`UnwrittenScalars.find` finds for
+    A line has ``iteration`` and the metrics that :meth:`new_scalars` finds for
     it, with sorted keys. A metric that is put later gets another line. NaN and infinities
     are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
     back, and so does ``pandas.read_json(file, lines=True)``.
@@ -35,25 +35,20 @@ class JSONWriter(EventWriter):
         window_size: int = 20,
     ) -> None:
         self._path = Path(json_file)
-        self._unwritten = UnwrittenScalars(self._path.name, window_size)
+        super().__init__(self._path.name, window_size)
 
-    def write(self) -> None:
+    def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Append what is new.
 
         Raises:
-            OSError: if the disk is full or fails; what was new still is.
+            OSError: if the disk is full or fails.
         """
-        if not comm.is_main_process():
-            return
-        storage = get_event_storage()
-        found = self._unwritten.find(storage)
-        if found:
-            text = ""
-            for iteration, metrics in found.items():
-                text += _encode({**metrics, "iteration": iteration})
+        text = ""
+        for iteration, metrics in scalars.items():
+            text += _encode({**metrics, "iteration": iteration})
+        if text:
             size = self._append(text.encode())
             storage.file_sizes[self._path.name] = size
-            self._unwritten.mark_written(storage)
 
     def _append(self, text: bytes) -> int:
         """Write all or nothing; gives the new size of the file."""
@@ -78,8 +73,8 @@ class JSONWriter(EventWriter):
         """
         if not comm.is_main_process():
             return
+        super().rewind(iteration)
         storage = get_event_storage()
-        self._unwritten.resume(storage)
         saved_size = storage.file_sizes.get(self._path.name)
         data = b""
         if self._path.exists():
@@ -109,7 +104,7 @@ class JSONWriter(EventWriter):
         So it is where a checkpointer comes before the writers.
         """
         storage = get_event_storage()
-        found = self._unwritten.find(storage)
+        found = self.new_scalars(storage)
         if iteration not in found:
             return size
         wanted = dict(found[iteration])
@@ -118,7 +113,7 @@ class JSONWriter(EventWriter):
         for text, line in _read_lines(self._path, data[size:]):
             end += len(text)
             if wanted.items() <= line.items():
-                self._unwritten.mark_written(storage)
+                self.mark_written(storage)
                 return end
         return size
 

@@ -3,8 +3,8 @@
 import logging
 import time
 
-from hooktrain.events.storage import EventStorage, get_event_storage
-from hooktrain.events.writer import TIMES, EventWriter, UnwrittenScalars
+from hooktrain.events.storage import EventStorage
+from hooktrain.events.writer import TIMES, Metrics, ScalarWriter
 from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
@@ -13,7 +13,7 @@ from hooktrain.utils.names import is_loss
 _HIDDEN = ("eta_seconds", "rank_data_time")
 
 
-class CommonMetricPrinter(EventWriter):
+class CommonMetricPrinter(ScalarWriter):
     """Logs a line of losses, metrics, times and rates, on the main process only.
 
     It leaves out smoothed metrics with a ``/`` in their names, but for losses and those
@@ -33,26 +33,25 @@ class CommonMetricPrinter(EventWriter):
 
     logger = logging.getLogger(__name__)
 
-    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
+    def __init__(
+        self,
+        max_iter: int | None = None,
+        window_size: int = 20,
+    ) -> None:
         if not self.logger.hasHandlers():
             setup_logger(distributed_rank=comm.get_rank())
+        super().__init__("console", window_size)
         self.max_iter = max_iter
-        self._window_size = window_size
-        self._unwritten = UnwrittenScalars("console", window_size)
         # The iteration and the clock at the first write.
         self._first_write: tuple[int, float] | None = None
 
-    def write(self) -> None:
+    def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Log the lines."""
-        if not comm.is_main_process():
-            return
-        storage = get_event_storage()
-        found = self._unwritten.find(storage)
         end = self.max_iter or 0
         is_running = storage.iter < end
         if is_running:
-            found.setdefault(storage.iter, {})  # also without metrics
-        for iteration, metrics in found.items():
+            scalars.setdefault(storage.iter, {})  # also without metrics
+        for iteration, metrics in scalars.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
             for result in results:  # several are too long for a terminal
@@ -63,12 +62,11 @@ class CommonMetricPrinter(EventWriter):
             elif not fields:
                 continue
             self.logger.info("  ".join(line))
-        self._unwritten.mark_written(storage)
 
     def rewind(self, iteration: int) -> None:
         """Go on after the last write, with a new clock."""
         self._first_write = None
-        self._unwritten.resume(get_event_storage())
+        super().rewind(iteration)
 
     def _fields(
         self,

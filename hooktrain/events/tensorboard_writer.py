@@ -6,14 +6,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hooktrain.events.storage import EventStorage, get_event_storage
-from hooktrain.events.writer import EventWriter, Metrics, UnwrittenScalars
-from hooktrain.utils import comm
+from hooktrain.events.writer import Metrics, ScalarWriter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorboardXWriter(EventWriter):
+class TensorboardXWriter(ScalarWriter):
     """Writes what is in the storage to an event file, on the main process only.
 
     Images and histograms are taken out of the storage. The file is made by the first
@@ -38,9 +37,9 @@ class TensorboardXWriter(EventWriter):
     ) -> None:
         # Only the main process needs torch's part, which takes a second to import.
         importlib.import_module("tensorboard")
+        super().__init__("tensorboard", window_size)
         self._log_dir = log_dir
         self._arguments = kwargs
-        self._unwritten = UnwrittenScalars("tensorboard", window_size)
         self._open: SummaryWriter | None = None
 
     @property
@@ -63,24 +62,21 @@ class TensorboardXWriter(EventWriter):
         Raises:
             OSError: if the disk is full or fails; the next ``write()`` opens another file.
         """
+        super().write()
         storage = get_event_storage()
-        if comm.is_main_process():
-            scalars = self._unwritten.find(storage)
-            if scalars or storage._vis_data or storage._histograms:
-                try:
-                    self._send(storage, scalars)
-                except OSError:
-                    self._open = None  # its thread has ended
-                    raise
-                self._unwritten.mark_written(storage)
         storage.clear_images()
         storage.clear_histograms()
 
-    def _send(
-        self,
-        storage: EventStorage,
-        scalars: Metrics,
-    ) -> None:
+    def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
+        """Append them, and what the storage has of images and histograms."""
+        if scalars or storage._vis_data or storage._histograms:
+            try:
+                self._send(storage, scalars)
+            except OSError:
+                self._open = None  # its thread has ended
+                raise
+
+    def _send(self, storage: EventStorage, scalars: Metrics) -> None:
         writer: Any = self.summary_writer
         for iteration, metrics in scalars.items():
             for name, value in metrics.items():
@@ -96,7 +92,7 @@ class TensorboardXWriter(EventWriter):
     def rewind(self, iteration: int) -> None:
         """Let TensorBoard hide what earlier files have at and after ``iteration``."""
         self.close()
-        self._unwritten.resume(get_event_storage())
+        super().rewind(iteration)
         self._arguments["purge_step"] = iteration
 
     def close(self) -> None:

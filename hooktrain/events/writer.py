@@ -36,8 +36,10 @@ class EventWriter:
         """Release what the writer holds, at the end of a run."""
 
 
-class UnwrittenScalars:
-    """Finds what a writer has not written yet.
+class ScalarWriter(EventWriter):
+    """Writes each value of a metric once, on the main process only.
+
+    A subclass defines :meth:`write_scalars`.
 
     Args:
         name: of the writer; the storage keeps what it has written.
@@ -49,7 +51,22 @@ class UnwrittenScalars:
         self._window_size = window_size
         self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
 
-    def find(self, storage: EventStorage) -> Metrics:
+    def write(self) -> None:
+        """Write what is new; after an error it still is."""
+        if comm.is_main_process():
+            storage = get_event_storage()
+            self.write_scalars(storage, self.new_scalars(storage))
+            self.mark_written(storage)
+
+    def write_scalars(
+        self,
+        storage: EventStorage,
+        scalars: Metrics,
+    ) -> None:
+        """Write what :meth:`new_scalars` has found, if anything."""
+        raise NotImplementedError
+
+    def new_scalars(self, storage: EventStorage) -> Metrics:
         """What is new, by iteration in increasing order, and by name.
 
         Of a metric that is smoothed there is one value: the median, or the mean of times.
@@ -86,15 +103,16 @@ class UnwrittenScalars:
             self._counts[history] = history.count
         storage.written[self._name] = counts
 
-    def resume(self, storage: EventStorage) -> None:
-        """Go on where the storage was saved."""
+    def rewind(self, iteration: int) -> None:
+        """Go on after the last write before the storage was saved."""
+        storage = get_event_storage()
         written = storage.written.get(self._name, {})
         self._counts = {}
         for name, history in storage.histories().items():
             self._counts[history] = written.get(name, 0)
 
 
-class FunctionWriter(EventWriter):
+class FunctionWriter(ScalarWriter):
     """Gives metrics to a function of an experiment tracker, on the main process only.
 
     Example::
@@ -116,19 +134,10 @@ class FunctionWriter(EventWriter):
         log: Callable[..., Any],
         window_size: int = 20,
     ) -> None:
+        super().__init__("function", window_size)
         self._log = log
-        self._unwritten = UnwrittenScalars("function", window_size)
 
-    def write(self) -> None:
+    def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Call the function."""
-        if not comm.is_main_process():
-            return
-        storage = get_event_storage()
-        found = self._unwritten.find(storage)
-        for iteration, metrics in found.items():
+        for iteration, metrics in scalars.items():
             self._log(metrics, step=iteration)
-        self._unwritten.mark_written(storage)
-
-    def rewind(self, iteration: int) -> None:
-        """Go on after the last write before the checkpoint."""
-        self._unwritten.resume(get_event_storage())
