@@ -12,23 +12,30 @@ import argparse
 import logging
 import sys
 import sysconfig
+import time
 import traceback
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 import hooktrain
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig
 from hooktrain.engine import (
     DefaultTrainer,
+    HookBase,
     default_argument_parser,
     default_setup,
     launch,
 )
-from hooktrain.engine.dry_run import dry_run
 from hooktrain.evaluation import print_csv_format, verify_results
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
+from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger("hooktrain.train_net")
@@ -111,6 +118,66 @@ def load_best(checkpointer: Checkpointer) -> None:
     best = checkpointer.load(path, checkpointables=[])["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
+
+
+class DryTrainer(DefaultTrainer):
+    """Evaluates two batches, and sums nothing up."""
+
+    def build_hooks(self) -> list[HookBase | None]:
+        """The usual ones but for the last."""
+        return super().build_hooks()[:-1]
+
+    @classmethod
+    def build_test_loader(cls, cfg: Any) -> Any:
+        """The first two batches of the usual loader, or of each of several."""
+        loader = super().build_test_loader(cfg)
+        if isinstance(loader, Mapping):
+            return {name: list(islice(each, 2)) for name, each in loader.items()}
+        return None if loader is None else list(islice(loader, 2))
+
+
+class Clock(HookBase):
+    """Measures the last step: the first one allocates, and compiles."""
+
+    seconds = 0.0
+
+    def before_step(self) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def after_step(self) -> None:
+        """Stop it, when the device is done."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # a host-device synchronisation
+        self.seconds = time.perf_counter() - self._start
+
+
+def dry_run(cfg: Any) -> None:
+    """Train two iterations, evaluate two batches, and log what the whole run would take.
+
+    All that the run does is real, checkpoints and files of metrics too, in a temporary
+    folder that is removed at the end. The weights are those that a new run begins with.
+
+    Args:
+        cfg: the configuration; its ``train.output_dir`` is changed.
+    """
+    with TemporaryDirectory() as folder:
+        cfg.train.output_dir = comm.broadcast(folder)
+        trainer = DryTrainer(cfg)
+        length = trainer.max_iter
+        clock = Clock()
+        # First, since the time of other hooks' after_step is not that of a step.
+        trainer.register_hooks([clock], before=HookBase)
+        trainer.resume_or_load(resume=False)
+        trainer.train(max_iter=min(2, length))
+        # The folder of the main process goes, and others may be writing in it.
+        comm.synchronize()
+    logger.info(
+        "The run works: %.4f s an iteration, about %s for all %s, without evaluations",
+        clock.seconds,
+        pretty_seconds(clock.seconds * length),
+        f"{length:,}",
+    )
 
 
 def in_short(error: Exception) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loading import load_tool
 
 from gloo import run_ranks
 from hooktrain.config import LazyConfig
-from hooktrain.engine.dry_run import dry_run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -30,15 +30,24 @@ def test_it_evaluates_and_tells_times(
 ) -> None:
     small = ["model.channels=2", "dataloader.test.batch_size=40"]
     with caplog.at_level(logging.INFO):
-        dry_run(config("digits_cnn.py", tmp_path / "new" / "out", *small))
+        cfg = config("digits_cnn.py", tmp_path / "new" / "out", *small)
+        load_tool("train_net").dry_run(cfg)
     assert re.fullmatch(REPORT, caplog.messages[-1])
     evaluated = "Evaluated 2 batches in"
     assert any(message.startswith(evaluated) for message in caplog.messages)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_several_loaders_two_batches_each_are_evaluated(tmp_path: Path) -> None:
+    cfg = config("digits_cnn.py", tmp_path, "dataloader.test.batch_size=40")
+    test = cfg.dataloader.test
+    cfg.dataloader.test = {"val": test, "ood": test}
+    loaders = load_tool("train_net").DryTrainer.build_test_loader(cfg)
+    assert {name: len(each) for name, each in loaders.items()} == {"val": 2, "ood": 2}
+
+
 def dry_run_of_the_gan(folder: str) -> list[Path]:
-    dry_run(config("digits_gan.py", Path(folder)))
+    load_tool("train_net").dry_run(config("digits_gan.py", Path(folder)))
     return list(Path(folder).parent.iterdir())
 
 
