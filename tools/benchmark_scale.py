@@ -3,6 +3,7 @@
     python tools/benchmark_scale.py ranks
     python tools/benchmark_scale.py checkpoint
     python tools/benchmark_scale.py sampler
+    python tools/benchmark_scale.py connections
 
 ``ranks`` trains in one process that takes itself for the main one of many: under torch's fake
 process group collectives return at once, with nothing from the others. So it measures what a rank
@@ -15,13 +16,18 @@ checkpoint, and prints from that, by arithmetic, what larger ones would cost.
 
 ``sampler`` measures, for a rank of 4,096 with 32 samples each, how long the first batch of a
 resumed loader takes to be chosen and each one after it, and the memory of that.
+
+``connections`` starts real processes on this machine, a multiple of eight, that join over gloo, and
+counts the files that each of them has open (Linux).
 """
 
 import argparse
 import hashlib
+import multiprocessing
 import os
 import pickle
 import resource
+import socket
 import statistics
 import tempfile
 import time
@@ -41,6 +47,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.spawn import start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,6 +57,7 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.solver import CosineParamScheduler
+from hooktrain.strategy.environment import join_processes, leave_processes
 from hooktrain.utils import comm
 from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 from hooktrain.utils.logger import close_logger, setup_logger
@@ -340,6 +348,55 @@ def sampler_command(sizes: list[int]) -> None:
     print(tabulate(rows, headers, "pipe", intfmt=",", floatfmt=("g", ".4f", ".1f")))
 
 
+def open_files(rank: int, ranks: int, port: int, lazy: bool, results: Any) -> None:
+    """Join, talk, and make the group of background saves; count the open files after each."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def talk() -> None:
+        comm.synchronize()
+        comm.broadcast(rank)
+        comm.all_gather(rank)
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    # As if on machines of eight.
+    os.environ.update(LOCAL_RANK=str(rank % 8), LOCAL_WORLD_SIZE="8")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
+    before = count()
+    join_processes("pytorch", "gloo")
+    counts = [count() - before]
+    talk()
+    counts.append(count() - before)
+    group = dist.new_group(backend="gloo")
+    comm.on_all_ranks(count, group)
+    counts.append(count() - before)
+    everywhere = comm.all_gather(counts)
+    if rank == 0:
+        results.put(everywhere)
+    leave_processes()
+
+
+def connections_command(worlds: list[int]) -> None:
+    """Print how many files the ranks open: rank 0, and the most of the others."""
+    rows = []
+    for ranks in worlds:
+        for lazy in (False, True):
+            results = multiprocessing.SimpleQueue()
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            work = (ranks, port, lazy, results)
+            start_processes(open_files, work, ranks, start_method="fork")
+            first, *others = results.get()
+            most = [max(counts) for counts in zip(*others, strict=True)]
+            both = [f"{a} / {b}" for a, b in zip(first, most, strict=True)]
+            rows.append([ranks, "where they talk" if lazy else "all", *both])
+    headers = ["ranks", "connected", "joined", "talked", "one more group"]
+    print(tabulate(rows, headers, "pipe"))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -359,12 +416,16 @@ def main(arguments: list[str] | None = None) -> None:
     samplers.add_argument(
         "--samples", type=int, nargs="+", default=[10**6, 2**24, 10**8, 10**9, 10**10]
     )
+    files = commands.add_parser("connections", help="which files real ranks open")
+    files.add_argument("--worlds", type=int, nargs="+", default=[8, 32, 64])
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.what == "ranks":
         ranks_command(args.worlds, args.losses, args.rounds, args.iterations)
     elif args.what == "sampler":
         sampler_command(args.samples)
+    elif args.what == "connections":
+        connections_command(args.worlds)
     else:
         checkpoint_command(args.gigabytes, args.rounds, args.folder)
 

@@ -8,6 +8,7 @@ import pytest
 from loading import load_tool
 
 from hooktrain.utils import comm
+from processes import run_program
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,16 @@ def test_choosing_samples_is_measured(
     rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows[2:]] == ["1,000,000", "1,000,000,000"]
     assert int(rows[3][3]) < 64  # MiB of a billion
+
+
+def test_ranks_that_connect_where_they_talk_open_fewer_files() -> None:
+    # A process of its own: copies of one with threads may hang.
+    done = run_program("tools/benchmark_scale.py", "connections", "--worlds", "8")
+    assert done.returncode == 0, done.stdout
+    _, _, full, lazy = map(cells, done.stdout.splitlines()[:4])
+    assert full[:2] == ["8", "all"]
+    assert lazy[:2] == ["8", "where they talk"]
+    for every, few in zip(full[2:], lazy[2:], strict=True):
+        first, others = every.split(" / ")
+        assert int(few.split(" / ")[0]) < int(first)
+        assert int(few.split(" / ")[1]) < int(others)
