@@ -43,7 +43,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -52,7 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hooktrain.checkpoint.files import load_file, save_file, verify_file
-from hooktrain.checkpoint.folders import save_folder
+from hooktrain.checkpoint.folders import copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, hooks
@@ -201,24 +200,20 @@ def write_durably(path: Path, content: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def stager() -> DefaultStager:
-    """What keeps the memory that states are copied to."""
-    return DefaultStager(StagingOptions(False, False, False, False))
-
-
 def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
     """GB/s of what is done to the bytes of a checkpoint."""
     count = 48
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
     total = count * size * 4 / 1e9
-    buffers, content = stager(), memoryview(torch.rand(count * size).numpy()).cast("B")
+    _, rooms = copy_to_host(state, {}, False)
+    content = memoryview(torch.rand(count * size).numpy()).cast("B")
     raw, ours, plain = folder / "raw", folder / "ours.pth", folder / "plain.pth"
     sharded = folder / "sharded"
     # In this order: what reads comes after what writes.
     steps: dict[str, Callable[[], object]] = {
-        "copy into fresh memory": lambda: stager().stage(state),
-        "copy into kept memory": lambda: buffers.stage(state),
+        "copy into fresh memory": lambda: copy_to_host(state, {}, False),
+        "copy into kept memory": lambda: copy_to_host(state, rooms, False),
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),
@@ -228,7 +223,6 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
         "load_file (verified)": lambda: load_file(ours),
         "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
     }
-    buffers.stage(state)
     return {name: total / seconds_of(step, rounds) for name, step in steps.items()}
 
 

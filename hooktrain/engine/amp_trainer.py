@@ -19,7 +19,7 @@ class AMPTrainer(SimpleTrainer):
     Args:
         grad_scaler: the scaler; None makes one for float16.
         precision: ``torch.float16`` or ``torch.bfloat16``.
-        log_grad_scaler: record the scale as ``[metric]grad_scaler``; waits for the device.
+        log_grad_scaler: record the scale as ``[metric]grad_scaler``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AMPTrainer(SimpleTrainer):
     def after_backward(self) -> None:
         """Record the scale, then call the hooks."""
         if self.log_grad_scaler:
-            # Host-device synchronisation.
-            scale = self.grad_scaler.get_scale()
+            # A tensor, which nothing waits for; a disabled scaler has none.
+            scale = getattr(self.grad_scaler, "_scale", 1.0)
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()

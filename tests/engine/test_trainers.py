@@ -358,6 +358,26 @@ def test_amp_trainer_equals_autocast_by_hand_bit_for_bit(
     assert [scale for scale, _ in logged] == scales
 
 
+def test_the_scale_is_recorded_without_waiting_for_the_device(
+    transfers: list[int],
+) -> None:
+    model = Net()
+    adam = torch.optim.Adam(model.parameters(), fused=True)
+    trainer = AMPTrainer(model, batches(3), adam, log_grad_scaler=True)
+    seen = []
+
+    def look(_: object) -> None:
+        seen.append(len(transfers))
+
+    trainer.register_hooks([CallbackHook(after_backward=look)])
+    trainer.train(0, 3)
+    assert seen == [seen[0]] * 3
+    scales = [
+        scale for scale, _ in trainer.storage.history("[metric]grad_scaler").values()
+    ]
+    assert scales == [65536.0, 32768.0, 32768.0]  # the first one overflows
+
+
 class OutsideLoss(SimpleTrainer):
     def compute_loss(self, data: Tensor) -> Any:
         return {"loss": self.model(data).square().mean(), "first": data[0, 0]}
