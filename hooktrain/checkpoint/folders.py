@@ -64,6 +64,9 @@ Parts = dict[str, list[tuple[Any, ...]]]
 Digests = dict[str, tuple[int, str]]
 """The size and the sha256 of each file, by its name."""
 
+# From CUDA, memory that is not pinned takes longer to fill; to pin it takes long, once.
+_PINNED_BYTES = 1 << 20
+
 # torch warns of a save by one process without a process group, which is fine here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
@@ -194,9 +197,9 @@ def read_folder(
 def copy_to_host(state: Any, rooms: Any, whole: bool) -> Any:
     """Copy a nested state into host memory, that of the copy before.
 
-    It takes as much memory as the state. For what is on CUDA it is pinned; torch rounds
-    the size of each pinned tensor up to a power of two. One tensor under two names is one
-    in the copy too.
+    It takes as much memory as the state. For large tensors on CUDA it is pinned, and torch
+    rounds their sizes up to a power of two. One tensor under two names is one in the copy
+    too.
 
     Args:
         state: it is not changed.
@@ -225,7 +228,7 @@ def copy_to_host(state: Any, rooms: Any, whole: bool) -> Any:
             rooms[place] = torch.empty_like(
                 data,
                 device="cpu",
-                pin_memory=data.is_cuda,
+                pin_memory=data.is_cuda and data.nbytes >= _PINNED_BYTES,
             )
         # Host-device synchronisation.
         room = used[place] = rooms[place].copy_(data)
