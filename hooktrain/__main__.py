@@ -29,8 +29,7 @@ come with the package."""
 
 def main() -> None:
     """Run a command: a script takes the place of this process."""
-    given = sys.argv[1:] or ["--help"]
-    name, *arguments = given
+    name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         sys.stdout.write(f"{_USAGE}\n")
     elif name == "new":

@@ -68,9 +68,8 @@ class LossRecorder:
     """Records the losses of each step of a run, and checks that they are finite.
 
     With several ranks they wait until :meth:`exchange` puts their means into the storage.
-
-    On the CPU of a single process a loss is checked before the update. Elsewhere the host
-    would have to wait, so :meth:`check` does it at the end of a period.
+    On the CPU of a single process a loss is checked before the update, elsewhere by
+    :meth:`check` at the end of a period, so that the host need not wait.
 
     Args:
         storage: takes the losses.
@@ -108,9 +107,9 @@ class LossRecorder:
             iteration: the iteration.
             losses: numbers, or tensors with one element, by name.
             data_time: seconds that the step waited for data.
-            total: the name of the sum, which must be finite; None makes none, and those
-                with "loss" in their names must be.
-            check_now: whether to check at once, where that is free.
+            total: the name of the sum, which must be finite; None makes none, and each
+                loss must be.
+            check_now: check at once, where that is free.
 
         Raises:
             FloatingPointError: if a loss is not finite.
@@ -183,7 +182,7 @@ class LossRecorder:
     ) -> tuple[int, list[float]]:
         """Learn all ranks' names; return who asks, and the slowest times.
 
-        By the maximum a rank says that it has new names. It then broadcasts them.
+        By the maximum a rank says that it has new names, and then broadcasts them.
         """
         rank = comm.get_rank()
         while True:

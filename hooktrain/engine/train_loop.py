@@ -106,9 +106,9 @@ class TrainerBase:
 
     Each iteration seeds the random generators from the seed, its number and the rank.
 
-    A trainer inside may make the steps, as in detectron2's DefaultTrainer, with the hooks
-    and the storage of the outer one. Assign it to ``self._trainer`` in the constructor, and
-    let ``run_step`` do ``self._trainer.iter = self.iter; self._trainer.run_step()``.
+    A trainer inside may make the steps, with the hooks and storage of the outer one: assign
+    it to ``self._trainer`` in the constructor, and let ``run_step`` do
+    ``self._trainer.iter = self.iter; self._trainer.run_step()``.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
@@ -116,7 +116,7 @@ class TrainerBase:
         max_iter: where the run ends, exclusive. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing failed.
         epoch_length: the iterations of an epoch, if known.
-        seed: of the random numbers; None takes the main process's ``torch.initial_seed()``.
+        seed: of the random numbers; None takes ``torch.initial_seed()``.
         storage: takes the metrics.
         stop_reason: why the run ends early, once all ranks know.
         sync_period: the iterations between two exchanges of the ranks.
@@ -155,7 +155,7 @@ class TrainerBase:
         *,
         max_epochs: float | None = None,
     ) -> None:
-        """Run the iterations from ``start_iter`` up to, not including, ``max_iter``.
+        """Run the iterations from ``start_iter`` up to ``max_iter``, exclusive.
 
         Args:
             start_iter: None goes on after the last finished iteration.
@@ -164,8 +164,8 @@ class TrainerBase:
 
         Raises:
             ValueError: without one end after the start, or for epochs of unknown length.
-            RuntimeError: inside of ``train``; without ``start_iter``, if the last run broke
-                off inside an iteration.
+            RuntimeError: inside of ``train``; after a run that broke off inside an
+                iteration, without ``start_iter``.
         """
         if self._begun is not None:
             raise RuntimeError("train() is running: no hook or evaluation can call it")
@@ -329,8 +329,8 @@ class TrainerBase:
     def request_stop(self, reason: str) -> None:
         """Ask for an early end of the run, on any rank.
 
-        A process stops after this iteration, several at the next exchange, none inside an
-        accumulation. ``max_iter`` becomes the number of finished iterations.
+        One process stops after this iteration, several at the next exchange, none inside an
+        accumulation.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -357,9 +357,9 @@ class TrainerBase:
         self._losses.check(self._finished)
 
     def prepare_save(self, on_every_rank: bool = True) -> None:
-        """Before a save: raise the errors of :meth:`state_dict` on every rank.
+        """Raise the errors of :meth:`state_dict` on every rank, before a save. A collective.
 
-        A collective, unless not all ranks call it (``on_every_rank``).
+        Does nothing where not all ranks call it (``on_every_rank``).
         """
         if on_every_rank and comm.get_world_size() > 1:
             self.synchronize()
@@ -445,8 +445,8 @@ class TrainerBase:
         """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown part; if a hook with saved state is not registered;
-                or if optimizer or data are others.
+            ValueError: for an unknown part, a hook that is not registered, or another
+                optimizer or data.
         """
         if not STATE_PARTS.issuperset(only):
             raise ValueError(f"only={only!r}: there is {sorted(STATE_PARTS)}")
@@ -509,10 +509,10 @@ class TrainerBase:
         Args:
             hooks: the hooks; None entries are left out.
             before: place them before this hook: an object, a class or a key.
-            after: place them after this hook, if there is no ``before``.
+            after: or after this one.
 
         Raises:
-            TypeError: for something that is not a hook.
+            TypeError: for what is no hook.
             ValueError: if ``before`` or ``after`` is not there, or a hook has a trainer.
         """
         index = len(self._hooks)

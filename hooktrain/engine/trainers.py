@@ -188,7 +188,7 @@ class SimpleTrainer(ModelTrainer):
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
     and returns what :func:`hooktrain.engine.losses.parse_losses` understands. For another
-    loss define :meth:`compute_loss` in a subclass, for another step :meth:`run_step`.
+    loss override :meth:`compute_loss`, for another step :meth:`run_step`.
 
     The arguments are those of :class:`ModelTrainer`.
     """

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 class JSONWriter(ScalarWriter):
     """Appends metrics to a file, one JSON object a line, on the main process only.
 
-    A line has ``iteration`` and the metrics that :meth:`new_scalars` finds for
-    it, with sorted keys. A metric that is put later gets another line. NaN and infinities
-    are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads it
-    back, and so does ``pandas.read_json(file, lines=True)``.
+    A line has ``iteration`` and the metrics that :meth:`new_scalars` finds for it. A metric
+    that is put later gets another line. NaN and infinities are the strings ``"nan"``,
+    ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads the file, and so does
+    ``pandas.read_json(file, lines=True)``.
 
     Args:
         json_file: the file.

@@ -54,8 +54,10 @@ class CommonMetricPrinter(ScalarWriter):
         for iteration, metrics in scalars.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
-            for result in results:  # several are too long for a terminal
-                self.logger.info(f"{head}  {result}")
+            for i in range(0, len(results), 2):  # more are too long for a terminal
+                pair = results[i : i + 2]
+                text = "  ".join([head, *pair])
+                self.logger.info(text)
             line = [head, *fields]
             if is_running and iteration == storage.iter:
                 line = [*self._eta(storage, end), *line, *_memory()]

@@ -43,8 +43,8 @@ def has_event_storage() -> bool:
 class EventStorage:
     """The metrics of a run, by name and iteration.
 
-    Putting never waits for a device. All tensors are fetched in one transfer when
-    somebody reads, or when 4096 values of a metric wait.
+    Putting never waits for a device. All tensors come in one transfer when somebody
+    reads, or when 4096 values of a metric wait.
 
     Example::
 
@@ -244,8 +244,6 @@ class EventStorage:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if get_event_storage() is not self:
-            raise RuntimeError("leave the storage first that was entered last")
         _entered.set(_entered.get()[:-1])
 
     def state_dict(self) -> dict[str, Any]:

@@ -204,14 +204,6 @@ def test_a_name_scope_ends_with_an_exception() -> None:
 # The current storage
 
 
-def test_a_storage_that_was_not_entered_last_cannot_be_left() -> None:
-    outer, inner = EventStorage(), EventStorage()
-    with outer, inner, pytest.raises(RuntimeError, match="entered last"):
-        outer.__exit__()
-    with pytest.raises(RuntimeError, match="EventStorage"):
-        outer.__exit__()
-
-
 def test_the_innermost_storage_is_the_current_one_also_after_an_exception() -> None:
     with EventStorage() as outer:
         assert get_event_storage() is outer

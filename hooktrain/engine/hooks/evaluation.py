@@ -356,10 +356,9 @@ class RunSummary(HookBase):
         trainer = self.trainer
         if not trainer.succeeded:
             return
-        how = "Stopped early" if trainer.stop_reason else "Finished"
-        logger.info("%s after %d iterations", how, trainer.max_iter)
+        logger.info("Finished after %d iterations", trainer.max_iter)
         best = self._best
-        if best is not None and best.best_metric is not None:
+        if best and best.best_metric is not None:
             latest = trainer.storage.latest()
             last, _ = latest.get(best._val_metric, (math.nan, -1))
             logger.info(

@@ -55,7 +55,10 @@ class IterationTimer(HookBase):
         self._timed += 1
         self._steps_seconds += seconds
         if self._is_watched:
-            show_progress("Training", iteration + 1, self.trainer.max_iter)
+            mean = (now - self._timed_start) / self._timed  # with the hooks
+            end = self.trainer.max_iter
+            left = end - iteration - 1
+            show_progress("Training", iteration + 1, end, mean * left)
 
     def after_train(self) -> None:
         """Log the speed of the whole run."""
@@ -79,10 +82,8 @@ class PeriodicWriter(HookBase):
     """Lets writers write every ``period`` iterations, at the last one, and at a good end.
 
     Register it after the hooks whose metrics it writes, and before the checkpointer: then the
-    files are complete up to each checkpoint. A run that fails writes no part of a period,
-    since the resumed run writes the whole period.
-
-    A full disk is logged and does not end the run, unless it is still full at the end.
+    files are complete up to each checkpoint. A run that fails writes no part of a period:
+    the resumed run writes it whole. A full disk ends the run only if it is full at the end.
 
     Args:
         writers: the writers, called in order.

@@ -93,7 +93,7 @@ def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) 
         (
             3,
             True,
-            "Stopped early after 4 iterations"
+            "Finished after 4 iterations"
             "\nThe best accuracy is 9, of iteration 2, in model_best; the last is 1",
         ),
     ],
