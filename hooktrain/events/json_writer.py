@@ -45,7 +45,8 @@ class JSONWriter(ScalarWriter):
         """
         text = ""
         for iteration, metrics in scalars.items():
-            text += _encode({**metrics, "iteration": iteration})
+            line = {**metrics, "iteration": iteration}
+            text += _encode(line)
         if text:
             size = self._append(text.encode())
             storage.file_sizes[self._path.name] = size

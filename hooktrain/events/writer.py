@@ -55,7 +55,8 @@ class ScalarWriter(EventWriter):
         """Write what is new; after an error it still is."""
         if comm.is_main_process():
             storage = get_event_storage()
-            self.write_scalars(storage, self.new_scalars(storage))
+            scalars = self.new_scalars(storage)
+            self.write_scalars(storage, scalars)
             self.mark_written(storage)
 
     def write_scalars(

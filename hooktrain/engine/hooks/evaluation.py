@@ -359,8 +359,7 @@ class RunSummary(HookBase):
         logger.info("Finished after %d iterations", trainer.max_iter)
         best = self._best
         if best and best.best_metric is not None:
-            latest = trainer.storage.latest()
-            last, _ = latest.get(best._val_metric, (math.nan, -1))
+            last, _ = trainer.storage.latest().get(best._val_metric, (math.nan, -1))
             logger.info(
                 "The best %s is %.4g, of iteration %d, in %s; the last is %.4g",
                 best._val_metric,
