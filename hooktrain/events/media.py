@@ -43,7 +43,7 @@ def new_histogram(
         "tag": name,
         "min": float(values.min()),
         "max": float(values.max()),
-        "num": int(values.size),
+        "num": values.size,
         "sum": float(values.sum()),
         "sum_squares": float(np.square(values).sum()),
         "bucket_limits": edges[1:].tolist(),
