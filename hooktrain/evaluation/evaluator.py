@@ -132,7 +132,7 @@ def targets_of(batch: Any, key: str) -> Any:
         return batch[-1]
     if isinstance(batch, Mapping) and key not in batch:
         hint = did_you_mean(key, batch)
-        raise KeyError(f"a batch has no {key!r}, as label_key or target_key is{hint}")
+        raise KeyError(f"a batch has no {key!r} (label_key or target_key){hint}")
     return batch[key]
 
 
@@ -288,7 +288,10 @@ def _shown(
     start = last_line = time.perf_counter()
     total = length_hint(data_loader, -1)
     done = 0
-    batches = _batches(data_loader, module)
+    own = start_workers(data_loader)
+    batches: Iterable[tuple[Any, bool]] = zip(own, repeat(True))
+    if computes_together(module):
+        batches = in_step(own)
     for done, batch in enumerate(batches, 1):
         yield batch
         timer.beat()
@@ -324,15 +327,6 @@ def _shown(
         pretty_seconds(whole),
         mean,
     )
-
-
-def _batches(
-    data_loader: Iterable[Any], module: nn.Module
-) -> Iterator[tuple[Any, bool]]:
-    own = start_workers(data_loader)
-    if computes_together(module):
-        return in_step(own)
-    return zip(own, repeat(True))
 
 
 @contextmanager

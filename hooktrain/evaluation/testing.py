@@ -66,8 +66,7 @@ def verify_results(
             failures.append(f"{name} is missing{hint}")
             continue
         found = flat[name]
-        number = float(found)
-        difference = abs(number - value)
+        difference = abs(float(found) - value)
         # Written so that anything not finite, on either side, fails.
         if not difference <= tolerance < math.inf:
             wanted = f"expected {value!r} with a tolerance of {tolerance!r}"
@@ -100,6 +99,5 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Real):
-        number = float(value)
-        return f"{number:.4f}"
+        return f"{float(value):.4f}"
     return str(value)

@@ -4,8 +4,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hooktrain.utils.registry import MODEL_WRAPPERS
 logger = logging.getLogger(__name__)
 
 _NO_DICTS = (Tensor, list, tuple)
+_by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @MODEL_WRAPPERS.register_module()
@@ -240,26 +241,26 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model with a batch, or with its items by keywords, as Hugging Face's.
 
-    So it is for a dict whose keys are all parameters of the model's ``forward``, which has
-    several. What has only one, such as ``forward(self, batch)``, takes the dict itself.
-    A line of the log says what was decided.
+    So it is if the first batch is a dict whose keys are all parameters of the model's
+    ``forward``, which has several. What has only one, such as ``forward(self, batch)``,
+    takes the dict itself. A line of the log says what was decided.
     """
     # To ask for the abstract Mapping takes long.
     may_be_dict = not isinstance(batch, _NO_DICTS)
     if may_be_dict and isinstance(batch, Mapping) and isinstance(model, nn.Module):
-        kind: Any = type(unwrap_model(model))
-        if _takes_keywords(kind, tuple(batch)):
+        if model not in _by_keywords:
+            _by_keywords[model] = _takes_keywords(unwrap_model(model), batch)
+        if _by_keywords[model]:
             return model(**batch)
     return model(batch)
 
 
-@cache  # reading a signature takes long, and what was decided is said once
-def _takes_keywords(kind: Any, keys: tuple[Any, ...]) -> bool:
-    names = inspect.signature(kind.forward).parameters
-    others = [key for key in keys if key not in names]
-    if len(names) < 3 or len(others) == len(keys):  # the first is self
+def _takes_keywords(model: nn.Module, batch: Mapping[Any, Any]) -> bool:
+    names = inspect.signature(model.forward).parameters
+    others = [key for key in batch if key not in names]
+    if len(names) < 2 or len(others) == len(batch):
         return False
-    name = kind.__name__
+    name = type(model).__name__
     if others:
         hint = did_you_mean(others[0], names)
         text = "forward() of %s gets batches as one dict: it has no parameter %r%s"

@@ -303,10 +303,18 @@ def test_a_dict_is_given_by_keywords_where_its_keys_are_the_parameters(
     caplog.set_level(logging.INFO, "hooktrain.model")
     batch = {key: number for number, key in enumerate(keys)}
     model = type("Model", (nn.Module,), {"forward": forward})()
+    for _ in range(2):
+        assert call_model(model, batch) == given
+    assert caplog.text.count("gets batches") <= 1
     compiled = torch.compile(nn.DataParallel(model), backend="eager")
-    for each in (model, compiled):
-        assert call_model(each, batch) == given
+    assert call_model(compiled, batch) == given
     assert call_model(lambda x, y=None: x, batch) == batch
     assert call_model(model, "ab") in ("ab", ["ab", None])
-    assert caplog.text.count("gets batches") <= 1
     assert ("no parameter 'z'" in caplog.text) == (keys == "xz")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_called_as_it_was_before() -> None:
+    layer = torch.jit.script(nn.Bilinear(1, 1, 1))
+    one = torch.ones(1, 1)
+    assert call_model(layer, {"input1": one, "input2": one}).shape == (1, 1)
