@@ -289,7 +289,7 @@ def _shown(
     total = length_hint(data_loader, -1)
     done = 0
     own = start_workers(data_loader)
-    batches: Iterable[tuple[Any, bool]] = zip(own, repeat(True))
+    batches: Any = zip(own, repeat(True))
     if computes_together(module):
         batches = in_step(own)
     for done, batch in enumerate(batches, 1):
@@ -297,7 +297,8 @@ def _shown(
         timer.beat()
         now = time.perf_counter()
         mean = (now - start) / done
-        left = mean * max(0, total - done)
+        remaining = max(0, total - done)
+        left = mean * remaining
         is_watched = show_progress("Evaluating", done, total, left)
         if is_watched or now - last_line < _SECONDS_BETWEEN_LINES:
             continue

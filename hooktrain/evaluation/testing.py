@@ -99,5 +99,6 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Real):
-        return f"{float(value):.4f}"
+        number = float(value)
+        return f"{number:.4f}"
     return str(value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooktrain.utils.names import is_loss
 from hooktrain.utils.registry import MODELS
-from hooktrain.utils.tensors import can_move, map_leaves
+from hooktrain.utils.tensors import to_device
 
 # The values of a step to log.
 Values: TypeAlias = dict[str, Tensor]
@@ -24,7 +24,7 @@ class BaseDataPreprocessor(nn.Module):
     It has no state. Override :meth:`forward` to do more.
 
     Args:
-        non_blocking: copy from pinned memory without waiting.
+        non_blocking: of MMEngine, and ignored: from pinned memory nothing waits.
 
     Attributes:
         device: where batches are moved to.
@@ -32,24 +32,11 @@ class BaseDataPreprocessor(nn.Module):
 
     def __init__(self, non_blocking: bool = False) -> None:
         super().__init__()
-        self.non_blocking = non_blocking
         self.device = torch.get_default_device()
 
     def cast_data(self, data: Any) -> Any:
-        """Move tensors in dicts, lists, tuples and dataclasses, and objects with ``to``.
-
-        Containers are copied and keep their types. Everything else, such as strings and
-        None, is returned as it is.
-        """
-
-        def move(_: tuple[Any, ...], leaf: Any) -> Any:
-            if not can_move(leaf):
-                return leaf
-            if self.non_blocking:
-                return leaf.to(self.device, non_blocking=True)
-            return leaf.to(self.device)
-
-        return map_leaves(move, data)
+        """Move a batch; its containers are copied. See hooktrain.utils.tensors.to_device."""
+        return to_device(data, self.device)
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Turn a batch into the arguments of the model's forward.

@@ -44,11 +44,11 @@ class _FileHandler(_Handler, logging.FileHandler):
 class _TerminalHandler(_Handler):
     """Writes to what ``sys.stdout`` is now, not to what it was when this was made."""
 
-    def __init__(self, header: str, color: bool) -> None:
+    def __init__(self, color: bool) -> None:
         super().__init__(sys.stdout)
         self._no_color = None if color else True  # None leaves it to the terminal
-        header = colored(header, "green", no_color=self._no_color)
-        self.formatter = logging.Formatter(f"{header} %(message)s", "%H:%M:%S")
+        clock = colored("%(asctime)s", "green", no_color=self._no_color)
+        self.formatter = logging.Formatter(f"{clock} %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         """From WARNING on the line begins with the level."""
@@ -96,11 +96,11 @@ def setup_logger(
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR
             decide).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: of detectron2, and ignored: names are shown in full, where they are.
+        abbrev_name: of detectron2, and ignored: names are shown in full, in the file.
         enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.
         level: what the terminal shows: ``"quiet"`` is warnings and errors, ``"normal"``
-            is from INFO on, and ``"debug"`` is everything, with the loggers' names.
+            is from INFO on, and ``"debug"`` is everything.
 
     Returns:
         The logger.
@@ -115,10 +115,7 @@ def setup_logger(
     logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
     if configure_stdout and distributed_rank == 0:
-        header = "%(asctime)s"
-        if level == "debug":
-            header += " %(name)s"
-        terminal = _TerminalHandler(header, color)
+        terminal = _TerminalHandler(color)
         terminal.setLevel(LEVELS[level])
         logger.addHandler(terminal)
     if output is not None:

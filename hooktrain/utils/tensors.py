@@ -173,11 +173,7 @@ def _numbers(tensor: Any) -> Tensor | None:
 
 
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
-    """The function that brings a batch to the device of a model.
-
-    It moves tensors in dicts, lists, tuples and dataclasses, and other objects with
-    ``to``, such as the encodings of Hugging Face's tokenizers. From pinned memory nothing
-    waits: while CUDA computes on a batch, it copies the next one.
+    """The function that brings a batch to the device of a model: see :func:`to_device`.
 
     On the CPU batches stay as they are. So they do for a model with a ``train_step``,
     which brings them to its device by itself.
@@ -185,29 +181,37 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     device = next(model.parameters(), torch.empty(0)).device
     if device.type == "cpu" or hasattr(model, "train_step"):
         return lambda data: data
+    return partial(to_device, device=device)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move the tensors in dicts, lists, tuples and dataclasses, which are copied.
+
+    Other objects with ``to`` are moved too, such as the encodings of Hugging Face's
+    tokenizers. From pinned memory nothing waits: while CUDA computes on a batch, it
+    copies the next one.
+    """
 
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return _copy(leaf, device)
         if not can_move(leaf):
             return leaf
+        if isinstance(leaf, Tensor) and device.type == "cuda":
+            return _copy_beside(leaf, device)
         try:
-            return leaf.to(device, non_blocking=True)
+            return leaf.to(device, non_blocking=device.type != "cpu")
         except TypeError:  # not all take it
             return leaf.to(device)
 
-    return partial(map_leaves, move)
+    return map_leaves(move, data)
 
 
 # One for each device, since torch keeps memory for each stream that has copied.
-_copy_stream = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+_copy_stream = cache(torch.cuda.Stream)
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor, on CUDA in a stream of its own, which does not wait for the computation."""
-    if device.type != "cuda":
-        return tensor.to(device, non_blocking=True)
-    copying = _copy_stream(device)
+def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor in a stream of its own, which does not wait for the computation."""
+    copying: Any = _copy_stream(device)
     computing = torch.cuda.current_stream(device)
     with torch.cuda.stream(copying):
         moved = tensor.to(device, non_blocking=True)

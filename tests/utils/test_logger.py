@@ -36,10 +36,7 @@ def _undo() -> Iterator[None]:
     [
         ("quiet", f"WARNING {TIME} warning"),
         ("normal", f"{TIME} info|WARNING {TIME} warning"),
-        (
-            "debug",
-            f"{TIME} {ENGINE} debug|{TIME} {ENGINE} info|WARNING {TIME} {ENGINE} warning",
-        ),
+        ("debug", f"{TIME} debug|{TIME} info|WARNING {TIME} warning"),
     ],
 )
 def test_a_level_chooses_what_the_terminal_shows(
