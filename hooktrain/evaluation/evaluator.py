@@ -123,7 +123,8 @@ class MetricEvaluator(DatasetEvaluator):
         own = (float(self._sum), self._count)
         everywhere = comm.all_gather(own)
         sums, counts = zip(*everywhere, strict=True)
-        return math.fsum(sums) / sum(counts)
+        total = math.fsum(sums)
+        return total / sum(counts)
 
 
 def targets_of(batch: Any, key: str) -> Any:

@@ -65,7 +65,8 @@ def lock_folder(folder: AnyPath) -> None:
         message = "%s cannot be locked (%s): make sure that no other run writes there"
         logger.warning(message, folder, error)
         return
-    path.write_text(f"{os.getpid()} on {socket.gethostname()}")
+    owner = f"{os.getpid()} on {socket.gethostname()}"
+    path.write_text(owner)
     _locks[path] = lock
     sweep(folder)
 

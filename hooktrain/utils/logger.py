@@ -170,9 +170,10 @@ def show_progress(
     """
     if not _is_watched():
         return False
+    since = time.monotonic() - _bar.drawn_at
     if done == total:
         _draw("")
-    elif not _bar.text or time.monotonic() - _bar.drawn_at >= 0.1:
+    elif not _bar.text or since >= 0.1:
         text = f"{what} {done}"
         if total > 0:
             hashes = "#" * (30 * done // total)

@@ -33,7 +33,9 @@ def did_you_mean(
         ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist.
     """
     names = list(map(str, known))
-    folded = {each.casefold(): each for each in names}
+    folded = {}
+    for each in names:
+        folded[each.casefold()] = each
     asked = str(name).casefold()
     near = difflib.get_close_matches(asked, folded, n=1)
     if near:

@@ -81,7 +81,7 @@ def map_leaves(
     def inside(key: Any, item: Any) -> Any:
         return map_leaves(function, item, (*path, key))
 
-    if can_move(data):
+    if callable(getattr(data, "to", None)):
         return function(path, data)
     if isinstance(data, Mapping):
         changed: Any = copy.copy(data)  # not every kind of dict can be made from pairs
@@ -100,11 +100,6 @@ def map_leaves(
             object.__setattr__(changed, field.name, item)  # it may be frozen
         return changed
     return function(path, data)
-
-
-def can_move(data: Any) -> bool:
-    """Whether it is an object with a method ``to``, as a tensor is."""
-    return callable(getattr(data, "to", None))
 
 
 @torch.no_grad()
@@ -184,7 +179,10 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     return partial(to_device, device=device)
 
 
-def to_device(data: Any, device: torch.device) -> Any:
+def to_device(
+    data: Any,
+    device: torch.device,
+) -> Any:
     """Move the tensors in dicts, lists, tuples and dataclasses, which are copied.
 
     Other objects with ``to`` are moved too, such as the encodings of Hugging Face's
@@ -193,7 +191,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     """
 
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
-        if not can_move(leaf):
+        if not callable(getattr(leaf, "to", None)):
             return leaf
         if isinstance(leaf, Tensor) and device.type == "cuda":
             return _copy_beside(leaf, device)
@@ -206,12 +204,12 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 
 # One for each device, since torch keeps memory for each stream that has copied.
-_copy_stream = cache(torch.cuda.Stream)
+_copy_stream = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor in a stream of its own, which does not wait for the computation."""
-    copying: Any = _copy_stream(device)
+    copying = _copy_stream(device)
     computing = torch.cuda.current_stream(device)
     with torch.cuda.stream(copying):
         moved = tensor.to(device, non_blocking=True)
