@@ -125,8 +125,11 @@ class FSDPStrategy(BaseStrategy):
                 f"mesh must have the sizes of {DIMENSIONS}, for {size} processes "
                 f"in all, but it is {self.mesh_sizes}"
             )
-        device = choose_device(self._wanted_device)
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.mesh = init_device_mesh(
+            choose_device(self._wanted_device).type,
+            shape,
+            mesh_dim_names=names,
+        )
         # Those who compute a batch together have ranks that follow each other.
         parts = sizes["shard"] * sizes.get("replicate", 1)
         comm.share_data(self.rank * parts // size, parts)
@@ -167,10 +170,9 @@ class FSDPStrategy(BaseStrategy):
     def _data_mesh(self) -> DeviceMesh:
         """The dimensions over which gradients are averaged, and parameters sharded."""
         names = self.mesh.mesh_dim_names or ()
-        shard = "shard"
-        if "context" in names:
-            shard = "shard_context"
-            self.mesh["shard", "context"]._flatten(shard)
-        if "replicate" in names:
-            return self.mesh["replicate", shard]
-        return self.mesh[shard]
+        data = names[: names.index("shard") + 1]
+        if "context" not in names:
+            return self.mesh[data]
+        # torch has no public names for these.
+        shard = self.mesh["shard", "context"]._flatten("shard_context")
+        return DeviceMesh._concatenate([*map(self.mesh.__getitem__, data[:-1]), shard])

@@ -24,7 +24,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors, local_tensor
 from sharding_toys import DATA, prepared, resumed_run, run, saved_run, states
 
-CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(2, 16, 2), fused=False)
+CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(1, 16, 2), fused=False)
 PLAN = "hooktrain.demos.text_parallel.parallelize"
 DIVIDED = {"config": CONFIG, "parallelize": PLAN, "mesh": {"tensor": 2}}
 SHARDED = {"config": CONFIG, "mesh": {"tensor": 1}}
@@ -46,7 +46,7 @@ def averaged(strategy: BaseStrategy, saved: Any = None) -> dict[str, Any]:
 def text_of(strategy: BaseStrategy) -> Tensor:
     model: Any = strategy.model
     model.eval()
-    text: Tensor = model.generate(torch.tensor([3]), 9, temperature=0)
+    text: Tensor = model.generate(torch.tensor([3]), 3, temperature=0)
     return text
 
 
@@ -230,7 +230,7 @@ class Collectives(TorchDispatchMode):
 
 def collectives_of_a_step(ranks: int, folder: Path) -> tuple[Any, int, Counter[str]]:
     """The mesh, the parts of the data, and the collectives of one of so many ranks."""
-    config = {**CONFIG, "vocab_size": 64, "size": (2, 128, 16)}
+    config = {**CONFIG, "vocab_size": 64, "size": (1, 128, 16)}
     mesh = {"replicate": 8, "tensor": 8}
     # Collectives return at once, with nothing from the others.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

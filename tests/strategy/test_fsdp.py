@@ -83,7 +83,7 @@ def _context(folder: str) -> Any:
         work_dir=folder,
         device="cpu",
         env_kwargs={"seed": 3},
-        mesh={"context": 2},
+        mesh={"replicate": 1, "context": 2},
         parallelize=take_places,
     )
     model: Any = strategy.prepare(Mean)
