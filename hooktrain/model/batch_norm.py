@@ -1,7 +1,6 @@
 """Exact statistics of batch norm, after training."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -93,14 +92,13 @@ def _add_up(
 
     seen = 0
     move = mover_to(model)
-    forward = _training_forward(model)
     hooks = []
     for layer in sums:
         layer.track_running_stats = False
         hooks.append(layer.register_forward_pre_hook(observe))
     try:
         for batch in batches:
-            forward(move(batch))
+            _compute_losses(model, move(batch))
             timer.beat()
             seen += 1
     finally:
@@ -111,16 +109,13 @@ def _add_up(
     return seen
 
 
-def _training_forward(model: nn.Module) -> Callable[[Any], Any]:
+def _compute_losses(model: nn.Module, batch: Any) -> None:
     bare = unwrap_model(model)
-    if not isinstance(bare, BaseModel):
-        return partial(call_model, model)
-
-    def losses(data: Any) -> Any:
-        arguments = bare.data_preprocessor(data, True)
-        return bare._run_forward(arguments, mode="loss")
-
-    return losses
+    if isinstance(bare, BaseModel):
+        arguments = bare.data_preprocessor(batch, True)
+        bare._run_forward(arguments, mode="loss")
+    else:
+        call_model(model, batch)
 
 
 def _sums_of(values: Tensor) -> Tensor:

@@ -74,6 +74,6 @@ def test_all_failures_are_listed_in_one_error() -> None:
         "- a/x is 1.0, expected 2.0 with a tolerance of 0.5",
         "- a/nan is nan, expected 1.0 with a tolerance of 100.0",
         "- a/inf is inf, expected inf with a tolerance of inf",
-        "- a/na is missing; did you mean 'a/nan'?",
-        "- zzz/metric is missing; there is 'a/x', 'a/nan', 'a/inf'",
+        "- a/na is missing",
+        "- zzz/metric is missing",
     ]
