@@ -12,7 +12,7 @@ train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 gpu: .venv/installed-dev
 	$(BIN)/python -m pytest tests/gpu

@@ -18,7 +18,8 @@ class AmpOptimWrapper(OptimWrapper):
 
     The forward pass runs under :class:`torch.autocast`. float16 needs its gradients
     scaled, by :class:`torch.amp.GradScaler`; bfloat16 has the range of float32 and needs
-    no scaler.
+    no scaler. The scaler waits for an accelerator in each step, unless Adam or AdamW has
+    ``fused=True``.
 
     Args:
         optimizer: the optimizer.
