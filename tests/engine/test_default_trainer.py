@@ -15,6 +15,7 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
 from hooktrain.engine import DefaultTrainer, HookBase
+from hooktrain.engine.default_trainer import _TRAIN_KEYS
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
@@ -278,3 +279,14 @@ def test_several_test_loaders_give_results_by_name(tmp_path: Path) -> None:
         assert accuracy == results[name]["classification"]["accuracy"]
     best, _ = latest["ema/ood/classification/accuracy"]
     assert read_checkpoint(tmp_path / "model_best.pth")["best"]["best_metric"] == best
+
+
+def test_each_key_of_the_common_configuration_is_known_and_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = LazyConfig.load(CONFIGS / "common" / "train.py").train
+    assert sorted(common) == sorted(_TRAIN_KEYS.split())
+    cfg = digits(tmp_path)
+    cfg.train.hooks = []
+    DefaultTrainer(cfg)
+    assert "Nothing here reads ['hooks'] of train" in caplog.text
