@@ -46,8 +46,8 @@ class Checkpointer:
         model: a wrapper of DDP or DataParallel is taken off.
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default the main process does.
-        background: a thread writes a copy of the state while training goes on. The next save or
-            :meth:`wait` raises what failed.
+        background: a thread writes a copy of the state while training goes on. The memory of the
+            copy is kept. The next save or :meth:`wait` raises what failed.
         sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
             ranks see. Any number of ranks loads files and folders, whatever this is.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
