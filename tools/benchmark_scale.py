@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hooktrain.checkpoint.files import load_file, save_file, verify_file
 from hooktrain.checkpoint.folders import copy_to_host, save_folder
@@ -87,10 +88,15 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d":
+        if DTensor in types:
+            return NotImplemented  # first it becomes collectives and tensors
+        names = [argument.name for argument in func._schema.arguments]
+        if func.namespace == "c10d" or "group_name" in names:
             self.count += 1
-            given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-            self.bytes += sum(t.nbytes for t in given if isinstance(t, Tensor))
+            # What comes in has its own argument, or is changed in place.
+            given = [i for i, name in enumerate(names) if name.startswith("input")]
+            leaves = tree_leaves(args[given[0] if given else 0])
+            self.bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -138,11 +144,18 @@ def full_stack(metrics: int, iterations: int) -> Iterator[SimpleTrainer]:
 
 
 def microseconds(ranks: int, metrics: int, iterations: int) -> float:
-    """The processor's time for an iteration; others on the machine disturb that least."""
+    """The processor's time for an iteration; others on the machine disturb that least.
+
+    Without the start of a run, when each rank reads the names of the hooks of all ranks.
+    """
     with one_of(ranks), full_stack(metrics, iterations) as trainer:
-        start = time.process_time()
+        starts: list[float] = []
+        note = hooks.CallbackHook(
+            before_train=lambda _: starts.append(time.process_time())
+        )
+        trainer.register_hooks([note])
         trainer.train(0, iterations)
-        return (time.process_time() - start) / iterations * 1e6
+        return (time.process_time() - starts[0]) / iterations * 1e6
 
 
 def traffic(ranks: int, metrics: int) -> tuple[float, float]:
@@ -182,14 +195,18 @@ def ranks_command(
         print("\n" + tabulate(rows, headers, tablefmt="pipe", intfmt=","), flush=True)
 
 
-def seconds_of(function: Callable[[], object], rounds: int) -> float:
-    """The time of the fastest of several calls: others on the machine only add to it."""
-    times = []
+def seconds_of(function: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """The time of the fastest of several calls, and that of the processor.
+
+    Others on the machine only add to them, to the second one least. It knows of no disk.
+    """
+    times, busy = [], []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), time.process_time()
         function()
         times.append(time.perf_counter() - start)
-    return min(times)
+        busy.append(time.process_time() - begun)
+    return min(times), min(busy)
 
 
 def write_durably(path: Path, content: memoryview) -> None:
@@ -200,8 +217,11 @@ def write_durably(path: Path, content: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
-    """GB/s of what is done to the bytes of a checkpoint."""
+Speeds = dict[str, tuple[float, float]]
+
+
+def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
+    """GB/s of what is done to the bytes of a checkpoint, and GB in a second of the processor."""
     count = 48
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
@@ -223,7 +243,11 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> dict[str, float]:
         "load_file (verified)": lambda: load_file(ours),
         "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
     }
-    return {name: total / seconds_of(step, rounds) for name, step in steps.items()}
+    speeds = {}
+    for name, step in steps.items():
+        seconds, busy = seconds_of(step, rounds)
+        speeds[name] = (total / seconds, total / busy)
+    return speeds
 
 
 def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
@@ -280,12 +304,15 @@ def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
     return [sizes[0], agreed / each * 1e6, sizes[1], known / each * 1e6]
 
 
-def costs(speed: dict[str, float], billions: float, ranks: int) -> list[Any]:
-    """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds."""
+def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
+    """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds.
+
+    By the processor's time, as if the disk kept up.
+    """
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
-    blocked = share / speed["copy into kept memory"]
-    background = share / speed["save_folder (sha256, fsync)"]
-    restore = share / speed["read_folder (verified)"]
+    blocked = share / speed["copy into kept memory"][1]
+    background = share / speed["save_folder (sha256, fsync)"][1]
+    restore = share / speed["read_folder (verified)"][1]
     return [billions, ranks, 12 * billions, share, blocked, background, restore]
 
 
@@ -294,9 +321,9 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
     with tempfile.TemporaryDirectory(dir=folder) as name:
         speed = bandwidths(Path(name), gigabytes, rounds)
     title = f"{gigabytes:g} GB in float32, {rounds} rounds, one thread, torch {torch.__version__}"
-    print(
-        f"{title}\n\n{tabulate(speed.items(), ['measured', 'GB/s'], 'pipe', floatfmt='.2f')}"
-    )
+    headers = ["measured", "GB/s", "GB a second of the processor"]
+    measured = [(name, *both) for name, both in speed.items()]
+    print(f"{title}\n\n{tabulate(measured, headers, 'pipe', floatfmt='.2f')}")
     headers = ["plan, bytes", "plan, us", "result, bytes", "result, us"]
     title = "each tensor of each rank, for the main process of a sharded save"
     columns = zip(*(plan_costs() for _ in range(rounds)), strict=True)
@@ -315,7 +342,10 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
 
 
 def choosing(samples: int, ranks: int = 4096, share: int = 32) -> list[Any]:
-    """Seconds to the first batch of the second epoch, us for each later one, and MiB of that."""
+    """Seconds to the first batch of the second epoch, us for each later one, and MiB of that.
+
+    Of the processor: others on the machine disturb these least.
+    """
     with one_of(ranks):
         loader: Any = build_train_loader(
             range(samples),  # type: ignore[arg-type]
@@ -324,13 +354,13 @@ def choosing(samples: int, ranks: int = 4096, share: int = 32) -> list[Any]:
         )
         loader.batches = samples // (ranks * share) * 3 // 2
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.perf_counter()
+        start = time.process_time()
         batches = loader._keys()
         next(batches)
-        first = time.perf_counter() - start
+        first = time.process_time() - start
         count = 2000
         list(islice(batches, count))
-        each = (time.perf_counter() - start - first) / count * 1e6
+        each = (time.process_time() - start - first) / count * 1e6
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [samples, first, each, (after - before) // 1024]
 

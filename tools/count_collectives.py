@@ -2,34 +2,39 @@
 
     python tools/count_collectives.py
 
-Two processes do each of them, and the main one prints how many collectives torch has run, whoever
-began them. tools/benchmark_scale.py counts those of a period.
+A few processes do each of them, and the main one prints how many collectives torch has run, whoever
+began them, and the bytes that it gave to them. tools/benchmark_scale.py counts those of a period.
 """
 
+import argparse
 import logging
 import tempfile
 from collections.abc import Callable
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmark_scale import Model, Traffic
 from tabulate import tabulate
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, hooks, launch
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
+from hooktrain.solver import OptimWrapper
 from hooktrain.utils import comm
 
-COUNTS: list[tuple[str, int]] = []
+COUNTS: list[tuple[str, int, int]] = []
 
 
 def count(what: str, function: Callable[[], object]) -> None:
     """Do something, and note how many collectives that took."""
     with Traffic() as traffic:
         function()
-    COUNTS.append((what, traffic.count))
+    COUNTS.append((what, traffic.count, traffic.bytes))
 
 
 def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
@@ -50,9 +55,43 @@ def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
     beside.wait()
 
 
+class CountedStep(hooks.HookBase):
+    """Counts what one step inside a period does, with torch's own collectives."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def before_step(self) -> None:
+        """Begin to count."""
+        self.traffic = Traffic()
+        self.traffic.__enter__()
+
+    def after_step(self) -> None:
+        """Note what was counted in the last step."""
+        self.traffic.__exit__(None, None, None)
+        if self.trainer.iter == 5:
+            COUNTS.append((self.what, self.traffic.count, self.traffic.bytes))
+
+
+def count_step(what: str, model: nn.Module, **options: Any) -> None:
+    """Train for ten iterations, half a period."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapper = OptimWrapper(optimizer, **options)
+    trainer = SimpleTrainer(model, repeat(torch.randn(16, 16)), wrapper)
+    trainer.register_hooks([CountedStep(what)])
+    trainer.train(0, 10)
+
+
 def main(folder: str) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     logging.disable()
+    clipped = {"clip_grad": {"max_norm": 1.0}}
+    count_step("a step of a model that is not distributed", Model(1), **clipped)
+    count_step("a step with DistributedDataParallel", DistributedDataParallel(Model(1)))
+    count_step("a step of a sharded model", shard_model(Model(1)))
+    count_step(
+        "the same, and its gradient is clipped", shard_model(Model(1)), **clipped
+    )
     model = Model(1)
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = SimpleTrainer(model, repeat(torch.randn(16, 16)), optimizer)
@@ -71,9 +110,12 @@ def main(folder: str) -> None:
         lambda: inference_on_dataset(sharded, batches, None),
     )
     if comm.is_main_process():
-        print(tabulate(COUNTS, ["what", "collectives"], "pipe"))
+        print(tabulate(COUNTS, ["what", "collectives", "bytes"], "pipe"))
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        launch(main, 2, args=(folder,))
+        launch(main, args.ranks, args=(folder,))

@@ -159,7 +159,8 @@ class TrainingSampler(StreamSampler):
     """All of a data set, again and again.
 
     Above 16 million samples (:data:`LARGEST_PERMUTATION`) a shuffled order is computed place by
-    place, and takes no memory.
+    place, and takes no memory. Up to there it is torch's permutation, of 128 MiB at most, which
+    draws from all orders alike; a computed order only looks as if.
 
     Args:
         size: the length of the data set, at least 1.
