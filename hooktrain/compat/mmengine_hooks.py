@@ -163,7 +163,7 @@ class Hook(HookBase, DatasetEvaluator):
         """Call the events before an iteration."""
         runner = Runner(self.trainer)
         place = runner.iter % runner.epoch_length
-        if runner.iter == runner.start_iter:
+        if runner.iter == self.trainer.start_iter:
             # The last validation comes before the end of the training.
             runner.trainer._begun.sort(key=lambda hook: not isinstance(hook, EvalHook))
         if place == 0:
