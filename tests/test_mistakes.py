@@ -289,6 +289,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         ValueError,
         "a multiplier .*give one, not .*StepLR",
     ),
+    (lambda: solver.PolyLR(sgd(Net())), ValueError, "max_epochs or max_iters, or end"),
     (schedule({"type": "PolyLR"}), TypeError, "build_param_scheduler .*'PolyLR'"),
     (schedule([lambda where: 1 - where]), TypeError, "needs a schedule.*not <function"),
     (lambda: OptimWrapper(sgd(Net()), 1, 1.0), TypeError, "'max_norm': 1.0.*got 1.0"),  # type: ignore[arg-type]

@@ -82,7 +82,6 @@ class OneCycleParamScheduler(GroupParamScheduler):
         three_phase: go down to the first value in as many steps as up, then to the final one.
     """
 
-    NEEDS = ("end", "total_steps")
     SHARES = ("pct_start",)
 
     eta_max: float
@@ -101,7 +100,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
             )
 
     def _share(self, k: int) -> float:
-        total = self.total_steps or self.end - self.begin
+        total = self.total_steps or self._length()
         if k > total:
             raise ValueError(
                 f"the cycle has total_steps={total!r}, and this is step {k}"

@@ -272,15 +272,9 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     epoch_length = arguments.pop("epoch_length", None)
     target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
     # Those of MMEngine's family have a range, which ends with the run.
-    needs = getattr(target, "NEEDS", None)
-    if needs is not None and arguments.get("end") is None:
+    is_ranged = isinstance(target, type) and issubclass(target, GroupParamScheduler)
+    if is_ranged and arguments.get("end") is None:
         length = max_epochs if arguments.get("by_epoch", True) else max_iters
-        is_known = length or any(arguments.get(name) for name in needs)
-        if needs and not is_known:
-            raise ValueError(
-                f"{target.__name__} needs {' or '.join(needs)}, or the run's max_epochs or "
-                "max_iters"
-            )
         arguments["end"] = length or INF
     if arguments.pop("convert_to_iter_based", False):
         target = target.build_iter_from_epoch

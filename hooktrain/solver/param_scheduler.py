@@ -80,13 +80,12 @@ class GroupParamScheduler:
 
     Raises:
         TypeError: for something else than an optimizer.
-        ValueError: for an argument out of range, or an empty range.
+        ValueError: for an argument out of range, an empty range, or one without an end
+            where the values depend on it.
         KeyError: if a group does not have the parameter; or, with ``last_step``, its
             initial value.
     """
 
-    # One of these arguments must be given for the scheduler to know where it ends.
-    NEEDS: ClassVar[tuple[str, ...]] = ()
     # These arguments must lie in [0, 1].
     SHARES: ClassVar[tuple[str, ...]] = ()
     optimizer: Schedulable = field(repr=False)
@@ -218,8 +217,16 @@ class GroupParamScheduler:
 
     def _where(self, k: int) -> float:
         """How far step ``k`` is in the range: 0 at its first step, 1 at its last."""
-        last = self.end - self.begin - 1
+        last = self._length() - 1
         return k / max(last, 1)
+
+    def _length(self) -> int:
+        """The steps of the range, where the values depend on that."""
+        if self.end == INF:
+            raise ValueError(
+                f"give the run's max_epochs or max_iters, or end: {self!r}"
+            )
+        return self.end - self.begin
 
     def _floor(self, i: int) -> float:
         """The value of group ``i`` where the share is 0."""
@@ -309,14 +316,14 @@ class ConstantParamScheduler(GroupParamScheduler):
     factor: float = 1.0 / 3
 
     def _share(self, k: int) -> float:
-        return 1.0 if self._where(k) == 1 else self.factor
+        is_last = 0 < k == self.end - self.begin - 1
+        return 1.0 if is_last else self.factor
 
 
 @dataclass(eq=False)
 class LinearParamScheduler(GroupParamScheduler):
     """A line from ``base * start_factor`` to ``base * end_factor``."""
 
-    NEEDS = ("end",)
     SHARES = ("start_factor", "end_factor")
 
     start_factor: float = 1.0 / 3
@@ -378,8 +385,6 @@ class Falling(GroupParamScheduler):
 class PolyParamScheduler(Falling):
     """``eta_min + (base - eta_min) * (1 - k / T) ** power``, where ``T`` is the last step."""
 
-    NEEDS = ("end",)
-
     eta_min: float = 0
     power: float = 1.0
 
@@ -396,14 +401,12 @@ class CosineAnnealingParamScheduler(Falling):
     ``eta_min``, or ``eta_min_ratio`` times the first value.
     """
 
-    NEEDS = ("end", "T_max")
-
     T_max: int | None = None
     eta_min: float | None = None
     eta_min_ratio: float | None = field(default=None, kw_only=True)
 
     def _share(self, k: int) -> float:
-        length = self.T_max or self.end - self.begin
+        length = self.T_max or self._length()
         return half_cosine(k / length)
 
 

@@ -291,8 +291,11 @@ def test_a_schedule_without_an_end_may_go_on(config: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "PolyLR", "by_epoch": False}, "PolyLR needs end, or the run's max_"),
-        ({"type": "CosineAnnealingLR"}, "CosineAnnealingLR needs end or T_max"),
+        (
+            {"type": "PolyLR", "by_epoch": False},
+            "run's max_epochs or max_iters, or end: PolyLR",
+        ),
+        ({"type": "CosineAnnealingLR"}, "or end: CosineAnnealingLR.*T_max=None"),
     ],
 )
 def test_the_length_of_the_run_is_needed_where_the_values_depend_on_it(
