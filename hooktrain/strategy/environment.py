@@ -203,6 +203,7 @@ def join_processes(
         timeout=timeout,
     )
     atexit.register(_let_go)
+    comm.object_group(timeout)
     comm.create_local_process_group(place.local_world_size)
 
 

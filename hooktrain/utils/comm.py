@@ -201,14 +201,18 @@ def reduce_dict(
     return dict(zip(names, values.unbind(), strict=True))
 
 
-def object_group() -> ProcessGroup:
-    """All ranks, through gloo, which moves CPU memory. Collective when called first."""
+def object_group(timeout: Any = None) -> ProcessGroup:
+    """All ranks, through gloo, which moves CPU memory. Collective when called first.
+
+    Args:
+        timeout: a timedelta, if it has to be made; None is torch's, of 30 minutes.
+    """
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend(world) == "gloo":
         return world
     if world not in _object_groups:
-        _object_groups[world] = dist.new_group(backend="gloo")
+        _object_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
     return _object_groups[world]
 
 

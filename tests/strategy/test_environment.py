@@ -350,11 +350,22 @@ def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees(
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **options: joined.update(options)
     )
-    monkeypatch.setattr(comm, "create_local_process_group", lambda size: None)
+    for name in ("create_local_process_group", "object_group"):
+        monkeypatch.setattr(comm, name, lambda setting: None)
     joining.join_processes("pytorch", backend)
     assert taken == [2 % visible]
     device = joined["device_id"]
     assert (device and str(device)) == expected
+
+
+def test_objects_wait_as_long_as_tensors(started_by: Any) -> None:
+    started_by(torchrun())
+    joining.join_processes("pytorch", "cpu:gloo", timeout=77)  # not "gloo": as nccl
+    group = comm.object_group()
+    assert group is not dist.group.WORLD
+    backend: Any = group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout.total_seconds() == 77
+    leave_processes()
 
 
 def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:

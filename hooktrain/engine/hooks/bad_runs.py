@@ -127,7 +127,7 @@ class Watchdog(HookBase):
     """
 
     def __init__(self, timeout_s: float, first_s: float = 0) -> None:
-        if not timeout_s > 0:
+        if timeout_s <= 0:
             raise ValueError(
                 f"timeout_s must be above 0 seconds, but got {timeout_s!r}"
             )
