@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from ctypes import py_object, pythonapi
 from dataclasses import dataclass
@@ -256,7 +255,7 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
     Args:
         what: the rank does, such as "has made no progress".
         stacks: of its threads, by ``faulthandler``; the last one is the main thread.
-        seconds: how long to wait for ranks that hang too, twice.
+        seconds: how long to wait for ranks that hang too.
     """
     rank = comm.get_rank()
     here, others = timer.ranks_at(stacks.rpartition("first):")[2], seconds)
@@ -264,8 +263,7 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
     if here[0] == rank:
         # In one piece: others may write there at the same time.
         os.write(2, f"{text}. Its threads:\n{stacks}".encode())
-    logger.critical(text)
-    time.sleep(seconds)  # others may still have to speak
+    logger.debug(text)  # for the files
 
 
 def choose_device(wanted: str | torch.device | None = None) -> torch.device:

@@ -211,6 +211,7 @@ def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
 ) -> None:
     run_ranks(print_where_it_hangs, 5, tmp_path)
     printed = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert printed.count("rank 1 stands") == 1
     assert printed.count(" in waits") == printed.count(" in hangs") == 1
     assert "rank 1 stands, as do [1], not here: [0, 2, 3, 4]" in printed
     assert re.search(r"as do \[[023], [023], [023]\], not here: \[1, 4\]", printed)

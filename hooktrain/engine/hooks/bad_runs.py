@@ -172,4 +172,5 @@ class Watchdog(HookBase):
             file.seek(0)
             stacks = file.read()
         report_hang(f"has made no progress for {self._limit_s:g} s", stacks, pause)
+        self._end.wait(pause)  # others may still have to speak
         os._exit(EXIT_HUNG)  # without what Python does at its end
