@@ -64,11 +64,7 @@ class StreamSampler(Sampler[int]):
         """The number of indices in one epoch."""
         return len(self.epoch_indices(epoch))
 
-    def stream(
-        self,
-        start: int = 0,
-        step: int = 1,
-    ) -> Iterator[int]:
+    def stream(self, start: int = 0, step: int = 1) -> Iterator[int]:
         """The stream of all ranks together, or every ``step``-th index of it.
 
         Args:

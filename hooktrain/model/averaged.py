@@ -100,11 +100,7 @@ class BaseAveragedModel(nn.Module):
         self._steps += 1
         self.steps += 1
 
-    def _average(
-        self,
-        averages: list[Tensor],
-        weights: list[Tensor],
-    ) -> None:
+    def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
         weight = self.blending_weight(self._steps)
         torch._foreach_lerp_(averages, weights, weight)
 

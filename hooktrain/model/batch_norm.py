@@ -75,11 +75,7 @@ def update_bn_stats(
             layer.running_var.copy_(variance.clamp(min=0))
 
 
-def _add_up(
-    model: nn.Module,
-    sums: dict[Any, Tensor],
-    batches: Iterable[Any],
-) -> int:
+def _add_up(model: nn.Module, sums: dict[Any, Tensor], batches: Iterable[Any]) -> int:
     """Add what layers see in the batches to their sums; return how many there were.
 
     Meanwhile the layers do not touch their running statistics.
