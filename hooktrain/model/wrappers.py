@@ -249,7 +249,10 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     may_be_dict = not isinstance(batch, _NO_DICTS)
     if may_be_dict and isinstance(batch, Mapping) and isinstance(model, nn.Module):
         if model not in _by_keywords:
-            _by_keywords[model] = _takes_keywords(unwrap_model(model), batch)
+            bare = unwrap_model(model)
+            if bare not in _by_keywords:
+                _by_keywords[bare] = _takes_keywords(bare, batch)
+            _by_keywords[model] = _by_keywords[bare]
         if _by_keywords[model]:
             return model(**batch)
     return model(batch)

@@ -70,13 +70,9 @@ def _data_share() -> tuple[int, int]:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Make one process group for each machine, as ``launch()`` does. Collective.
+    """Make a group of so many successive ranks for each machine, as ``launch()`` does.
 
-    Args:
-        num_workers_per_machine: the processes of each machine, of successive ranks.
-
-    Raises:
-        ValueError: the world size is not a multiple.
+    Collective. The world size must be a multiple.
     """
     group, _ = dist.new_subgroups(num_workers_per_machine)  # type: ignore[no-untyped-call]
     _local_groups[dist.group.WORLD] = group
@@ -220,7 +216,7 @@ def on_all_ranks(
     function: Callable[[], T],
     group: ProcessGroup | None = None,
 ) -> list[T]:
-    """Call a function on every rank; an error of one is raised on all. Collective.
+    """Call a function on every rank; the first error is raised on all. Collective.
 
     Args:
         function: calls no collective, and returns something picklable.
@@ -228,9 +224,6 @@ def on_all_ranks(
 
     Returns:
         What it returned on each rank, in their order.
-
-    Raises:
-        Exception: the error of the first rank that failed.
     """
     if get_world_size() == 1:
         return [function()]
@@ -251,10 +244,7 @@ def on_main_process(
     function: Callable[[], T],
     group: ProcessGroup | None = None,
 ) -> T:
-    """Call a function on the main process; return or raise the same on all. Collective.
-
-    The arguments are those of :func:`on_all_ranks`.
-    """
+    """As :func:`on_all_ranks`, but on the main process only; all return the same."""
 
     def only_there() -> Any:
         return function() if is_main_process() else None
