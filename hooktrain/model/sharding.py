@@ -302,7 +302,8 @@ class _Wholes(TorchDispatchMode):
         sharded = [leaf for leaf in leaves if is_sharded(leaf)]
         if not self.wholes.keys() >= set(sharded):
             self.put_back()
-            self.wholes = {tensor: full_tensor(tensor) for tensor in sharded}
+            # Where a rank has all of it, full_tensor gives the shard itself.
+            self.wholes = {tensor: full_tensor(tensor).clone() for tensor in sharded}
         args, kwargs = tree_map_only(
             Tensor,
             lambda tensor: self.wholes.get(tensor, tensor),

@@ -64,7 +64,7 @@ def _on_two_ranks() -> dict[str, Any]:
         "checkpointed": [_checkpointed(rule) for rule in ((), {Block}, last_block)],
         "precisions": _precisions(),
         "tied": _tied(),
-        "deferred": [_deferred(build, wrap) for build, wrap in DEFERRED],
+        "deferred": [_deferred(*case) for case in DEFERRED],
         "after training": _deferred_and_trained(),
         "memory": _memory_of_deferred(),
         "forgotten": _forgotten(),
@@ -238,18 +238,21 @@ class Parts(nn.Module):
         self.angles = torch.arange(3.0)
 
 
-DEFERRED: list[tuple[Callable[[], nn.Module], Any]] = [
-    (Layers, {nn.Conv2d}),
-    (make_model, {Block}),
-    (Parts, ()),
+DEFERRED: list[tuple[Callable[[], nn.Module], Any, str | None]] = [
+    (Layers, {nn.Conv2d}, None),
+    (make_model, {Block}, None),
+    (Parts, (), None),
+    (Parts, (), "whole on each rank"),
 ]
 
 
-def _deferred(build: Callable[[], nn.Module], wrap: Any, **options: Any) -> Any:
+def _deferred(build: Callable[[], nn.Module], wrap: Any, mesh: Any = None) -> Any:
+    if isinstance(mesh, str):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
         model = build()
     torch.manual_seed(3 if dist.get_rank() == 0 else 1000)
-    shard_model(model, wrap=wrap, **options)
+    shard_model(model, wrap=wrap, mesh=mesh)
     return full_state_dict(model)
 
 
@@ -260,7 +263,7 @@ def _deferred_and_trained() -> bool:
     return losses_of(shard_model(model, wrap={Block})) == losses_of(make_sharded())
 
 
-@pytest.mark.parametrize("case", [0, 1, 2])
+@pytest.mark.parametrize("case", range(4))
 def test_a_model_on_the_meta_device_gets_the_weights_of_one_process(
     two: list[dict[str, Any]], case: int
 ) -> None:
