@@ -160,7 +160,7 @@ class TrainLoader:
             "total_batch_size": self.total_batch_size,
         }
         if isinstance(self.sampler, StreamSampler):
-            identity.update(self.sampler.identity())
+            identity["sampler_seed"] = self.sampler.seed
         return identity
 
 

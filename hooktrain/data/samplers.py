@@ -56,10 +56,6 @@ class StreamSampler(Sampler[int]):
         """The indices of one epoch, in order: an int64 vector, or what gives slices of it."""
         raise NotImplementedError
 
-    def identity(self) -> dict[str, Any]:
-        """What makes the stream the one it is; a saved position is refused in another."""
-        return {"sampler_seed": self.seed}
-
     def epoch_length(self, epoch: int) -> int:
         """The number of indices in one epoch."""
         return len(self.epoch_indices(epoch))
@@ -192,13 +188,6 @@ class TrainingSampler(StreamSampler):
     def epoch_length(self, epoch: int) -> int:
         """The length of the data set."""
         return self.size
-
-    def identity(self) -> dict[str, Any]:
-        """That of :class:`StreamSampler`; and which order it is, if it is computed."""
-        identity = super().identity()
-        if self.shuffle and self.size > LARGEST_PERMUTATION:
-            identity["order"] = "computed"
-        return identity
 
 
 class InferenceSampler(Sampler[int]):

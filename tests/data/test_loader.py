@@ -188,11 +188,6 @@ def test_the_trainers_own_random_numbers_are_not_disturbed(workers: int) -> None
             "dataset_size=10, but now dataset_size=9",
         ),
         ({"state": {"_num_yielded": 3}}, {}, "seed=None, but now seed=5"),
-        (
-            {"state": {**make(10**9).state_dict(), "order": None}},
-            {"dataset": 10**9},
-            "order=None, but now order='computed'",
-        ),
     ],
 )
 def test_a_position_in_another_stream_is_refused(
