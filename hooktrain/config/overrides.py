@@ -33,7 +33,8 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
       tuple, dict), or one of true, false, none, null in any case, or else a text, all after the
       first ``=``. It replaces what was there; dicts are not merged. In the place of anything but
       a text or None, a text needs quotes, unless it is like ``1 epoch``.
-    - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way.
+    - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
+      index that is its length appends.
     - ``~a.b`` deletes a key or a list item.
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
@@ -57,9 +58,10 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
 
 def _apply(cfg: ConfigDict, override: str) -> None:
+    adds = override.startswith("+")
     deletes = override.startswith("~")
     change = override
-    if override.startswith(("+", "~")):
+    if adds or deletes:
         change = override[1:]
     path, equals, text = change.partition("=")
     parts = path.split(".")
@@ -73,6 +75,8 @@ def _apply(cfg: ConfigDict, override: str) -> None:
         if isinstance(node, dict):
             node.setdefault(key, {})
         node = node[key]
+    if adds and isinstance(node, list) and last == str(len(node)):
+        node.append(None)
     key = _find(cfg, node, last, override)
     if deletes:
         del node[key]

@@ -51,9 +51,10 @@ def test_overrides_apply_in_order_to_the_config_itself() -> None:
 
 
 def test_plus_adds_keys() -> None:
-    changes = ["+a.b.c=1", "+train.seed=3", "+train.name=x"]
+    changes = ["+a.b.c=1", "+train.seed=3", "+train.name=x", "+hooks.3={'period': 3}"]
     cfg = apply_overrides(config(), changes)
     assert (cfg.a.b.c, cfg.train.seed, cfg.train.name) == (1, 3, "x")
+    assert cfg.hooks[3].period == 3
 
 
 def test_a_tilde_deletes() -> None:
