@@ -55,7 +55,8 @@ def shard_model(
     construction, ``reset_parameters`` of each module is called, children before their
     parent, and then ``init_weights`` of the model, if it has that. Only what an operation
     uses is whole meanwhile, so a model may be larger than the memory of a device. The
-    values are those of one process with the first rank's seed, on this kind of device.
+    values are those of one process with the first rank's seed, on this kind of device, if
+    its constructor draws in this order.
     Parts of a parameter (``weight[2]``) can be changed until the next one is used; torch
     refuses it then, since that would be lost.
 
