@@ -97,8 +97,11 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
         return part
     hint = did_you_mean(part, known_keys(container))
     # As total_batch_size of the loader for train.batch_size.
-    paths = [line.split(" = ")[0] for line in dotted_lines(to_data(cfg), "")]
-    elsewhere = [path for path in paths if path.endswith(part)]
+    elsewhere = []
+    for line in dotted_lines(to_data(cfg), ""):
+        path, _, _ = line.partition(" = ")
+        if path.endswith(part):
+            elsewhere.append(path)
     if elsewhere:
         hint = f"; there is {', '.join(elsewhere)}"
     # Elsewhere nobody would read what is added.
