@@ -99,7 +99,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
 def default_setup(cfg: Any, args: Any) -> None:
     """Prepare a run: output folder, logs, environment report, configuration file, seed.
 
-    It writes ``log.txt`` (one more for each further rank) and ``config.json`` into the
+    It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
     output folder, and locks the folder against a second run. A folder that has checkpoints
     is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
     of the configuration have changed. A ``train.init_checkpoint`` in a renamed folder is

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import ForkProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,10 @@ def fail_in_rank_1_alone() -> None:
 
 
 def die_in_rank_1_alone() -> None:
+    """Rank 0 hangs: if it failed too, the parent might hear of that first."""
     if comm.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
+    time.sleep(10 * LIMIT_SECONDS)
 
 
 def exit_in_order(folder: str) -> None:
@@ -150,6 +152,7 @@ def test_the_error_of_the_first_rank_that_fails_comes_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(LAUNCH, "_GRACE_SECONDS", 0.5)
+    get_temp_dir()  # that of the fork server
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"rank [12] failed") as caught:
         launch(fail_in_rank_1_alone, 3)
@@ -201,7 +204,10 @@ def test_a_rank_that_fails_ends_while_others_keep_it_waiting() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+def test_a_rank_that_is_killed_is_named_with_its_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LAUNCH, "_GRACE_SECONDS", 0.5)
     message = "rank 1 failed: .* terminated with signal SIGKILL"
     with pytest.raises(RuntimeError, match=message):
         launch(die_in_rank_1_alone, 2)
