@@ -313,7 +313,7 @@ def _memory_of_deferred() -> float:
 
 def test_a_deferred_model_is_whole_on_no_rank(two: list[dict[str, Any]]) -> None:
     for result in two:
-        assert MATRICES / 2 <= result["memory"] < MATRICES / 2 + 5
+        assert MATRICES / 2 <= result["memory"] < MATRICES - 1
 
 
 class Forgotten(nn.Module):
