@@ -20,9 +20,9 @@ class ClassificationEvaluator(DatasetEvaluator):
     """Accuracy and loss of a classifier.
 
     Counts and the sum of losses stay on the device of the outputs until the end, so a batch costs
-    no host-device synchronisation. Losses are computed and summed in float64 (float32 on Apple's
-    devices, which have no other): how the data is cut into batches makes no difference except
-    for rounding.
+    no host-device synchronisation. They are float64 (float32 on Apple's devices, which have no
+    other), as are the losses: how the data is cut into batches makes no difference except for
+    rounding.
 
     Args:
         class_names: one for each class, in the order of the logits.
@@ -44,11 +44,12 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        cells = len(self._class_names) ** 2  # label * C + prediction
-        self._counts = torch.zeros(cells, dtype=torch.int64)
-        # How often the label is first, second, ... in the order of the logits.
-        self._ranked = torch.zeros(self._most, dtype=torch.int64)
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        # The samples in each cell, label * C + prediction; how often the label is first,
+        # second, ... in the order of the logits; the sum of the losses.
+        cells = len(self._class_names) ** 2
+        self._sizes = [cells, self._most, 1]
+        whole = sum(self._sizes)
+        self._sums = torch.zeros(whole, dtype=torch.float64)
 
     @torch.no_grad()
     def process(self, inputs: Any, outputs: Tensor) -> None:
@@ -64,7 +65,8 @@ class ClassificationEvaluator(DatasetEvaluator):
         device = outputs.device
         classes = len(self._class_names)
         labels = torch.as_tensor(targets_of(inputs, self._label_key))
-        if outputs.shape[1:] != (classes,) or labels.is_floating_point():
+        fits = outputs.shape[1:] == (classes,)
+        if not fits or labels.is_floating_point():
             raise ValueError(
                 f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
                 f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
@@ -75,19 +77,18 @@ class ClassificationEvaluator(DatasetEvaluator):
             dtype = torch.float32
         # Labels of another shape, or out of range, are errors of torch.
         losses = F.cross_entropy(outputs.to(dtype), labels, reduction="none")
-        self._loss_sum = self._loss_sum.to(device, dtype)
-        self._loss_sum += losses.sum()
+        self._sums = self._sums.to(device, dtype)
+        counts, ranked, loss = torch.split(self._sums, self._sizes)
+        loss += losses.sum()
 
         predicted = outputs.argmax(1)
         cells = labels * classes + predicted
-        self._counts = self._counts.to(device)
-        one = torch.ones_like(cells)
-        self._counts.scatter_add_(0, cells, one)
+        one = torch.ones_like(losses)
+        counts.scatter_add_(0, cells, one)
         if self._most:
             highest = outputs.topk(self._most, 1).indices
             hits = highest == labels[:, None]
-            self._ranked = self._ranked.to(device)
-            self._ranked += hits.sum(0)
+            ranked += hits.sum(0)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Sum up the batches of all ranks, and log a table of up to 100 classes. Collective.
@@ -102,17 +103,10 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if there was no sample.
         """
         classes = len(self._class_names)
-        parts = (
-            self._counts,
-            self._ranked,
-            self._loss_sum[None],
-        )
-        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        own = [part.cpu().double() for part in parts]
-        merged = torch.cat(own)
-        sums = comm.all_reduce(merged)
-        sizes = [len(part) for part in own]
-        cells, hits, loss = torch.split(sums, sizes)
+        # A host-device synchronisation, once an evaluation.
+        own = self._sums.to("cpu", torch.float64, copy=True)
+        sums = comm.all_reduce(own)
+        cells, hits, loss = torch.split(sums, self._sizes)
         confusion = cells.view(classes, classes)
         images = confusion.sum(1)
         correct = confusion.diagonal()
