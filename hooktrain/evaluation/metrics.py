@@ -104,8 +104,9 @@ class ClassificationEvaluator(DatasetEvaluator):
         """
         classes = len(self._class_names)
         # A host-device synchronisation, once an evaluation.
-        own = self._sums.to("cpu", torch.float64, copy=True)
-        sums = comm.all_reduce(own)
+        own = self._sums.cpu()
+        copied = own.to(torch.float64, copy=True)
+        sums = comm.all_reduce(copied)
         cells, hits, loss = torch.split(sums, self._sizes)
         confusion = cells.view(classes, classes)
         images = confusion.sum(1)
