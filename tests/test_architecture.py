@@ -36,22 +36,22 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 8_130,
-    "engine/hooks": 4_840,
+    "engine": 7_930,
+    "engine/hooks": 4_760,
     "strategy": 3_700,
-    "solver": 7_570,
+    "solver": 7_190,
     "checkpoint": 5_640,
-    "evaluation": 2_200,
-    "data": 2_800,
-    "model": 3_600,
-    "config": 2_250,
-    "events": 3_680,
+    "evaluation": 2_110,
+    "data": 2_530,
+    "model": 3_410,
+    "config": 2_230,
+    "events": 3_530,
     "utils": 4_850,
     ".": 310,
-    "compat": 9_800,
+    "compat": 9_620,
     "demos": 4_350,
 }
-WHOLE = 49_400  # without compat and demos
+WHOLE = 48_140  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 
@@ -61,7 +61,7 @@ READERS_PATH = re.findall(
     r"^\| `([\w/]+\.py)` \| ", ARCHITECTURE.read_text("utf-8"), re.M
 )
 # An hour at some 230 words a minute.
-PATH_NODES, PATH_FILES, PATH_WORDS = 11_220, 14, 14_000
+PATH_NODES, PATH_FILES, PATH_WORDS = 11_150, 14, 13_850
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}
