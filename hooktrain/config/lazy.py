@@ -159,8 +159,14 @@ class LazyConfig:
 
         Args:
             cfg: A whole config.
-            filename: Any name but that of a Python file, which `load` would run.
+            filename: Any name but that of a Python file.
+
+        Raises:
+            ValueError: If the file is a ``.py`` file.
         """
+        if Path(filename).suffix == ".py":
+            hint = "a config is saved as JSON: give a name like 'config.json'"
+            raise ValueError(f"{hint}, not {str(filename)!r}")
         for line in LazyConfig.to_py(cfg, "").splitlines():
             if NOT_SAVED in line:
                 logger.warning("The saved config lacks %s", line)
