@@ -48,7 +48,7 @@ BUDGETS = {
     "events": 3_530,
     "utils": 4_850,
     ".": 310,
-    "compat": 9_620,
+    "compat": 9_640,
     "demos": 4_350,
 }
 WHOLE = 48_160  # without compat and demos

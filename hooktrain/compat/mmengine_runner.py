@@ -113,8 +113,8 @@ class Runner:
 class MessageHub:
     """What models and hooks tell each other of a run, wherever they are.
 
-    There is one, whatever its name. It knows ``iter``, ``epoch``, ``max_iters`` and
-    ``max_epochs`` of the trainer that is running. Its scalars are the metrics of the
+    There is one, whatever its name. It knows ``iter``, ``epoch``, ``max_iters``,
+    ``max_epochs`` and ``eta`` of the trainer that is running. Its scalars are the metrics of the
     trainer's storage: ``train/loss`` is ``loss``.
     """
 
@@ -134,6 +134,8 @@ class MessageHub:
             storage = get_event_storage()
             if key in ("iter", "epoch", "max_iters", "max_epochs"):
                 return getattr(Runner(storage.trainer), key)
+            if key == "eta":  # of the printer, once it has written
+                default, _ = storage.latest().get("eta_seconds", (default, 0))
             default = storage.info.get(key, default)
         return self._unsaved.get(key, default)
 

@@ -315,6 +315,16 @@ def test_what_a_hub_is_told_in_a_run_is_saved_with_it(tmp_path: Path) -> None:
     assert trainer.storage.latest()["b"] == (3, 3)
 
 
+def test_a_hub_knows_the_remaining_time_that_the_printer_has_told() -> None:
+    etas = []
+    with EventStorage() as storage:
+        hub = MessageHub.get_current_instance()
+        etas.append(hub.get_info("eta"))
+        storage.put_scalar("eta_seconds", 2.5, smoothing_hint=False)
+        etas.append(hub.get_info("eta"))
+    assert etas == [None, 2.5]
+
+
 def test_outside_of_a_run_a_hub_knows_what_it_was_told_there() -> None:
     hub = MessageHub.get_current_instance()
     assert hub.get_info("iter") is None
