@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from hooktrain.utils import comm, timer
+from hooktrain.utils import comm
 from hooktrain.utils.env import seed_all_rng
 
 logger = logging.getLogger(__name__)
@@ -247,23 +247,6 @@ def _let_go() -> None:
     """
     if hasattr(sys, "last_value"):
         pythonapi.Py_IncRef(py_object(dist.distributed_c10d._world.pg_map))
-
-
-def report_hang(what: str, stacks: str, seconds: float) -> None:
-    """Print where this rank hangs, unless a rank that hangs there too has done so.
-
-    Args:
-        what: the rank does, such as "has made no progress".
-        stacks: of its threads, by ``faulthandler``; the last one is the main thread.
-        seconds: how long to wait for ranks that hang too.
-    """
-    rank = comm.get_rank()
-    here, others = timer.ranks_at(stacks.rpartition("first):")[2], seconds)
-    text = f"Watchdog: rank {rank} {what}, as do {here[:50]}, not here: {others[:50]}"
-    if here[0] == rank:
-        # In one piece: others may write there at the same time.
-        os.write(2, f"{text}. Its threads:\n{stacks}".encode())
-    logger.debug(text)  # for the files
 
 
 def choose_device(wanted: str | torch.device | None = None) -> torch.device:

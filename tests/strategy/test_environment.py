@@ -1,6 +1,5 @@
 import os
 import random
-import re
 import resource
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from hooktrain.strategy.environment import (
     find_place,
     infer_launcher,
     leave_processes,
-    report_hang,
     restart_count,
 )
 from hooktrain.utils import comm
@@ -194,27 +192,6 @@ def test_many_ranks_connect_where_they_talk() -> None:
     # One may still be closing.
     assert all(full >= lazy + 3 for (full, _), (lazy, _) in zip(few, many, strict=True))
     assert all(is_raised for _, is_raised in few + many)
-
-
-def print_where_it_hangs(folder: Path) -> None:
-    rank = comm.get_rank()
-    with open(folder / str(rank), "w") as printed:
-        os.dup2(printed.fileno(), 2)
-    if rank < 4:
-        place = "waits" if rank != 1 else "hangs"
-        report_hang("stands", f"Thread (most recent call first):\n in {place}", 2.0)
-    comm.synchronize()
-
-
-def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
-    tmp_path: Path,
-) -> None:
-    run_ranks(print_where_it_hangs, 5, tmp_path)
-    printed = "".join(path.read_text() for path in tmp_path.iterdir())
-    assert printed.count("rank 1 stands") == 1
-    assert printed.count(" in waits") == printed.count(" in hangs") == 1
-    assert "rank 1 stands, as do [1], not here: [0, 2, 3, 4]" in printed
-    assert re.search(r"as do \[[023], [023], [023]\], not here: \[1, 4\]", printed)
 
 
 def threads_of_gloo() -> int:

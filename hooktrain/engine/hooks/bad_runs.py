@@ -5,12 +5,15 @@ import logging
 import os
 import tempfile
 import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
 
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.strategy.environment import report_hang
 from hooktrain.utils import comm, timer
 from hooktrain.utils.tensors import is_sharded, non_finite
 
@@ -174,3 +177,34 @@ class Watchdog(HookBase):
         report_hang(f"has made no progress for {self._limit_s:g} s", stacks, pause)
         self._end.wait(pause)  # others may still have to speak
         os._exit(EXIT_HUNG)  # without what Python does at its end
+
+
+def report_hang(
+    what: str,
+    stacks: str,
+    seconds: float,
+) -> None:
+    """Print where this rank hangs, unless a rank that hangs there too has done so.
+
+    It needs no other rank, as it goes over the store of the process group.
+
+    Args:
+        what: the rank does, such as "has made no progress".
+        stacks: of its threads, by ``faulthandler``; the last one is the main thread.
+        seconds: how long to wait for ranks that hang too.
+    """
+    rank = comm.get_rank()
+    size = comm.get_world_size()
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    if size > 1:
+        store = dist.distributed_c10d._get_default_store()
+    _, _, place = stacks.rpartition("first):")
+    store.append(place, f"{rank} ")
+    time.sleep(seconds)
+    here = list(map(int, store.get(place).split()))  # the first one first
+    others = sorted(set(range(size)).difference(here))
+    text = f"Watchdog: rank {rank} {what}, as do {here[:50]}, not here: {others[:50]}"
+    if here[0] == rank:
+        # In one piece: others may write there at the same time.
+        os.write(2, f"{text}. Its threads:\n{stacks}".encode())
+    logger.debug(text)  # for the files

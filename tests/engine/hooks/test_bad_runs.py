@@ -1,6 +1,8 @@
 import faulthandler
 import logging
 import math
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
 from hooktrain.engine.hooks import CallbackHook, Watchdog
-from hooktrain.engine.hooks.bad_runs import EXIT_HUNG
+from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, report_hang
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
@@ -322,3 +324,24 @@ def test_a_process_that_was_suspended_does_not_seem_to_hang(
 
     watch(years_pass)
     assert exits == []
+
+
+def print_where_it_hangs(folder: Path) -> None:
+    rank = comm.get_rank()
+    with open(folder / str(rank), "w") as printed:
+        os.dup2(printed.fileno(), 2)
+    if rank < 4:
+        place = "waits" if rank != 1 else "hangs"
+        report_hang("stands", f"Thread (most recent call first):\n in {place}", 2.0)
+    comm.synchronize()
+
+
+def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
+    tmp_path: Path,
+) -> None:
+    run_ranks(print_where_it_hangs, 5, tmp_path)
+    printed = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert printed.count("rank 1 stands") == 1
+    assert printed.count(" in waits") == printed.count(" in hangs") == 1
+    assert "rank 1 stands, as do [1], not here: [0, 2, 3, 4]" in printed
+    assert re.search(r"as do \[[023], [023], [023]\], not here: \[1, 4\]", printed)
