@@ -59,7 +59,7 @@ setup(
         "plot": PLOT,
         "streams": STREAMS,
         "vision": ["torchvision"],
-        "docs": ["pdoc>=15"],
+        "docs": ["pdoc>=15", *TENSORBOARD],
         "dev": [
             *TENSORBOARD,
             *PLOT,
