@@ -156,11 +156,7 @@ class DigitsGAN(nn.Module):
         return next(weights).device
 
 
-def fixed_latents(
-    count: int,
-    latent_size: int,
-    seed: int = 0,
-) -> Tensor:
+def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
     """Latents that are always the same, from a separate random generator.
 
     Args:

@@ -376,12 +376,7 @@ class DefaultTrainer(TrainerBase):
         return self.test(self.cfg, self.model, self._evaluator)
 
     @classmethod
-    def test(
-        cls,
-        cfg: Any,
-        model: nn.Module,
-        evaluators: Any = None,
-    ) -> dict[str, Any]:
+    def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> dict[str, Any]:
         """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
 
         Args:

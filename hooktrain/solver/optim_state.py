@@ -35,10 +35,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
 
 
-def optimizer_state_dict(
-    optimizer: Optimizer,
-    names: Names,
-) -> dict[str, Any]:
+def optimizer_state_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     """The state that torch gives, with names where torch has positions of parameters.
 
     ``{"kind": "SGD", "state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
@@ -245,10 +242,7 @@ def _fitting_states(
     return fitting
 
 
-def _shape_of(
-    optimizer: Optimizer,
-    state: State,
-) -> tuple[int, ...] | None:
+def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
     """The shape of the parameter that a state is of, if torch's optimizers know it."""
     if not hasattr(torch.optim, _kind(optimizer)):
         return None  # other optimizers may keep what they like

@@ -19,10 +19,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def did_you_mean(
-    name: object,
-    known: Iterable[object],
-) -> str:
+def did_you_mean(name: object, known: Iterable[object]) -> str:
     """The end of an error message about a name that does not exist.
 
     Args:

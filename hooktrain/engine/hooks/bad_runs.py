@@ -179,11 +179,7 @@ class Watchdog(HookBase):
         os._exit(EXIT_HUNG)  # without what Python does at its end
 
 
-def report_hang(
-    what: str,
-    stacks: str,
-    seconds: float,
-) -> None:
+def report_hang(what: str, stacks: str, seconds: float) -> None:
     """Print where this rank hangs, unless a rank that hangs there too has done so.
 
     It needs no other rank, as it goes over the store of the process group.
