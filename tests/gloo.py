@@ -31,7 +31,7 @@ import torch.distributed as dist
 from processes import CONTEXT, as_on_its_own
 
 NOT_CONNECTED = ", before the function was called"
-SEGFAULT = f"exit code {-signal.SIGSEGV}"
+CRASHES = [f"exit code {-number}" for number in (signal.SIGSEGV, signal.SIGABRT)]
 
 
 def run_ranks(
@@ -58,9 +58,10 @@ def run_ranks(
             return _run_once(function, world_size, args, limit_seconds)
         except RuntimeError as error:
             # On a busy machine gloo now and then fails to connect two processes as they start, and
-            # seldom one of its threads dies of a segmentation fault (torch 2.13).
+            # seldom one of its threads finds the heap damaged: a segmentation fault, or glibc's
+            # own check (torch 2.13).
             if attempt == 2 or not any(
-                text in str(error) for text in (NOT_CONNECTED, SEGFAULT)
+                text in str(error) for text in (NOT_CONNECTED, *CRASHES)
             ):
                 raise
     raise AssertionError("the last attempt returned or raised")
