@@ -9,30 +9,29 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine.hooks.checkpointing import refuse_lone_shards
 from hooktrain.engine.train_loop import HookBase
-from hooktrain.utils.comm import on_all_ranks
+from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
 
 _ONE_SIGNAL_SECONDS = 1.0
-
-
-class _Preempted(str):
-    """The reason of a stop. A class of its own, since anybody may ask for one in the same words."""
+_ASK_SECONDS = 10.0  # torchrun leaves 30 between its signal and the kill
 
 
 class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
 
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
-    ranks, not all of which need to have got the signal, stop at the same iteration, at the next
-    exchange of the trainer (every ``sync_period`` iterations). An open accumulation is completed.
-    Then the checkpoint ``model_0000099.pth`` is written, and ``SystemExit`` is raised with
-    the code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final
-    evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had
-    happened.
+    ranks, not all of which need to have got the signal, ask each other and stop at the same
+    iteration: they do so at each exchange of the trainer (every ``sync_period`` iterations), and
+    some ten seconds after the last time if these take longer. An open accumulation is completed.
+    Then the checkpoint ``model_0000099.pth`` is written, and ``SystemExit`` is raised with the
+    code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final evaluation,
+    and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had happened.
 
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
@@ -55,7 +54,7 @@ class Preemption(HookBase):
             torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
 
     Raises:
-        RuntimeError: when training starts, if only some ranks have it and each saves shards.
+        RuntimeError: when training starts, if only some ranks have it.
     """
 
     def __init__(
@@ -66,12 +65,18 @@ class Preemption(HookBase):
         self.checkpointer = checkpointer
         self._signals = signals
         self._previous: dict[int, Any] = {}
-        self._received: tuple[int, float] | None = None
+        self._received = 0  # the number of the first signal
+        self._received_at = 0.0
 
     def before_train(self) -> None:
         """Install the handlers."""
-        refuse_lone_shards(self, self.checkpointer)
-        self._received = None
+        if not self.on_every_rank:
+            raise RuntimeError("register Preemption on every rank: all end together")
+        self._received = 0
+        self._number = 0  # of the signal that all ranks end by
+        self._asked = self.trainer.start_iter
+        self._asked_at = time.monotonic()
+        self._next = self._asked + 1
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "Signals are ignored: the training does not run in the main thread"
@@ -89,35 +94,46 @@ class Preemption(HookBase):
         self._previous = {}
 
     def after_step(self) -> None:
-        """Ask for a stop after a signal; save and exit where the ranks agree on one."""
+        """Save and exit where the ranks agree on it."""
         trainer = self.trainer
         if trainer.iter + 1 == trainer.max_iter:  # the run comes to its end anyhow
             return
-        if self._received is not None:
-            name = signal.Signals(self._received[0]).name
-            trainer.request_stop(_Preempted(f"preempted by {name}"))
-        reason = trainer.stop_reason
-        if not isinstance(reason, _Preempted) or not trainer.can_save:
+        self._number = self._number or self._ask(trainer.iter + 1)
+        if not self._number or not trainer.can_save:
             return
-        logger.warning("Ending the run after iteration %d: %s", trainer.iter, reason)
-        trainer.prepare_save(self.on_every_rank)
-        name = f"model_{trainer.iter:07d}"
-        self.checkpointer.save(name, iteration=trainer.iter)
-        if self.on_every_rank:
-            # A rank that is gone is a failure to launchers, which end the one that still writes.
-            on_all_ranks(self.checkpointer.wait)
-        else:
-            self.checkpointer.wait()
-        number = signal.Signals[reason.split()[-1]]
+        name = signal.Signals(self._number).name
+        logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
+        trainer.prepare_save()
+        self.checkpointer.save(f"model_{trainer.iter:07d}", iteration=trainer.iter)
+        # A rank that is gone is a failure to launchers, which end the one that still writes.
+        comm.on_all_ranks(self.checkpointer.wait)
         # After the other hooks: then train() can go on, as in a notebook.
-        trainer.raise_later(SystemExit(128 + number))
+        trainer.raise_later(SystemExit(128 + self._number))
+
+    def _ask(self, done: int) -> int:
+        """The number of a signal that a rank got, or 0. A collective, where it is time."""
+        if comm.get_world_size() == 1:
+            return self._received
+        if done < self._next:
+            return 0
+        now = time.monotonic()
+        pace = (now - self._asked_at) / (done - self._asked)
+        together = torch.tensor([self._received, pace], dtype=torch.float64)
+        number, slowest = comm.all_reduce(together, dist.ReduceOp.MAX).tolist()
+        self._asked, self._asked_at = done, now
+        in_time = int(_ASK_SECONDS / max(slowest, 1e-6))
+        period = self.trainer.sync_period
+        self._next = done + min(max(in_time, 1), period - done % period)
+        return int(number)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # Between any two instructions of the main thread: no logging, no locks.
         now = time.monotonic()
-        first, at = self._received or (number, now)
+        if not self._received:
+            self._received_at = now
+            self._received = number
         is_child = os.getpid() != self._process  # of a fork
-        if is_child or number != first or now - at > _ONE_SIGNAL_SECONDS:
+        is_another = number != self._received
+        if is_child or is_another or now - self._received_at > _ONE_SIGNAL_SECONDS:
             self.after_train()
             signal.raise_signal(number)
-        self._received = (first, at)

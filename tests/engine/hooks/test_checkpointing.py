@@ -13,7 +13,6 @@ from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
     PeriodicCheckpointer,
-    Preemption,
 )
 from toys import Idle, LinearLoss, batches, linear_trainer
 
@@ -219,9 +218,8 @@ def test_a_hook_with_state_behind_the_checkpointer_is_told(
     [
         lambda saver: PeriodicCheckpointer(saver, 2),
         lambda saver: BestCheckpointer(2, saver, "acc"),
-        Preemption,
     ],
-    ids=["periodic", "best", "preemption"],
+    ids=["periodic", "best"],
 )
 def test_shards_on_some_ranks_only_are_refused(make: Any, tmp_path: Path) -> None:
     trainer = linear_trainer()

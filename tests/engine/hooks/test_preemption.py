@@ -1,7 +1,9 @@
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -173,6 +175,15 @@ def test_the_process_outlives_what_it_saves_in_the_background(
     assert pointer(tmp_path) == "model_0000001.pth"
 
 
+def test_on_some_ranks_only_it_is_refused(tmp_path: Path) -> None:
+    trainer = preemptible(tmp_path)
+    hook = trainer._hooks[-1]
+    lone = CallbackHook(before_train=lambda _: setattr(hook, "on_every_rank", False))
+    trainer.register_hooks([lone], before=hook)
+    with pytest.raises(RuntimeError, match="register Preemption on every rank"):
+        trainer.train(max_iter=4)
+
+
 def preempt_one_rank(folder: Path, shards: bool) -> tuple[Any, int, int]:
     # The exchanges follow iterations 3 and 7.
     hook = signal_at(signal.SIGTERM, 4, rank=1)
@@ -208,3 +219,25 @@ def test_a_signal_that_reaches_the_ranks_in_turn_ends_them_at_the_next_exchange(
     assert first == second
     assert first[:2] == (143, 7)
     assert pointer(tmp_path) == "model_0000007.pth"
+
+
+def preempt_long_iterations(folder: Path, seconds: float) -> int:
+    rank, clock = comm.get_rank(), SimpleNamespace(now=0.0)
+
+    def compute(_: Any) -> None:
+        clock.now += seconds * rank  # the slowest rank counts
+
+    hooks = CallbackHook(before_step=compute), signal_at(signal.SIGTERM, 4, rank=1)
+    trainer = preemptible(folder, *hooks, gather_metric_period=4)
+    fake = SimpleNamespace(monotonic=lambda: clock.now)
+    with patch.object(preemption, "time", fake), pytest.raises(SystemExit):
+        trainer.train(max_iter=20)
+    return trainer.iter
+
+
+@pytest.mark.parametrize(("seconds", "end"), [(0.0, 7), (2.6, 6), (12.0, 4)])
+def test_where_iterations_are_long_the_ranks_ask_each_other_more_often(
+    seconds: float, end: int, tmp_path: Path
+) -> None:
+    assert run_ranks(preempt_long_iterations, 2, tmp_path, seconds) == [end] * 2
+    assert pointer(tmp_path) == f"model_000000{end}.pth"
