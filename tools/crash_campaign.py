@@ -156,6 +156,7 @@ def main(args: argparse.Namespace, folder: str, at_call: AtCall | None) -> None:
 def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     """What the first process of a run does, in a session of its own."""
     os.setsid()
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}.collectives_"
     with open(f"{folder}.log", "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

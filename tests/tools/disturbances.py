@@ -57,6 +57,8 @@ class Disturb(HookBase):
 
 class Disturbed(DefaultTrainer):
     def build_hooks(self) -> list[HookBase]:
+        folder = self.cfg.train.output_dir
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/collectives_"
         watchdog = Watchdog(3.0) if sys.argv[1] == "hang" else None
         disturb = Disturb(sys.argv[1], int(sys.argv[2]))
         hooks: list[Any] = [watchdog, disturb, *super().build_hooks()]

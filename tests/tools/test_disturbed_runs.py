@@ -132,6 +132,7 @@ def test_the_error_of_a_rank_is_the_last_thing_printed(folder: Path) -> None:
 def test_a_rank_that_hangs_says_where(folder: Path) -> None:
     code, printed = run(TWO_RANKS, "hang", 1, folder)
     assert code != 0
+    assert f"Its collectives: {folder}/collectives_1" in printed
     assert "rank 1 has made no progress for 3 s, as do [1], not here: [0]" in printed
     assert re.search(r'disturbances.py", line \d+ in hang', printed)
     assert "exitcode  : 124" in printed

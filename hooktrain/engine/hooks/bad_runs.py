@@ -6,8 +6,10 @@ import os
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hooktrain.engine.losses import WHERE_IT_BEGINS
@@ -102,6 +104,8 @@ class SkipNonFinite(HookBase):
 
 EXIT_HUNG = 124  # as that of timeout(1)
 
+_RECORDS = os.path.join(tempfile.gettempdir(), "comm_lib_trace_rank_")
+
 
 class Watchdog(HookBase):
     """Ends a process that makes no progress, and prints the stacks of all its threads.
@@ -115,6 +119,9 @@ class Watchdog(HookBase):
     :func:`hooktrain.evaluation.inference_on_dataset` counts as progress. Call
     :func:`hooktrain.utils.timer.beat` inside of anything else that takes long. The final evaluation
     is watched if the hook is registered last.
+
+    What this rank's collectives were is written to a file that the message names, by torch's flight
+    recorder: :func:`write_flight_record`.
 
     A thread looks four times in ``timeout_s``, and at least every ten seconds. It counts its looks,
     so a process that was suspended does not seem to hang. It cannot look while C code holds the
@@ -192,8 +199,10 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
     rank = comm.get_rank()
     size = comm.get_world_size()
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    record = "none"
     if size > 1:
         store = dist.distributed_c10d._get_default_store()
+        record = write_flight_record()
     _, _, place = stacks.rpartition("first):")
     store.append(place, f"{rank} ")
     time.sleep(seconds)
@@ -202,5 +211,28 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
     text = f"Watchdog: rank {rank} {what}, as do {here[:50]}, not here: {others[:50]}"
     if here[0] == rank:
         # In one piece: others may write there at the same time.
+        text += f". Its collectives: {record}"
         os.write(2, f"{text}. Its threads:\n{stacks}".encode())
     logger.debug(text)  # for the files
+
+
+def write_flight_record() -> str:
+    """Write this rank's last collectives to a file, from torch's flight recorder.
+
+    ``torchfrtrace`` compares the files of all ranks.
+
+    Returns:
+        The file: ``TORCH_FR_DUMP_TEMP_FILE`` and the rank, by default in the folder of temporary
+        files. Or why there is none.
+    """
+    recorders: Any = torch._C._distributed_c10d
+    dump = recorders._dump_fr_trace
+    if dist.get_backend() == "nccl":
+        dump = recorders._dump_nccl_trace
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", _RECORDS)
+    file = Path(f"{prefix}{comm.get_rank()}")
+    try:
+        file.write_bytes(dump())
+    except OSError as error:  # the process has to end in any case
+        return str(error)
+    return str(file)

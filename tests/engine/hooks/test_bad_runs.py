@@ -2,6 +2,7 @@ import faulthandler
 import logging
 import math
 import os
+import pickle
 import re
 import threading
 import time
@@ -330,6 +331,8 @@ def print_where_it_hangs(folder: Path) -> None:
     rank = comm.get_rank()
     with open(folder / str(rank), "w") as printed:
         os.dup2(printed.fileno(), 2)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "collectives_")
+    comm.all_reduce(torch.zeros(3, 5))
     if rank < 4:
         place = "waits" if rank != 1 else "hangs"
         report_hang("stands", f"Thread (most recent call first):\n in {place}", 2.0)
@@ -340,8 +343,14 @@ def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
     tmp_path: Path,
 ) -> None:
     run_ranks(print_where_it_hangs, 5, tmp_path)
-    printed = "".join(path.read_text() for path in tmp_path.iterdir())
+    printed = "".join(path.read_text() for path in tmp_path.glob("?"))
     assert printed.count("rank 1 stands") == 1
     assert printed.count(" in waits") == printed.count(" in hangs") == 1
     assert "rank 1 stands, as do [1], not here: [0, 2, 3, 4]" in printed
     assert re.search(r"as do \[[023], [023], [023]\], not here: \[1, 4\]", printed)
+    assert f"Its collectives: {tmp_path}/collectives_1. Its threads" in printed
+    for rank in range(4):
+        record = pickle.loads((tmp_path / f"collectives_{rank}").read_bytes())
+        (entry,) = record["entries"]
+        assert entry["profiling_name"] == "gloo:all_reduce"
+        assert entry["input_sizes"] == [[3, 5]]
