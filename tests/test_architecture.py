@@ -36,8 +36,8 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 7_930,
-    "engine/hooks": 4_890,
+    "engine": 7_940,
+    "engine/hooks": 5_030,
     "strategy": 3_630,
     "solver": 7_190,
     "checkpoint": 5_640,
@@ -45,13 +45,13 @@ BUDGETS = {
     "data": 2_530,
     "model": 3_410,
     "config": 2_250,
-    "events": 3_530,
-    "utils": 4_770,
+    "events": 3_540,
+    "utils": 4_800,
     ".": 310,
     "compat": 9_640,
     "demos": 4_350,
 }
-WHOLE = 48_130  # without compat and demos
+WHOLE = 48_320  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 

@@ -61,10 +61,8 @@ class Runner:
         vars(self).update(trainer=trainer, ahead=ahead, epoch_ahead=epoch_ahead)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            return getattr(
-                self, name[1:]
-            )  # hooks read what MMEngine calls private, too
+        if name.startswith("_"):  # hooks read what MMEngine calls private, too
+            return getattr(self, name[1:])
         ours = _OURS.get(name, name)
         if hasattr(self.trainer, ours):
             return getattr(self.trainer, ours)

@@ -51,11 +51,14 @@ class HookBase:
         trainer: a weak proxy of the trainer, set by ``register_hooks``.
         key: its name in checkpoints; None is its class.
         on_every_rank: whether all ranks have it. Known in ``before_train``.
+        needs_every_rank: whether it calls collectives: then some ranks alone cannot train
+            with it.
     """
 
     trainer: Any = None
     key: str | None = None
     on_every_rank: bool = True
+    needs_every_rank: bool = False
 
     def before_train(self) -> None:
         """Called once before the first iteration."""
@@ -259,6 +262,8 @@ class TrainerBase:
             setattr(self, name, value)
         for name, hook in hooks.items():
             hook.on_every_rank = all(name in names for names, _ in ranks)
+            if hook.needs_every_rank and not hook.on_every_rank:
+                raise RuntimeError(f"register {name} on every rank, or on none")
 
     def _share_with(self, inner: Any) -> None:
         inner._outer = weakref.proxy(self)
@@ -525,8 +530,6 @@ class TrainerBase:
         for hook in as_list(hooks, HookBase, "hooks"):
             if hook is None:
                 continue
-            if not isinstance(hook, HookBase):
-                raise TypeError(f"hooks must be HookBase objects, but got {hook!r}")
             # A constructor may have set this very trainer.
             is_free = any(hook.trainer is known for known in (None, self, me))
             if hook in self._hooks or not is_free:

@@ -228,7 +228,7 @@ def inference_on_dataset(
     if isinstance(data_loader, Mapping):
         if not isinstance(evaluator, Mapping):
             evaluator = dict.fromkeys(data_loader, evaluator)
-        each = [evaluator[name] for name in data_loader]
+        each = [evaluator[name] for name in data_loader]  # fails before the first one
         results = {}
         for name, own in zip(data_loader, each, strict=True):
             logger.info("Evaluating %s:", name)

@@ -112,9 +112,10 @@ def _place(name: str) -> int:
     """Its place in a line: losses first, then others, times, rates."""
     if is_loss(name):
         return 0
+    if name in TIMES:
+        return 2 + TIMES.index(name)
     is_rate = f".{name}".endswith(".lr")
-    place = 4 if is_rate else 1
-    return TIMES.get(name, place)
+    return 4 if is_rate else 1
 
 
 def _memory() -> list[str]:

@@ -9,11 +9,11 @@ from hooktrain.utils import comm
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
 
-# Their places in a line.
-TIMES = {
-    "time": 2,
-    "data_time": 3,
-}
+# Of these the mean counts: an evaluation in between is part of it.
+TIMES = (
+    "time",
+    "data_time",
+)
 
 
 class EventWriter:

@@ -46,14 +46,22 @@ def as_list(
     kind: type,
     what: str,
 ) -> list[T]:
-    """A list of what was given; one object in place of a list is refused.
+    """A list of what was given.
 
     Raises:
-        TypeError: for a text, or an object of the class ``kind``.
+        TypeError: for one object or a text in place of a list, and for an item that is neither
+            of the class ``kind`` nor None.
     """
     if isinstance(given, kind | str):
         raise TypeError(f"{what} must be a list: [{given!r}]")
-    return list(given)
+    items = []
+    for item in given:
+        if not isinstance(item, kind | None):
+            raise TypeError(
+                f"{what} must be {kind.__name__} objects: {item!r}",
+            )
+        items.append(item)
+    return items
 
 
 def is_loss(name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
@@ -346,6 +347,35 @@ def test_hooks_on_the_main_rank_only_resume_exactly() -> None:
     assert other[0] == other[1]
     assert len({*main[0], *other[0]}) == 8
     assert (main[2], other[2]) == ([True, False], [True])
+
+
+def train_with_lone_hooks(folder: Path) -> list[str]:
+    saver = Checkpointer(nn.Linear(1, 1), folder)
+    shards = Checkpointer(nn.Linear(1, 1), folder, sharded=True)
+    refused = []
+    for lone in (
+        hooks.EvalHook(0, dict),
+        hooks.Preemption(saver),
+        hooks.PeriodicCheckpointer(saver, 1),
+        hooks.PeriodicCheckpointer(shards, 1),
+        hooks.BestCheckpointer(1, saver, "accuracy"),
+        hooks.BestCheckpointer(1, shards, "accuracy"),
+    ):
+        trainer = Trainer()
+        trainer.register_hooks([lone] if comm.is_main_process() else [])
+        try:
+            trainer._agree()
+        except RuntimeError as error:
+            refused.append(str(error))
+    return refused
+
+
+def test_a_hook_that_calls_collectives_is_refused_where_some_ranks_have_it(
+    tmp_path: Path,
+) -> None:
+    lone = ["EvalHook", "Preemption", "PeriodicCheckpointer", "BestCheckpointer"]
+    expected = [f"register {name} on every rank, or on none" for name in lone]
+    assert run_ranks(train_with_lone_hooks, 2, tmp_path) == [expected, []]
 
 
 def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> None:

@@ -115,6 +115,8 @@ class PreciseBN(HookBase):
             trainer's own loader would lose its position.
     """
 
+    needs_every_rank = True
+
     def __init__(
         self,
         period: int | str,

@@ -4,21 +4,12 @@ import logging
 from typing import Any
 
 from hooktrain.checkpoint import (
-    Checkpointer,
     PeriodicCheckpointer as PlainPeriodicCheckpointer,
 )
 from hooktrain.engine.hooks.averaging import is_trained
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 
 logger = logging.getLogger(__name__)
-
-
-def refuse_lone_shards(hook: HookBase, checkpointer: Checkpointer) -> None:
-    """Refuse a hook of some ranks only that saves shards: those of the others would miss."""
-    if checkpointer.sharded and not hook.on_every_rank:
-        raise RuntimeError(
-            f"register {type(hook).__name__} on every rank: each writes its shards"
-        )
 
 
 class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
@@ -31,9 +22,13 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
     save is put off to the end of the accumulation, for a period at most.
     """
 
+    @property
+    def needs_every_rank(self) -> bool:  # type: ignore[override]
+        """Each writes its shards."""
+        return self.checkpointer.sharded
+
     def before_train(self) -> None:
-        """Learn where the run ends; refuse states that could not be saved."""
-        refuse_lone_shards(self, self.checkpointer)
+        """Learn where the run ends; warn of what would not be saved."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
         self.checkpointer.begin_run(is_new=self.trainer.start_iter == 0)

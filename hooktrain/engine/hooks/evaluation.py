@@ -13,7 +13,6 @@ import torch.distributed as dist
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine.hooks.averaging import EMA
-from hooktrain.engine.hooks.checkpointing import refuse_lone_shards
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.evaluation import flatten_results_dict
 from hooktrain.events.history import Entry
@@ -47,10 +46,10 @@ class EvalHook(HookBase):
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
-        RuntimeError: when training starts, if only some ranks have it.
     """
 
     has_results = False
+    needs_every_rank = True
 
     def __init__(
         self,
@@ -65,11 +64,6 @@ class EvalHook(HookBase):
         self._period = eval_period
         self._func = eval_function
         self._eval_after_train = eval_after_train
-
-    def before_train(self) -> None:
-        """Refuse a hook of some ranks only, which would wait for the others for ever."""
-        if not self.on_every_rank:
-            raise RuntimeError("register EvalHook on every rank, or on none")
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
@@ -216,7 +210,6 @@ class BestCheckpointer(HookBase):
     Raises:
         ValueError: for another mode or an impossible ``file_prefix``; in a run, when it is due and
             the metric is not there or older than the weights. What was trained is saved first.
-        RuntimeError: when training starts, if only some ranks have it and each saves shards.
     """
 
     _logger = logger  # detectron2's name, for subclasses
@@ -240,6 +233,7 @@ class BestCheckpointer(HookBase):
         # detectron2's name, for subclasses that compare by themselves.
         self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
+        self.needs_every_rank = checkpointer.sharded  # each writes its shards
         self._file = file_prefix if checkpointer.sharded else f"{file_prefix}.pth"
         self._ema = ema
         self.best_metric: float | None = None
@@ -247,7 +241,6 @@ class BestCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Learn from the file which value a resumed run has to exceed."""
-        refuse_lone_shards(self, self._checkpointer)
         if self.trainer.start_iter > 0:
             self._read_best()
 

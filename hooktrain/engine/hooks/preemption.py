@@ -53,9 +53,9 @@ class Preemption(HookBase):
         signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
             torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
 
-    Raises:
-        RuntimeError: when training starts, if only some ranks have it.
     """
+
+    needs_every_rank = True
 
     def __init__(
         self,
@@ -70,8 +70,6 @@ class Preemption(HookBase):
 
     def before_train(self) -> None:
         """Install the handlers."""
-        if not self.on_every_rank:
-            raise RuntimeError("register Preemption on every rank: all end together")
         self._received = 0
         self._number = 0  # of the signal that all ranks end by
         self._asked = self.trainer.start_iter

@@ -93,9 +93,6 @@ class PeriodicWriter(HookBase):
 
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
         self._writers = as_list(writers, EventWriter, "writers")
-        for writer in self._writers:
-            if not isinstance(writer, EventWriter):
-                raise TypeError(f"writers must be EventWriter objects: {writer!r}")
         self._period = period
 
     def before_train(self) -> None:

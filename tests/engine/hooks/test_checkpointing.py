@@ -10,7 +10,6 @@ from torch import nn
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
-    BestCheckpointer,
     CallbackHook,
     PeriodicCheckpointer,
 )
@@ -211,22 +210,3 @@ def test_a_hook_with_state_behind_the_checkpointer_is_told(
     trainer.register_hooks([WithState(2)])
     trainer.train(max_iter=2)
     assert "['WithState'] come after PeriodicCheckpointer" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda saver: PeriodicCheckpointer(saver, 2),
-        lambda saver: BestCheckpointer(2, saver, "acc"),
-    ],
-    ids=["periodic", "best"],
-)
-def test_shards_on_some_ranks_only_are_refused(make: Any, tmp_path: Path) -> None:
-    trainer = linear_trainer()
-    saver = Checkpointer(trainer.model, tmp_path, sharded=True, trainer=trainer)
-    hook = make(saver)
-    trainer.register_hooks([hook])
-    lone = CallbackHook(before_train=lambda _: setattr(hook, "on_every_rank", False))
-    trainer.register_hooks([lone], before=hook)
-    with pytest.raises(RuntimeError, match=f"register {type(hook).__name__} on every"):
-        trainer.train(0, 4)

@@ -22,13 +22,6 @@ from hooktrain.utils import comm
 from toys import Idle, LinearLoss, linear_trainer
 
 
-def test_ranks_that_would_wait_for_others_for_ever_are_refused() -> None:
-    hook = EvalHook(1, dict)
-    hook.on_every_rank = False  # what the trainer has found
-    with pytest.raises(RuntimeError, match="on every rank, or on none"):
-        hook.before_train()
-
-
 @pytest.mark.parametrize(
     ("period", "max_iter", "at_end", "expected"),
     [

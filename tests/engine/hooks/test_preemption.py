@@ -175,15 +175,6 @@ def test_the_process_outlives_what_it_saves_in_the_background(
     assert pointer(tmp_path) == "model_0000001.pth"
 
 
-def test_on_some_ranks_only_it_is_refused(tmp_path: Path) -> None:
-    trainer = preemptible(tmp_path)
-    hook = trainer._hooks[-1]
-    lone = CallbackHook(before_train=lambda _: setattr(hook, "on_every_rank", False))
-    trainer.register_hooks([lone], before=hook)
-    with pytest.raises(RuntimeError, match="register Preemption on every rank"):
-        trainer.train(max_iter=4)
-
-
 def preempt_one_rank(folder: Path, shards: bool) -> tuple[Any, int, int]:
     # The exchanges follow iterations 3 and 7.
     hook = signal_at(signal.SIGTERM, 4, rank=1)
