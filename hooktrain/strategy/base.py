@@ -227,6 +227,8 @@ class BaseStrategy(ABC):
         if self._is_set_up:
             return
         settings = self.environment
+        if self.distributed:  # an earlier strategy may have shared the data otherwise
+            comm.share_data(self.rank, self.world_size)
         self._join_processes()
         self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(self.timestamp)

@@ -89,7 +89,10 @@ def _context(folder: str) -> Any:
     model: Any = strategy.prepare(Mean)
     model(PLACES).backward()
     part = (comm.data_parallel_rank(), comm.data_parallel_size())
-    return part, full_tensor(model.fc.weight), full_tensor(model.fc.weight.grad)
+    DDPStrategy(work_dir=folder, device="cpu").setup()
+    later = (comm.data_parallel_rank(), comm.data_parallel_size())
+    weight = model.fc.weight
+    return (part, later), full_tensor(weight), full_tensor(weight.grad)
 
 
 def _replicated(folder: str) -> Any:
@@ -230,8 +233,8 @@ def test_a_deferred_model_is_sharded_before_it_has_weights(
 def test_ranks_of_a_context_compute_one_batch_together(
     two: list[dict[str, Any]],
 ) -> None:
-    for part, weight, gradient in [rank["context"] for rank in two]:
-        assert part == (0, 1)
+    for own, (parts, weight, gradient) in enumerate(rank["context"] for rank in two):
+        assert parts == ((0, 1), (own, 2))  # the next strategy's are its own
         model = Mean()
         model.fc.weight.data.copy_(weight)
         model(PLACES).backward()
