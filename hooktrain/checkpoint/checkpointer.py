@@ -216,7 +216,8 @@ class Checkpointer:
         from hooktrain.checkpoint.folders import copy_to_host
 
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo")  # the thread's own
+            # The thread's own.
+            self._group = dist.new_group(backend="gloo")  # type: ignore[assignment, unused-ignore]
         # Host-device synchronisation: the copy arrives.
         copied, self._rooms = copy_to_host(state, self._rooms, not self.sharded)
         # A rank that ends does not wait for others that may never come.

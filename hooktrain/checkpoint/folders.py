@@ -234,7 +234,7 @@ def copy_to_host(state: Any, rooms: Any, whole: bool) -> Any:
         room = used[place] = rooms[place].copy_(data)
         if whole or not is_sharded(leaf):
             return room
-        return DTensor(room, leaf._spec, requires_grad=False)  # type: ignore[no-untyped-call, attr-defined]
+        return DTensor(room, leaf._spec, requires_grad=False)  # type: ignore[attr-defined]
 
     return map_leaves(take, state), used
 

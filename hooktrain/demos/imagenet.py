@@ -21,7 +21,7 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, net: nn.Module, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
         self.label_smoothing = label_smoothing
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor] | Tensor:

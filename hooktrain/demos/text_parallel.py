@@ -1,6 +1,6 @@
 """The text model divided among ranks, by torch's tensor and sequence parallelism."""
 
-from typing import Any
+from functools import partial
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -28,9 +28,9 @@ def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
     """
     places = Shard(1)
     # DTensors know their whole shape, so places need not be a multiple of the ranks.
-    to_places: dict[str, Any] = {"output_layouts": places, "use_local_output": False}
+    to_places = partial(RowwiseParallel, output_layouts=places, use_local_output=False)
     plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), **to_places),
+        "embedding": to_places(input_layouts=Replicate()),
         "blocks.*.*_norm": SequenceParallel(),
         # Once for the three matrices in it.
         "blocks.*.attention_in": PrepareModuleInput(
@@ -38,10 +38,10 @@ def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
             desired_input_layouts=Replicate(),
         ),
         "blocks.*.attention_in.*": ColwiseParallel(),
-        "blocks.*.attention_out": RowwiseParallel(**to_places),
-        "blocks.*.mlp_in": ColwiseParallel(),
-        "blocks.*.mlp_out": RowwiseParallel(**to_places),
+        "blocks.*.attention_out": to_places(),
+        "blocks.*.mlp_in": ColwiseParallel(input_layouts=places),
+        "blocks.*.mlp_out": to_places(),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(input_layouts=places, output_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tensor"], plan)

@@ -138,7 +138,7 @@ def _run_processes(
     ):
         context: ProcessContext = start_processes(
             _child, (ranks, variables, folder, work), len(ranks), join=False
-        )  # type: ignore[no-untyped-call]
+        )
         started += context.processes
         for early in signals[:]:  # they came when not all processes were there
             _signal_all(started, early)

@@ -208,7 +208,7 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a loss; see :meth:`torch.Tensor.backward`."""
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        loss.backward(**kwargs)
         self.inner_count += 1
 
     def step(self, **kwargs: Any) -> bool:

@@ -292,7 +292,7 @@ class BaseStrategy(ABC):
         """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
         if self.sync_bn is None or self.world_size == 1:
             return model
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """Bring a model to :attr:`device`, with the first rank's weights. A collective."""

@@ -74,7 +74,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
 
     Collective. The world size must be a multiple.
     """
-    group, _ = dist.new_subgroups(num_workers_per_machine)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(num_workers_per_machine)
     _local_groups[dist.group.WORLD] = group
 
 
@@ -208,7 +208,7 @@ def object_group(timeout: Any = None) -> ProcessGroup:
     if dist.get_backend(world) == "gloo":
         return world
     if world not in _object_groups:
-        _object_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        _object_groups[world] = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment, unused-ignore]
     return _object_groups[world]
 
 

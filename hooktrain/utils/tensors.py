@@ -204,7 +204,7 @@ def to_device(
 
 
 # One for each device, since torch keeps memory for each stream that has copied.
-_copy_stream = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+_copy_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """MMEngine's registries, where it is installed and where it is not."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import mmengine.registry
@@ -30,7 +31,7 @@ class Model(BaseModel):
 
 
 @pytest.fixture(autouse=True)
-def tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it."""
     mmengine_registry.of_registries.cache_clear()
     theirs = [mmengine.registry.MODELS, mmengine.registry.DATASETS]
@@ -38,6 +39,8 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("_objects", "_module_dict", "_children"):
             if hasattr(each, name):
                 monkeypatch.setattr(each, name, {**getattr(each, name)})
+    yield
+    mmengine_registry.of_registries.cache_clear()
 
 
 def scope(name: str, parent: str = "MODELS") -> Any:

@@ -195,7 +195,8 @@ def test_4096_ranks_need_two_collectives_a_period_whatever_they_record(
         trainer.register_hooks([IterationTimer(), CallbackHook(after_step=note)])
         trainer.train(0, 20)
     # Before the first step: the names of the hooks, and a stop that was asked for already.
-    assert seen.pop(0) == ["allgather_", "allgather_", "allreduce_"]
+    *gathers, stop = seen.pop(0)  # from 2.15 on torch gathers objects as one tensor
+    assert (len(gathers), stop) == (2, "allreduce_")
     assert seen.pop(4) == ["allreduce_", *OBJECT, *NUMBERS]
     assert seen == {
         i: NUMBERS if i % 5 == 4 else [] for i in range(20) if i not in (0, 4)

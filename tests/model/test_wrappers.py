@@ -312,7 +312,7 @@ def test_a_dict_is_given_by_keywords_where_its_keys_are_the_parameters(
     assert ("no parameter 'z'" in caplog.text) == (keys == "xz")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_scripted_model_is_called_as_it_was_before() -> None:
     layer = torch.jit.script(nn.Bilinear(1, 1, 1))
     one = torch.ones(1, 1)
