@@ -26,12 +26,12 @@ class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
 
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
-    ranks, not all of which need to have got the signal, ask each other and stop at the same
-    iteration: they do so at each exchange of the trainer (every ``sync_period`` iterations), and
-    some ten seconds after the last time if these take longer. An open accumulation is completed.
-    Then the checkpoint ``model_0000099.pth`` is written, and ``SystemExit`` is raised with the
-    code 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT. There is no final evaluation,
-    and ``trainer.succeeded`` is False. A resumed run goes on as if nothing had happened.
+    ranks stop after the same iteration, also if not all of them got the signal: they ask each other
+    every ``sync_period`` iterations, or after some ten seconds where these take longer. An open
+    accumulation is completed. Then the checkpoint ``model_0000099.pth`` is written, and
+    ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
+    SIGINT. There is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on
+    as if nothing had happened.
 
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
@@ -52,7 +52,6 @@ class Preemption(HookBase):
         checkpointer: what saves.
         signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
             torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
-
     """
 
     needs_every_rank = True
