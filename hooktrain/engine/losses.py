@@ -15,6 +15,13 @@ from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.names import is_loss
 
+# What the errors of numbers that are not finite advise.
+WHERE_IT_BEGINS = (
+    "To see where it begins, resume inside of torch.autograd.set_detect_anomaly(True), "
+    'or as in docs/guide.md, "When a run goes wrong"'
+)
+LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"
+
 
 def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Split what a model returned in training into the loss and the values to record.
@@ -225,11 +232,3 @@ def _refuse_non_finite(
                 f"Loss became infinite or NaN at iteration={iteration}!\n"
                 f"loss_dict = {losses}\n{LOOK_AGAIN}"
             )
-
-
-# What the errors of numbers that are not finite advise.
-WHERE_IT_BEGINS = (
-    "To see where it begins, resume inside of torch.autograd.set_detect_anomaly(True), "
-    'or as in docs/guide.md, "When a run goes wrong"'
-)
-LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"

@@ -117,7 +117,8 @@ class TrainerBase:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
         start_iter: the first iteration of the run.
         max_iter: where the run ends, exclusive. An early stop lowers it.
-        succeeded: whether the run came to its end, early or not, and nothing failed.
+        succeeded: whether the run came to its end, early or not, and nothing failed. The
+            events keep it true as well, for loops that call them without ``train``.
         epoch_length: the iterations of an epoch, if known.
         seed: of the random numbers; None takes ``torch.initial_seed()``.
         storage: takes the metrics.
@@ -361,12 +362,9 @@ class TrainerBase:
                 logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
         self._losses.check(self._finished)
 
-    def prepare_save(self, on_every_rank: bool = True) -> None:
-        """Raise the errors of :meth:`state_dict` on every rank, before a save. A collective.
-
-        Does nothing where not all ranks call it (``on_every_rank``).
-        """
-        if on_every_rank and comm.get_world_size() > 1:
+    def prepare_save(self) -> None:
+        """Raise the errors of :meth:`state_dict` on every rank, before a save. A collective."""
+        if comm.get_world_size() > 1:
             self.synchronize()
             on_all_ranks(self._check_finite)
 

@@ -73,7 +73,7 @@ class ModelTrainer(TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         # Such as masks: what is not finite when the run begins.
-        self._meant_so: set[str] | None = None
+        self._not_finite_before: set[str] | None = None
 
     @property
     def batches_per_step(self) -> int:
@@ -115,9 +115,9 @@ class ModelTrainer(TrainerBase):
         check_parts(self.model, self.optim_wrapper)
 
     def begin_steps(self) -> None:
-        """Start the loader, which may draw random numbers."""
+        """Note how things are at first. Start the loader, which may draw random numbers."""
         self._move = mover_to(self.model)  # which may have moved since the last run
-        self._meant_so = non_finite(self.model.state_dict())
+        self._not_finite_before = non_finite(self.model.state_dict())
         if self.start_iter < self.max_iter:
             self._data_loader_iter.start()
         wrappers = wrappers_by_name(self.optim_wrapper)
@@ -138,7 +138,7 @@ class ModelTrainer(TrainerBase):
 
     def check_weights(self) -> None:
         """Refuse what has become infinite or NaN in this run: weights, the optimizer."""
-        if self._meant_so is None:  # no run has begun
+        if self._not_finite_before is None:  # no run has begun
             return
         saved = dict(self.model.state_dict())
 
@@ -146,7 +146,7 @@ class ModelTrainer(TrainerBase):
             saved[".".join(map(str, keys))] = leaf
 
         map_leaves(add, self.optim_wrapper.state_dict(), ("optimizer",))
-        broken = non_finite(saved) - self._meant_so
+        broken = non_finite(saved) - self._not_finite_before
         if broken:
             raise FloatingPointError(
                 f"Infinite or NaN at iteration={self.iter}, and not saved: "
@@ -233,7 +233,7 @@ class SimpleTrainer(ModelTrainer):
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))
-            if count == 1:
+            if count == 1:  # nothing to add up, so no copies
                 return losses, data_time
             for name, value in losses.items():
                 part = value.detach() / count

@@ -228,7 +228,7 @@ class BaseStrategy(ABC):
             return
         settings = self.environment
         if self.distributed:  # an earlier strategy may have shared the data otherwise
-            comm.share_data(self.rank, self.world_size)
+            comm.set_data_part(self.rank, self.world_size)
         self._join_processes()
         self.device = environment.choose_device(self._wanted_device)
         self.timestamp = comm.broadcast(self.timestamp)

@@ -132,7 +132,7 @@ class FSDPStrategy(BaseStrategy):
         )
         # Those who compute a batch together have ranks that follow each other.
         parts = sizes["shard"] * sizes.get("replicate", 1)
-        comm.share_data(self.rank * parts // size, parts)
+        comm.set_data_part(self.rank * parts // size, parts)
         # It tells each rank that two dimensions take two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 

@@ -39,7 +39,7 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def share_data(rank: int, size: int) -> None:
+def set_data_part(rank: int, size: int) -> None:
     """Say which part of the data this process computes; else it is one of its own.
 
     A strategy does, where several ranks compute one batch together, as those of tensor
@@ -53,12 +53,12 @@ def share_data(rank: int, size: int) -> None:
 
 
 def data_parallel_rank() -> int:
-    """The number of this process's part of the data: see :func:`share_data`."""
+    """The number of this process's part of the data: see :func:`set_data_part`."""
     return _data_share()[0]
 
 
 def data_parallel_size() -> int:
-    """The number of parts of the data: see :func:`share_data`."""
+    """The number of parts of the data: see :func:`set_data_part`."""
     return _data_share()[1]
 
 

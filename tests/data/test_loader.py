@@ -277,7 +277,7 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
 
 
 def pairs_of_ranks() -> tuple[Tensor, list[int], int]:
-    comm.share_data(comm.get_rank() // 2, 2)
+    comm.set_data_part(comm.get_rank() // 2, 2)
     batch = take(make(), 1)[0]
     return batch, list(InferenceSampler(5)), next(iter(TrainingSampler(9, False)))
 

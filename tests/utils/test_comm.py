@@ -94,7 +94,7 @@ def test_local_groups_are_machines() -> None:
 
 def parts_of_the_data() -> list[tuple[int, int]]:
     parts = [(comm.data_parallel_rank(), comm.data_parallel_size())]
-    comm.share_data(comm.get_rank() // 2, 2)
+    comm.set_data_part(comm.get_rank() // 2, 2)
     parts += [(comm.data_parallel_rank(), comm.data_parallel_size())]
     dist.destroy_process_group()
     gc.collect()

@@ -50,7 +50,7 @@ class SkipNonFinite(HookBase):
     def before_train(self) -> None:
         """Note which buffers are not finite by intention, such as masks."""
         self._in_a_row = 0
-        self._meant_so = self._broken_buffers()
+        self._not_finite_before = self._broken_buffers()
 
     def _broken_buffers(self) -> set[str]:
         return non_finite(dict(self.trainer.model.named_buffers()))
@@ -75,7 +75,7 @@ class SkipNonFinite(HookBase):
             is_bad = comm.any_rank(is_bad)
         if not is_bad:
             return
-        broken = sorted(self._broken_buffers() - self._meant_so)
+        broken = sorted(self._broken_buffers() - self._not_finite_before)
         if broken:
             raise FloatingPointError(
                 f"buffers of the model are not finite any more: {broken}\n{WHERE_IT_BEGINS}"

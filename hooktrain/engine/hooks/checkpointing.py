@@ -62,8 +62,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         is_last = iteration + 1 == self.max_iter
         self._is_put_off = not (self.trainer.can_save or is_late or is_last)
         if not self._is_put_off:
-            self.trainer.prepare_save(self.on_every_rank)
-            self.save_at(iteration, **extra)
+            self._save(iteration, **extra)
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait for the disk."""
@@ -73,6 +72,10 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
             return
         if trainer.max_iter != self.max_iter and trainer.iter > trainer.start_iter:
             self.max_iter = trainer.max_iter
-            trainer.prepare_save(self.on_every_rank)
-            self.save_at(trainer.max_iter - 1)
+            self._save(trainer.max_iter - 1)
         self.checkpointer.wait()
+
+    def _save(self, iteration: int, **extra: Any) -> None:
+        if self.on_every_rank:
+            self.trainer.prepare_save()
+        self.save_at(iteration, **extra)

@@ -274,7 +274,8 @@ class BestCheckpointer(HookBase):
     def _best_checking(self) -> None:
         """Save the model if the latest value is the best one."""
         self._checkpointer.wait()  # to know whether the best so far was saved
-        self.trainer.prepare_save(self.on_every_rank)
+        if self.on_every_rank:
+            self.trainer.prepare_save()
         name = self._val_metric
         latest = self.trainer.storage.latest().get(name, (math.nan, -1))
         best = (self.best_metric, self.best_iter)
