@@ -36,22 +36,22 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 7_940,
-    "engine/hooks": 5_030,
-    "strategy": 3_630,
-    "solver": 7_190,
-    "checkpoint": 5_640,
-    "evaluation": 2_110,
-    "data": 2_530,
+    "engine": 7_970,
+    "engine/hooks": 5_060,
+    "strategy": 3_640,
+    "solver": 7_210,
+    "checkpoint": 5_670,
+    "evaluation": 2_130,
+    "data": 2_550,
     "model": 3_410,
     "config": 2_250,
     "events": 3_540,
-    "utils": 4_800,
+    "utils": 4_820,
     ".": 310,
     "compat": 9_640,
     "demos": 4_350,
 }
-WHOLE = 48_320  # without compat and demos
+WHOLE = 48_420  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 
