@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.config import ConfigDict
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.samplers import TrainingSampler

@@ -54,7 +54,10 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         self.step(self.trainer.iter)
 
     def step(self, iteration: int, **extra: Any) -> None:
-        """Save if ``iteration`` ends a period or the run."""
+        """Save if ``iteration`` ends a period or the run. A loop without a trainer may call it."""
+        if self.trainer is None:
+            super().step(iteration, **extra)
+            return
         is_due = self.is_due(self.period)
         if not (is_due or self._is_put_off):
             return
