@@ -124,14 +124,11 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch differ from the saved
                 ones, so that the position would be one in another stream.
         """
-        drawn = set()
-        if self.adopt_seed:
-            drawn.add("seed")
-        if isinstance(self.sampler, StreamSampler) and self.sampler.adopt_seed:
-            drawn.add("sampler_seed")
+        of_sampler = getattr(self.sampler, "adopt_seed", False)
+        drawn = {"seed": self.adopt_seed, "sampler_seed": of_sampler}
         for name, value in self._identity().items():
             saved = state_dict.get(name)
-            is_adopted = saved is not None and name in drawn
+            is_adopted = saved is not None and drawn.get(name)
             if saved != value and not is_adopted:
                 raise ValueError(
                     f"the position in the data is one of a stream with {name}={saved!r}, "
@@ -147,9 +144,8 @@ class TrainLoader:
             ValueError: see :meth:`check_state_dict`.
         """
         self.check_state_dict(state_dict)
-        if self.adopt_seed:
-            self.seed = state_dict["seed"]
-        if isinstance(self.sampler, StreamSampler) and self.sampler.adopt_seed:
+        self.seed = state_dict["seed"]  # the same, if it was given
+        if isinstance(self.sampler, StreamSampler):
             self.sampler.seed = state_dict["sampler_seed"]
         self.batches = state_dict["batches"]
 
@@ -240,7 +236,7 @@ def build_train_loader(
         sampler: gives the indices; None shuffles with ``seed``. One of torch's kind must divide
             the data among the ranks by itself. It is asked for a thousand indices at a time.
         seed: of the order and of what is random in a sample. Any non-negative integer; None draws
-            one that all ranks share (a collective).
+            one from torch's global generator of rank 0 (a collective).
         options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``; but for
             ``drop_last``, which makes a difference for an ``IterableDataset`` only.
 
@@ -269,10 +265,11 @@ def build_train_loader(
         logger.warning(text, total_batch_size, size)
     adopt_seed = False
     if seed is None:
-        seed = getattr(sampler, "seed", None)
-        adopt_seed = seed is None or getattr(sampler, "adopt_seed", False)
-    if seed is None:
-        seed = comm.shared_random_seed()
+        source: Any = sampler
+        if getattr(sampler, "seed", None) is None:
+            source = StreamSampler(None)
+        seed = source.seed
+        adopt_seed = getattr(source, "adopt_seed", False)
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 
 

@@ -32,8 +32,8 @@ class StreamSampler(Sampler[int]):
     A subclass defines the order of each epoch.
 
     Args:
-        seed: of the stream; the same on all ranks. None draws one that all ranks share (a
-            collective).
+        seed: of the stream; the same on all ranks. None draws one from torch's global
+            generator of rank 0 (a collective).
 
     Attributes:
         seed: the seed in use.
@@ -46,7 +46,8 @@ class StreamSampler(Sampler[int]):
     def __init__(self, seed: int | None) -> None:
         self.adopt_seed = seed is None
         if seed is None:
-            seed = comm.shared_random_seed()
+            drawn = int(torch.randint(2**31, (), device="cpu"))
+            seed = comm.broadcast(drawn)
         self.seed = int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
         self._rank = comm.data_parallel_rank()

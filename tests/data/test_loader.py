@@ -212,14 +212,16 @@ def test_a_position_in_another_stream_is_refused(
         (lambda: RandomSampler(range(10)), None),
     ],
 )
-def test_seeds_that_were_drawn_are_replaced_by_the_saved_ones(
+def test_seeds_are_drawn_as_torch_is_seeded_and_replaced_by_the_saved_ones(
     sampler: Callable[[], Any], seed: int | None
 ) -> None:
     saved = make(seed=seed, sampler=sampler())
     whole = take(saved, 5)
-    np.random.seed(77)
+    torch.manual_seed(0)
+    again = make(seed=seed, sampler=sampler())
+    assert again.state_dict() == {**saved.state_dict(), "batches": 0}
     loaded = make(seed=seed, sampler=sampler())
-    assert loaded.state_dict() != {**saved.state_dict(), "batches": 0}
+    assert loaded.state_dict() != again.state_dict()
     loaded.load_state_dict({**saved.state_dict(), "batches": 2})
     assert loaded.state_dict() == {**saved.state_dict(), "batches": 2}
     assert torch.equal(take(loaded, 3), whole[2:])
