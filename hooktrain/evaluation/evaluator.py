@@ -187,7 +187,7 @@ def inference_on_dataset(
     data_loader: Iterable[Any] | Mapping[str, Iterable[Any]],
     evaluator: Any,
     callbacks: Mapping[str, Callback] | None = None,
-    step: str = "test_step",
+    step: str | Callable[[Any, Any], Any] = "test_step",
 ) -> dict[str, Any]:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
 
@@ -206,7 +206,8 @@ def inference_on_dataset(
     An accelerator is waited for only at the end, so the total time is right.
 
     Args:
-        model: a module, or any function of a batch.
+        model: a module, or any function of a batch. A function stays as it is: what it calls is
+            not put into evaluation mode, and its batches are not moved.
         data_loader: gives the batches once; without a length there is no ETA. Or several loaders
             by name: one is evaluated after the other.
         evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it; or
@@ -215,7 +216,8 @@ def inference_on_dataset(
         callbacks: functions without arguments: ``on_start`` and ``on_end`` are called once,
             ``before_inference`` and ``after_inference`` around each call of the model.
         step: the method to call instead of the model, if the model has it: ``"val_step"`` during
-            training, ``"test_step"`` afterwards.
+            training, ``"test_step"`` afterwards. Or a function of the model and a batch, such as
+            ``lambda model, batch: model(batch[0])``.
 
     Returns:
         What the evaluator returned, or ``{}`` for nothing; for several loaders, that by name.
@@ -228,9 +230,9 @@ def inference_on_dataset(
     if isinstance(data_loader, Mapping):
         if not isinstance(evaluator, Mapping):
             evaluator = dict.fromkeys(data_loader, evaluator)
-        each = [evaluator[name] for name in data_loader]  # fails before the first one
+        each = {name: evaluator[name] for name in data_loader}  # fails before the first
         results = {}
-        for name, own in zip(data_loader, each, strict=True):
+        for name, own in each.items():
             logger.info("Evaluating %s:", name)
             results[name] = inference_on_dataset(
                 model,
@@ -258,7 +260,10 @@ def inference_on_dataset(
     if isinstance(model, DistributedDataParallel):
         # Its own forward may exchange buffers, and would wait for ranks that have fewer batches.
         inner = model.module
-    forward = getattr(inner, step, None) or partial(call_model, inner)
+    if callable(step):
+        forward = partial(step, inner)
+    else:
+        forward = getattr(inner, step, None) or partial(call_model, inner)
     move = mover_to(module)
     # Of the ranks that compute one batch together, the evaluator of the first sees it.
     place = comm.get_rank() * comm.data_parallel_size()
@@ -268,7 +273,13 @@ def inference_on_dataset(
         for inputs, is_own in _shown(data_loader, module):
             inputs = move(inputs)
             call.before_inference()
-            outputs = forward(inputs)
+            try:
+                outputs = forward(inputs)
+            except TypeError as error:
+                # Python 3.10 has no notes on errors.
+                add_note = getattr(error, "add_note", logger.error)
+                add_note("step=function(model, batch) says how else it is called")
+                raise
             call.after_inference()
             if is_own and is_first:
                 evaluator.process(inputs, outputs)
@@ -334,14 +345,14 @@ def _shown(
 @contextmanager
 def inference_context(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode; afterwards each submodule is in its own mode again."""
+    before = model.training
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         yield
     finally:
         # For modules whose train() does more than set the flag, such as unmerging weights.
-        _, mode = modes[0]
-        model.train(mode)
+        model.train(before)
         for module, mode in modes:
             module.training = mode
 

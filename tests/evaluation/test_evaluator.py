@@ -93,6 +93,27 @@ def test_the_step_of_a_model_that_has_one_is_called(
     assert recorder.calls == ["reset", (1, output), "evaluate"]
 
 
+def test_a_function_of_model_and_batch_calls_a_model_that_is_evaluated() -> None:
+    model, recorder = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), Recorder()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    points = torch.arange(6.0).view(3, 2)
+    batch = (points, torch.zeros(3))
+    for _ in range(2):
+        inference_on_dataset(model, [batch], recorder, step=lambda m, b: m(b[0]))
+        assert torch.equal(recorder.calls[1][1], points / (1 + 1e-5) ** 0.5)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_the_error_of_a_model_that_cannot_take_the_batch_says_how_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = [torch.ones(1, 2), torch.ones(1)]
+    with pytest.raises(TypeError, match="must be Tensor, not list") as caught:
+        inference_on_dataset(nn.Linear(2, 2), [batch], None)
+    notes = getattr(caught.value, "__notes__", caplog.messages)
+    assert notes == ["step=function(model, batch) says how else it is called"]
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_evaluators_come_as_a_list_or_a_tuple(
     kind: Any,
