@@ -94,6 +94,12 @@ class AMPTrainer(engine.AMPTrainer, SimpleTrainer):
     """The same in mixed precision: see :class:`hooktrain.engine.AMPTrainer`."""
 
 
+class BestCheckpointer(hooks.BestCheckpointer):
+    """The same, but the most is the best of any metric, unless a mode says otherwise."""
+
+    _default_mode = "max"
+
+
 class DefaultTrainer(TrainerBase):
     """A trainer with detectron2's default hooks, built from its tree of configuration.
 

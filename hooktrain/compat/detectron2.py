@@ -50,7 +50,7 @@ from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 # What modules of detectron2 hold is all here, as for `from detectron2.utils import events, logger`.
 _here: Any = sys.modules[__name__]
-build = collect_env = defaults = env = events = file_io = logger = _here
+build = collect_env = defaults = env = events = file_io = hooks = logger = _here
 memory = registry = samplers = train_loop = _here
 
 

@@ -67,7 +67,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     as ``config.yaml``. Beside it, ``config.json`` holds the seed of a run that has drawn one.
     """
     if "OUTPUT_DIR" not in cfg:
-        return defaults.default_setup(cfg, args)
+        defaults.default_setup(cfg, args)
+        return
     train = {}
     for key in ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK"):
         train[key.lower()] = getattr(cfg, key, None)
@@ -75,7 +76,6 @@ def default_setup(cfg: Any, args: Any) -> None:
     if cfg.OUTPUT_DIR and comm.is_main_process():
         path = Path(cfg.OUTPUT_DIR, "config.yaml")
         path.write_text(cfg.dump(), encoding="utf-8")
-    return None
 
 
 def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:

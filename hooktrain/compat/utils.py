@@ -161,8 +161,7 @@ class Timer:
 
     def seconds(self) -> float:
         """The seconds since the last reset, without the pauses."""
-        until = self._paused_at or time.perf_counter()
-        return until - self._began_at
+        return (self._paused_at or time.perf_counter()) - self._began_at
 
     def avg_seconds(self) -> float:
         """The seconds since the last reset, divided by the number of starts (one plus resumes)."""

@@ -91,7 +91,7 @@ def default_hooks(
         eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
         eval_period: 0 evaluates at the end only.
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
-        best_mode: ``"max"``, ``"min"`` or None; see
+        best_mode: whether its ``"max"`` or ``"min"`` is best; see
             :class:`hooktrain.engine.hooks.BestCheckpointer`.
         best_ema: the average whose weights ``model_best.pth`` holds; None saves the raw
             ones.
@@ -103,7 +103,6 @@ def default_hooks(
         hooks.IterationTimer(),
         hooks.LRScheduler(scheduler=scheduler),
     ]
-    best: hooks.BestCheckpointer | None = None
     if eval_function is not None:
         found.append(hooks.EvalHook(eval_period, eval_function))
         if best_metric is not None:
@@ -120,7 +119,7 @@ def default_hooks(
     ]
     if watchdog_s > 0:
         found.append(hooks.Watchdog(watchdog_s))
-    found.append(hooks.RunSummary(checkpointer.save_dir, best))
+    found.append(hooks.RunSummary(checkpointer.save_dir))
     return found
 
 

@@ -75,17 +75,17 @@ class HookBase:
     def after_step(self) -> None:
         """Called after each iteration."""
 
-    def is_due(self, period: int | str, at_end: bool | None = True) -> bool:
+    def is_due(self, period: int | str, at_end: bool = True) -> bool:
         """Whether what happens every ``period`` iterations is due after this one.
 
         Args:
             period: in iterations, or like ``"1 epoch"``; 0 is never due.
-            at_end: the answer at the last iteration; None asks the period.
+            at_end: whether the last iteration always is.
         """
         trainer = self.trainer
         done: int = trainer.iter + 1
-        if at_end is not None and done == trainer.max_iter:
-            return at_end
+        if at_end and done == trainer.max_iter:
+            return True
         if isinstance(period, str):
             period = in_iterations(period, trainer.epoch_length)
         if period < 0 or period % 1:

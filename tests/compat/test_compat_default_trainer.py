@@ -161,7 +161,7 @@ def test_a_run_ends_with_a_summary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Trainer(tree(tmp_path)).train()
-    assert caplog.messages[-1] == f"Everything is in {tmp_path}"
+    assert caplog.messages[-1].endswith(f"Everything is in {tmp_path}")
 
 
 class Doubled(SimpleTrainer):

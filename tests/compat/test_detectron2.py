@@ -1,12 +1,14 @@
 """tools/from_detectron2.sed, and the one module that it makes scripts import from."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
 from hooktrain.compat import detectron2
 from hooktrain.events import get_event_storage
 from recipes import after_recipe
+from toys import linear_trainer
 
 HERE = "from hooktrain.compat.detectron2 import"
 IMPORTS = {
@@ -15,6 +17,7 @@ IMPORTS = {
     "from detectron2.engine.train_loop import HookBase": f"{HERE} HookBase",
     "from detectron2.utils import comm": f"{HERE} comm",
     "import detectron2.utils.comm as comm": "import hooktrain.utils.comm as comm",
+    "import detectron2.engine.hooks as h": "import hooktrain.compat.detectron2 as h",
     "rank = detectron2.utils.comm.get_rank()": "rank = hooktrain.utils.comm.get_rank()",
     "from detectron2.data.samplers.distributed_sampler import TrainingSampler": (
         f"{HERE} TrainingSampler"
@@ -97,6 +100,16 @@ def test_an_old_scheduler_says_where_it_is(module: str) -> None:
 def test_a_whole_module_of_detectron2_has_the_names_that_are_here() -> None:
     assert detectron2.events.get_event_storage is get_event_storage
     assert detectron2.logger.log_first_n is detectron2.log_first_n
+
+
+def test_the_most_is_best_for_its_best_checkpointer(tmp_path: Path) -> None:
+    values = iter([1.0, 3.0, 2.0])
+    trainer = linear_trainer(detectron2.EvalHook(1, lambda: {"val_loss": next(values)}))
+    saver = detectron2.Checkpointer(trainer.model, tmp_path)
+    best = detectron2.hooks.BestCheckpointer(1, saver, "val_loss")
+    trainer.register_hooks([best])
+    trainer.train(0, 3)
+    assert (best.best_metric, best.best_iter) == (3.0, 1)
 
 
 @pytest.mark.parametrize(

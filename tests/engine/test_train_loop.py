@@ -450,7 +450,7 @@ def test_an_own_loop_that_fails_is_not_evaluated_as_finished(tmp_path: Path) -> 
 def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | None]:
     trainer, checkpointer = own_loop(SimpleTrainer, folder, [])
     trainer.register_hooks([hooks.EvalHook(2, lambda: {"score": trainer.iter})])
-    best = hooks.BestCheckpointer(2, checkpointer, "score")
+    best = hooks.BestCheckpointer(2, checkpointer, "score", "max")
     if comm.is_main_process():
         trainer.register_hooks([best])
     else:

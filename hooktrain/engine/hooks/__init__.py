@@ -13,7 +13,6 @@ from hooktrain.engine.hooks.evaluation import (
     BestCheckpointer as BestCheckpointer,
     EarlyStopping as EarlyStopping,
     EvalHook as EvalHook,
-    RunSummary as RunSummary,
 )
 from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.engine.hooks.preemption import Preemption as Preemption
@@ -25,5 +24,6 @@ from hooktrain.engine.hooks.profiling import (
 from hooktrain.engine.hooks.writing import (
     IterationTimer as IterationTimer,
     PeriodicWriter as PeriodicWriter,
+    RunSummary as RunSummary,
 )
 from hooktrain.engine.train_loop import HookBase as HookBase

@@ -1,9 +1,10 @@
-"""Evaluates while training; keeps the best model, sums a run up, and ends one in vain."""
+"""Evaluates while training; keeps the best model, and ends a run in vain."""
 
 import logging
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +24,12 @@ from hooktrain.utils.names import did_you_mean
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
+
+# Names of metrics that say what is better. Not all do: perplexity, wer, fid_score.
+_LESS = re.compile(r"loss|error|err(?![a-z])", re.I)
+_MORE = re.compile(
+    r"(?i:acc(?!e)|auc|dice|f1(?!\d)|iou(?!s)|precision|recall|top.?\d)|(^|[/_m])AP(?!E)"
+)
 
 
 class EvalHook(HookBase):
@@ -67,7 +74,11 @@ class EvalHook(HookBase):
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
-        if self.is_due(self._period, at_end=False if self._eval_after_train else None):
+        trainer = self.trainer
+        is_last = trainer.iter + 1 == trainer.max_iter
+        if is_last and self._eval_after_train:
+            return
+        if self.is_due(self._period, at_end=False):
             self._do_eval()
 
     def after_train(self) -> None:
@@ -136,18 +147,19 @@ def choose_mode(metric: str, mode: str | None) -> str:
 
     Args:
         metric: its name.
-        mode: the answer; None takes ``"min"`` for a name with "loss" or "error" in it, else
-            ``"max"``.
+        mode: the answer; None takes that of a name which says it.
 
     Raises:
-        ValueError: for another mode.
+        ValueError: for another mode, or a name that does not say it.
     """
-    if mode is None:
-        mode = "min" if "loss" in metric or "error" in metric else "max"
-        logger.info("The best %s is the %simum; if not, give the mode", metric, mode)
+    if mode is None and _LESS.search(metric):
+        mode = "min"
+    elif mode is None and _MORE.search(metric):
+        mode = "max"
     if mode not in ("min", "max"):
         raise ValueError(
-            f"mode must be 'max' or 'min' for the metric {metric!r}, but got {mode!r}"
+            f"say by mode, or best_mode, whether the best {metric!r} is its 'max' or its "
+            f"'min', not {mode!r}"
         )
     return mode
 
@@ -199,7 +211,8 @@ class BestCheckpointer(HookBase):
         checkpointer: what saves.
         val_metric: the name of the metric, such as ``"classification/accuracy"``.
         mode: ``"max"`` if more is better, ``"min"`` if less is. None takes ``"min"`` for a name
-            with "loss" or "error" in it, else ``"max"``.
+            with "loss" or "error" in it, and ``"max"`` for one with accuracy, top-5, auc,
+            precision, recall, iou, dice, f1 or AP; any other needs the mode.
         file_prefix: the name of the file, without ``.pth``.
         ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
 
@@ -208,11 +221,13 @@ class BestCheckpointer(HookBase):
         best_iter: the iteration that it was measured at, or None.
 
     Raises:
-        ValueError: for another mode or an impossible ``file_prefix``; in a run, when it is due and
-            the metric is not there or older than the weights. What was trained is saved first.
+        ValueError: without a mode that it needs, or for an impossible ``file_prefix``; in a run,
+            when it is due and the metric is not there or older than the weights. What was trained
+            is saved first.
     """
 
     _logger = logger  # detectron2's name, for subclasses
+    _default_mode: str | None = None
     _ema: EMA | None = None
 
     def __init__(
@@ -229,7 +244,7 @@ class BestCheckpointer(HookBase):
         self._period = eval_period
         self._checkpointer = checkpointer
         self._val_metric = val_metric
-        self._mode = choose_mode(val_metric, mode)
+        self._mode = choose_mode(val_metric, mode or self._default_mode)
         # detectron2's name, for subclasses that compare by themselves.
         self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
@@ -262,14 +277,25 @@ class BestCheckpointer(HookBase):
 
     def after_step(self) -> None:
         """Look at the metric after an evaluation."""
-        if self.is_due(self._period, at_end=False):
+        trainer = self.trainer
+        is_last = trainer.iter + 1 == trainer.max_iter
+        if not is_last and self.is_due(self._period):
             self._best_checking()
 
     def after_train(self) -> None:
-        """Look at the metric after the final evaluation."""
-        if self.trainer.succeeded:
-            self._best_checking()
-            self._checkpointer.wait()
+        """Look at the metric after the final evaluation; say which model was the best."""
+        if not self.trainer.succeeded:
+            return
+        self._best_checking()
+        self._checkpointer.wait()
+        if self.best_metric is not None:
+            logger.info(
+                "The best %s is %.4g, of iteration %d, in %s",
+                self._val_metric,
+                self.best_metric,
+                self.best_iter,
+                self._file,
+            )
 
     def _best_checking(self) -> None:
         """Save the model if the latest value is the best one."""
@@ -286,7 +312,8 @@ class BestCheckpointer(HookBase):
         value, measured_at = latest
         iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
         if measured_at < iteration:
-            self._refuse_old(measured_at)
+            if self.trainer._late_error is None:  # else the evaluation has failed
+                self._explain_old(measured_at)
             return
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
         logger.info("%s is %.4g; the best so far: %s", name, value, so_far)
@@ -309,12 +336,11 @@ class BestCheckpointer(HookBase):
         self.best_iter = iteration
         return True
 
-    def _refuse_old(self, measured_at: int) -> None:
+    def _explain_old(self, measured_at: int) -> None:
+        """Say why there is no value of this iteration; end a run that is set up wrongly."""
         name = self._val_metric
         if measured_at < 0:
-            text = (
-                "No metric %r to choose the best checkpoint by: EvalHook comes before"
-            )
+            text = "No metric %r so far to choose the best checkpoint by"
             logger.warning(text, name)
             refuse_missing(name, self.trainer)
         elif not self.trainer.succeeded:  # else there was no evaluation at the end
@@ -331,40 +357,6 @@ class BestCheckpointer(HookBase):
         self._read_best()
 
 
-class RunSummary(HookBase):
-    """Logs how a run has come to its end: its length, its best value, and its folder.
-
-    Register it last.
-
-    Args:
-        folder: where the files of the run are.
-        best: what keeps the best model, if anything does.
-    """
-
-    def __init__(self, folder: str, best: BestCheckpointer | None = None) -> None:
-        self._folder = folder
-        self._best = best
-
-    def after_train(self) -> None:
-        """Log it, after a good end."""
-        trainer = self.trainer
-        if not trainer.succeeded:
-            return
-        logger.info("Finished after %d iterations", trainer.max_iter)
-        best = self._best
-        if best and best.best_metric is not None:
-            last, _ = trainer.storage.latest().get(best._val_metric, (math.nan, -1))
-            logger.info(
-                "The best %s is %.4g, of iteration %d, in %s; the last is %.4g",
-                best._val_metric,
-                best.best_metric,
-                best.best_iter,
-                best._file,
-                last,
-            )
-        logger.info("Everything is in %s", self._folder)
-
-
 class EarlyStopping(HookBase):
     """Asks for the end of training when a metric has not improved for some evaluations.
 
@@ -378,8 +370,8 @@ class EarlyStopping(HookBase):
         min_delta: an improvement must be larger than this.
 
     Raises:
-        ValueError: for another mode or a patience below 1; in a run, if the metric is not there
-            after the first evaluation.
+        ValueError: without a mode that it needs, or for a patience below 1; in a run, if the metric
+            is not there after the first evaluation.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How long the iterations take, and when the metrics are written."""
+"""Times, and when metrics are written."""
 
 import logging
 import time
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs the speed at the end.
 
-    On a terminal it draws a progress bar. Register it first: the other hooks'
-    ``before_step`` is part of the time.
+    On a terminal it draws a progress bar. Register it first: it times the
+    ``before_step`` of other hooks.
 
     Args:
         warmup_iter: so many slower iterations at the start are not recorded. A resumed run
@@ -29,7 +29,7 @@ class IterationTimer(HookBase):
         self._warmup_iter = warmup_iter
 
     def before_train(self) -> None:
-        """Start the clock of the run."""
+        """Start the clock."""
         self._storage = self.trainer.storage
         start = self._storage.iter
         self._timed_from = start + self._warmup_iter
@@ -39,17 +39,17 @@ class IterationTimer(HookBase):
         self._is_watched = show_progress("Training", start, self.trainer.max_iter)
 
     def before_step(self) -> None:
-        """Start the clock of the step."""
+        """Start the clock."""
         self._step_start = time.perf_counter()
 
     def after_step(self) -> None:
-        """Record the time of the step, and move the bar."""
+        """Record its time, and move the bar."""
         now = time.perf_counter()
         seconds = now - self._step_start
-        iteration = self._storage.iter
-        if iteration >= self._warmup_iter:
+        done = self._storage.iter + 1
+        if done > self._warmup_iter:
             self._storage.put_scalar("time", seconds)
-        if iteration < self._timed_from:
+        if done <= self._timed_from:
             self._timed_start = now
             return
         self._timed += 1
@@ -57,11 +57,10 @@ class IterationTimer(HookBase):
         if self._is_watched:
             mean = (now - self._timed_start) / self._timed  # with the hooks
             end = self.trainer.max_iter
-            left = end - iteration - 1
-            show_progress("Training", iteration + 1, end, mean * left)
+            show_progress("Training", done, end, mean * (end - done))
 
     def after_train(self) -> None:
-        """Log the speed of the whole run."""
+        """Log the speed."""
         now = time.perf_counter()
         steps = self._steps_seconds
         if self._timed:
@@ -114,14 +113,34 @@ class PeriodicWriter(HookBase):
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            name = type(writer).__name__
-            logger.error("%s: NOT WRITTEN, will be tried again: %s", name, error)
+            logger.error(
+                "%s: NOT WRITTEN, will be tried again: %s", type(writer).__name__, error
+            )
 
     def after_train(self) -> None:
-        """Close all writers; after a good end they first write what came last."""
+        """Close all writers; after a good end they write first."""
         # Each is called even if another one fails.
         with ExitStack() as stack:
             for writer in reversed(self._writers):
                 stack.callback(writer.close)
                 if self.trainer.succeeded:
                     stack.callback(writer.write)
+
+
+class RunSummary(HookBase):
+    """Logs length and folder of a run that ended well.
+
+    Register it last.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def after_train(self) -> None:
+        """Log them."""
+        if self.trainer.succeeded:
+            logger.info(
+                "Finished after %d iterations. Everything is in %s",
+                self.trainer.max_iter,
+                self._folder,
+            )

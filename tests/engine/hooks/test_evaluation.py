@@ -72,7 +72,7 @@ def broken() -> None:
 
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_failing_evaluation_comes_after_the_save(
-    at_the_end: bool, tmp_path: Path
+    at_the_end: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def stop(trainer: Any) -> None:
         if at_the_end and trainer.iter == 1:
@@ -81,10 +81,15 @@ def test_a_failing_evaluation_comes_after_the_save(
     evaluation = EvalHook(0 if at_the_end else 2, broken)  # type: ignore[arg-type]
     trainer = linear_trainer(CallbackHook(after_step=stop), evaluation)
     checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2 + 7 * at_the_end)])
+    best = BestCheckpointer(0 if at_the_end else 2, checkpointer, "acc")
+    periodic = PeriodicCheckpointer(checkpointer, 2 + 7 * at_the_end)
+    trainer.register_hooks([best, periodic])
     with pytest.raises(ZeroDivisionError, match="broken"):
         trainer.train(0, 8)
     assert not trainer.succeeded
+    assert (
+        "acc" not in caplog.text
+    )  # the best model does not ask for what was not measured
     (name,) = [path.name for path in tmp_path.glob("*.pth")]
     assert name == ("model_final.pth" if at_the_end else "model_0000001.pth")
     assert checkpointer.resume_or_load("")["iteration"] == 1
@@ -161,6 +166,34 @@ def test_the_best_value_decides_what_is_in_the_file(
 ) -> None:
     hook, _ = best_of(tmp_path, [0.5, 0.75, 0.25, 0.5, 0.5], mode=mode)
     assert saved_iteration(tmp_path) == best == hook.best_iter
+
+
+@pytest.mark.parametrize(
+    ("mode", "metrics"),
+    [
+        (
+            "max",
+            "accuracy val_acc mAcc accuracy@5 accuracy/top1 Top-5 roc_auc precision Recall "
+            "mIoU dice macro_f1 AP bbox/AP segm/AP50 coco/bbox_mAP",
+        ),
+        ("min", "loss val/Loss error_rate top1_error top5_err dice_loss"),
+        (
+            "",
+            "perplexity ppl fid fid_score wer cer mae RMSE MAPE bits_per_character nll "
+            "bleu topic/ppl bf16/ppl terrain/mae various/mae accent/wer",
+        ),
+    ],
+)
+def test_a_metric_whose_name_does_not_say_what_is_best_needs_a_mode(
+    mode: str, metrics: str
+) -> None:
+    for metric in metrics.split():
+        if mode:
+            assert evaluation.choose_mode(metric, None) == mode
+            continue
+        with pytest.raises(ValueError, match=f"by mode.*'{metric}' .*'max' .*'min'"):
+            EarlyStopping(metric)
+        assert evaluation.choose_mode(metric, "max") == "max"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
