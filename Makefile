@@ -48,5 +48,5 @@ clean:
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	-$(BIN)/python -m pip install --quiet --editable '.[vision]' \
-		torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')
+		torch==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')
 	touch $@

@@ -394,10 +394,9 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
 
 def _refuse_holes(saved: Metadata) -> None:
     """Parts that do not fill a tensor would leave in it what the memory held before."""
-    # Of two plans it also compares the sizes. Older versions of torch return a bool.
-    plans = [SavePlan([])] * 2
-    problems: Any = _validate_global_plan(plans, saved)
-    if problems not in ([], True):
+    plans = [SavePlan([])] * 2  # of two plans it also compares the sizes
+    problems = _validate_global_plan(plans, saved)
+    if problems:
         raise ValueError(f"parts are missing or overlap: {problems}")
 
 
