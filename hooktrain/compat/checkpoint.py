@@ -197,8 +197,7 @@ class DetectionCheckpointer(Checkpointer):
     def _load_of_zoo(self, filename: str) -> State:
         if self.trusted:
             theirs: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
-            content: State = theirs._load_file(self, filename)
-            return content
+            return theirs._load_file(self, filename)  # type: ignore[no-any-return]
         try:
             return self._torch_load(filename)
         except CorruptCheckpointError as error:

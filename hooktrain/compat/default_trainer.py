@@ -107,6 +107,8 @@ class DefaultTrainer(TrainerBase):
     ``train``, ``resume_or_load``, or the constructor. A model and data that no method builds are
     detectron2's own, where that is installed.
 
+    Behind its hooks come those that save on SIGTERM and SIGINT, and sum the run up.
+
     Of the configuration, these are looked at: what :func:`build_optimizer` and
     :func:`build_lr_scheduler` read, ``OUTPUT_DIR``, ``MODEL.WEIGHTS``,
     ``SOLVER.{MAX_ITER,CHECKPOINT_PERIOD,AMP.ENABLED,REFERENCE_WORLD_SIZE}``, ``DATASETS.TEST`` and
@@ -149,7 +151,13 @@ class DefaultTrainer(TrainerBase):
         )
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.cfg = cfg
-        self.register_hooks([*self.build_hooks(), hooks.RunSummary(cfg.OUTPUT_DIR)])
+        self.register_hooks(
+            [
+                *self.build_hooks(),
+                hooks.Preemption(self.checkpointer),
+                hooks.RunSummary(cfg.OUTPUT_DIR),
+            ]
+        )
 
     def run_step(self) -> None:
         """One iteration, by the ``_trainer``."""

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +156,21 @@ def test_a_subclass_resumes_bit_for_bit(tmp_path: Path) -> None:
     second.train()
     assert torch.equal(second.model.fc.weight, whole.model.fc.weight)
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_after_its_iteration_is_written(
+    tmp_path: Path, number: int
+) -> None:
+    trainer = Trainer(tree(tmp_path))
+    send = hooks.CallbackHook(before_step=lambda _: signal.raise_signal(number))
+    trainer.register_hooks([send], before=hooks.IterationTimer)
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        trainer.train()
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000000.pth"
+    again = Trainer(tree(tmp_path))
+    again.resume_or_load()
+    assert again.start_iter == 1
 
 
 def test_a_run_ends_with_a_summary(
