@@ -310,6 +310,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         "no parameter 'label'; did you mean 'labels'",
     ),
     # Losses
+    (lambda: train(model=Steps(lambda y: y)), TypeError, "train_step need StepTrainer"),
     (returning(lambda y: y), TypeError, r"one element .*\[2, 2\]"),
     (returning(lambda y: None), TypeError, "return a loss .*None"),
     (returning(lambda y: y.mean().detach()), ValueError, "no loss has a gradient"),

@@ -19,7 +19,7 @@ SAME_BATCHES = (
     "torch.utils.data.get_worker_info()"
 )
 STARTS_ANEW = (
-    "The position in the data could not be restored: the loader starts anew. Those of "
+    "The position in the %s could not be restored: the loader starts anew. Those of "
     "build_train_loader() go on; for a stream that needs pip install 'hooktrain[streams]'"
 )
 
@@ -29,12 +29,17 @@ class Batches(Iterator[Any]):
 
     Then ``set_epoch`` of its samplers and of its data set is called, if they have that.
 
+    Args:
+        loader: the loader.
+        name: for a warning.
+
     Attributes:
         epoch: how often it was exhausted.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], name: str = "data") -> None:
         self.loader = loader
+        self._name = name
         self.epoch = 0
         self._taken = 0  # of this epoch
         self._iterator: Iterator[Any] | None = None
@@ -55,9 +60,8 @@ class Batches(Iterator[Any]):
         inner = getattr(batch_sampler, "sampler", None)
         dataset = getattr(self.loader, "dataset", None)
         for each in (sampler, inner, batch_sampler, dataset):
-            set_epoch = getattr(each, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self.epoch)
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self.epoch)  # type: ignore[union-attr]
 
     def __next__(self) -> Any:
         # Of this epoch nothing may be left; then the next one begins.
@@ -102,7 +106,7 @@ class Batches(Iterator[Any]):
                     self.loader,
                 )
         else:
-            logger.warning(STARTS_ANEW)
+            logger.warning(STARTS_ANEW, self._name)
 
 
 def _told_apart(batches: Iterator[Any]) -> Iterator[Any]:

@@ -85,8 +85,7 @@ class StreamSampler(Sampler[int]):
 
     def generator(self, epoch: int) -> torch.Generator:
         """A generator for one epoch; those of two seeds or epochs have nothing in common."""
-        seed = mix(self.seed, epoch)
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator().manual_seed(mix(self.seed, epoch))
 
 
 def mix(*numbers: Any) -> Any:

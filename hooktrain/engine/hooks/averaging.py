@@ -126,7 +126,7 @@ class PreciseBN(HookBase):
     ) -> None:
         self._period = period
         self._model = model
-        self._batches = Batches(data_loader)
+        self._batches = Batches(data_loader, "data of PreciseBN")
         self._num_iter = num_iter
 
     def before_train(self) -> None:

@@ -134,6 +134,17 @@ def test_a_loader_that_is_exhausted_starts_again(num_iter: int) -> None:
     assert trainer.iter == 3
 
 
+def test_a_lost_position_is_told_of_the_hook_by_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = [torch.randn(8, 2)]
+    make(data, period=0, num_iter=1).load_state_dict(
+        make(data, period=0, num_iter=1).state_dict()
+    )
+    lost = [text.partition(" could not")[0] for text in caplog.messages]
+    assert lost == ["The position in the data", "The position in the data of PreciseBN"]
+
+
 class Norm(BaseModel):
     def __init__(self) -> None:
         super().__init__()
