@@ -121,8 +121,7 @@ class MetricEvaluator(DatasetEvaluator):
     def _mean(self) -> Any:
         # The transfer waits for the device: a host-device synchronisation, once an evaluation.
         own = (float(self._sum), self._count)
-        everywhere = comm.all_gather(own)
-        sums, counts = zip(*everywhere, strict=True)
+        sums, counts = zip(*comm.all_gather(own), strict=True)
         total = math.fsum(sums)
         return total / sum(counts)
 

@@ -48,8 +48,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         # second, ... in the order of the logits; the sum of the losses.
         cells = len(self._class_names) ** 2
         self._sizes = [cells, self._most, 1]
-        whole = sum(self._sizes)
-        self._sums = torch.zeros(whole, dtype=torch.float64)
+        self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64)
 
     @torch.no_grad()
     def process(self, inputs: Any, outputs: Tensor) -> None:
@@ -83,8 +82,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
         predicted = outputs.argmax(1)
         cells = labels * classes + predicted
-        one = torch.ones_like(losses)
-        counts.scatter_add_(0, cells, one)
+        counts.scatter_add_(0, cells, torch.ones_like(losses))
         if self._most:
             highest = outputs.topk(self._most, 1).indices
             hits = highest == labels[:, None]

@@ -24,8 +24,7 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
             continue
         flat = flatten_results_dict(metrics)
         names = ",".join(flat)
-        texts = map(_text, flat.values())
-        values = ",".join(texts)
+        values = ",".join(map(_text, flat.values()))
         logger.info("copypaste: Task: %s", task)
         logger.info("copypaste: %s", names)
         logger.info("copypaste: %s", values)
@@ -96,6 +95,5 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Real):
-        number = float(value)
-        return f"{number:.4f}"
+        return f"{float(value):.4f}"
     return str(value)
