@@ -50,8 +50,8 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
         raise TypeError(
             "a model in training must return a loss or a dict of losses, of one element "
-            f"each, not {shapes or output!r:.300}. Hugging Face's models need labels for "
-            "that, and models with a train_step need StepTrainer"
+            f"each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
+            "those with train_step need StepTrainer"
         )
     losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):

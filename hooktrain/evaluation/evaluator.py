@@ -205,8 +205,8 @@ def inference_on_dataset(
     An accelerator is waited for only at the end, so the total time is right.
 
     Args:
-        model: a module, or any function of a batch. A function stays as it is: what it calls is
-            not put into evaluation mode, and its batches are not moved.
+        model: a module, or any function of a batch. A function is called as it is: nothing is
+            put into evaluation mode, or moved.
         data_loader: gives the batches once; without a length there is no ETA. Or several loaders
             by name: one is evaluated after the other.
         evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it; or

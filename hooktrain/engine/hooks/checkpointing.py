@@ -54,7 +54,7 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         self.step(self.trainer.iter)
 
     def step(self, iteration: int, **extra: Any) -> None:
-        """Save if ``iteration`` ends a period or the run. A loop without a trainer may call it."""
+        """Save if ``iteration`` ends a period or the run; also without a trainer."""
         if self.trainer is None:
             super().step(iteration, **extra)
             return
