@@ -64,7 +64,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
 
 def default_hooks(
     *,
-    scheduler: Any,
+    scheduler: Any = None,
     checkpointer: Checkpointer,
     checkpoint_period: int | str,
     max_to_keep: int | None = None,
@@ -84,7 +84,8 @@ def default_hooks(
     sums it up.
 
     Args:
-        scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`.
+        scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`; or such a hook. Without any the
+            rate is only recorded.
         checkpointer: what saves.
         checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
@@ -99,17 +100,17 @@ def default_hooks(
         log_period: of the writers.
         watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
     """
-    found: list[hooks.HookBase] = [
-        hooks.IterationTimer(),
-        hooks.LRScheduler(scheduler=scheduler),
-    ]
+    if not isinstance(scheduler, hooks.LRScheduler):
+        scheduler = hooks.LRScheduler(scheduler=scheduler or [])
+    found: list[hooks.HookBase] = [hooks.IterationTimer(), scheduler]
     if eval_function is not None:
         found.append(hooks.EvalHook(eval_period, eval_function))
         if best_metric is not None:
-            best = hooks.BestCheckpointer(
-                eval_period, checkpointer, best_metric, best_mode, ema=best_ema
+            found.append(
+                hooks.BestCheckpointer(
+                    eval_period, checkpointer, best_metric, best_mode, ema=best_ema
+                )
             )
-            found.append(best)
     found += [
         hooks.PeriodicWriter(writers, period=log_period),
         hooks.PeriodicCheckpointer(

@@ -142,7 +142,9 @@ def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> N
             f"makes of a configuration, not {schedule!r}"
         )
     if isinstance(schedule, ReduceLROnPlateau) and metric is None:
-        raise ValueError("ReduceLROnPlateau needs LRScheduler(metric=...), a name")
+        raise ValueError(
+            "ReduceLROnPlateau needs hooks.LRScheduler(metric=...), a name"
+        )
     if not isinstance(schedule, ParamScheduler):
         return
     group = optimizer.param_groups[0]

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 5.0
 
 # Names of metrics that say what is better. Not all do: perplexity, wer, fid_score.
-_LESS = re.compile(r"loss|error|err(?![a-z])", re.I)
+_LESS = re.compile(r"(?i:loss|error|err(?![a-z]))")
 _MORE = re.compile(
     r"(?i:acc(?!e)|auc|dice|f1(?!\d)|iou(?!s)|precision|recall|top.?\d)|(^|[/_m])AP(?!E)"
 )
@@ -74,8 +74,7 @@ class EvalHook(HookBase):
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
-        trainer = self.trainer
-        is_last = trainer.iter + 1 == trainer.max_iter
+        is_last = self.trainer.iter + 1 == self.trainer.max_iter
         if is_last and self._eval_after_train:
             return
         if self.is_due(self._period, at_end=False):
@@ -227,7 +226,7 @@ class BestCheckpointer(HookBase):
     """
 
     _logger = logger  # detectron2's name, for subclasses
-    _default_mode: str | None = None
+    _default_mode: Any = None
     _ema: EMA | None = None
 
     def __init__(
@@ -277,8 +276,7 @@ class BestCheckpointer(HookBase):
 
     def after_step(self) -> None:
         """Look at the metric after an evaluation."""
-        trainer = self.trainer
-        is_last = trainer.iter + 1 == trainer.max_iter
+        is_last = self.trainer.iter + 1 == self.trainer.max_iter
         if not is_last and self.is_due(self._period):
             self._best_checking()
 
@@ -340,8 +338,7 @@ class BestCheckpointer(HookBase):
         """Say why there is no value of this iteration; end a run that is set up wrongly."""
         name = self._val_metric
         if measured_at < 0:
-            text = "No metric %r so far to choose the best checkpoint by"
-            logger.warning(text, name)
+            logger.warning("No metric %r so far to choose the best model by", name)
             refuse_missing(name, self.trainer)
         elif not self.trainer.succeeded:  # else there was no evaluation at the end
             error = ValueError(

@@ -1,5 +1,6 @@
 """Steps the schedules of the learning rate and other parameters, and records the rate."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.build import load_scheduler_states, scheduler_states
 from hooktrain.solver.param_scheduler import INF
+
+logger = logging.getLogger(__name__)
 
 
 class LRScheduler(HookBase):
@@ -37,7 +40,7 @@ class LRScheduler(HookBase):
             either by name. None takes ``trainer.scheduler``.
         metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the metric that it watches.
             It steps after each new value, so register this hook after the one that evaluates.
-        by_epoch: whether schedulers of torch count epochs.
+        by_epoch: whether schedulers of torch count epochs, not iterations. The log says which.
 
     Raises:
         ValueError: when training starts, if a schedule is of another optimizer, is there twice,
@@ -127,14 +130,16 @@ class LRScheduler(HookBase):
         return scheduler
 
     def _period_of(self, scheduler: Any) -> int:
-        by_epoch = self._by_epoch and not isinstance(scheduler, LRMultiplier)
-        by_epoch = getattr(scheduler, "by_epoch", by_epoch)
+        by_epoch = getattr(scheduler, "by_epoch", self._by_epoch)
         period = self.trainer.epoch_length if by_epoch else 1
         if not period:
             raise ValueError(
                 f"{scheduler!r} counts epochs, and the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
+        if not hasattr(scheduler, "by_epoch"):  # of torch
+            name = type(scheduler).__name__
+            logger.info("Iterations to a step of %s: %d", name, period)
         return period
 
     def _refuse_twice(self) -> None:

@@ -1,7 +1,9 @@
 """The hook that steps schedules of each family, in lists, and for several optimizers."""
 
+import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from torch.optim.lr_scheduler import (
     StepLR as TorchStepLR,
 )
 
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.compat.schedulers import ReduceOnPlateauLR
-from hooktrain.engine import SimpleTrainer, StepTrainer
+from hooktrain.engine import SimpleTrainer, StepTrainer, default_hooks
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
 from hooktrain.engine.train_loop import STATE_PARTS
 from hooktrain.solver import (
@@ -74,6 +77,43 @@ def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
     trainer.register_hooks([LRScheduler(scheduler=schedulers, by_epoch=True)])
     trainer.train(0, 6)
     assert recorded(trainer) == [8.0, 8.0, 4.0, 4.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("by_epoch", [False, True])
+def test_the_log_says_how_often_a_scheduler_of_torch_steps(
+    by_epoch: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer(lr=1.0)
+    trainer.epoch_length = 3
+    schedule = TorchExponentialLR(trainer.optimizer, 0.5)
+    hook = LRScheduler(scheduler=schedule, by_epoch=by_epoch)
+    hooks = default_hooks(
+        scheduler=hook if by_epoch else schedule,
+        checkpointer=Checkpointer(trainer.model, tmp_path, trainer=trainer),
+        checkpoint_period=10,
+    )
+    trainer.register_hooks(hooks)
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 4)
+    assert recorded(trainer) == ([1, 1, 1, 0.5] if by_epoch else [1, 0.5, 0.25, 0.125])
+    told = f"Iterations to a step of ExponentialLR: {3 if by_epoch else 1}"
+    assert caplog.messages.count(told) == 1
+
+
+def test_without_a_schedule_the_rates_of_the_default_hooks_are_only_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Two()
+    wrappers = OptimWrapperDict(
+        one=OptimWrapper(sgd(model.one, lr=0.5)), two=OptimWrapper(sgd(model.two))
+    )
+    trainer = StepTrainer(model, [torch.zeros(2, 4)], wrappers)
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    trainer.register_hooks(default_hooks(checkpointer=saver, checkpoint_period=10))
+    trainer.train(0, 2)
+    assert recorded(trainer, "one.lr") == [0.5, 0.5]
+    assert recorded(trainer, "two.lr") == [0.1, 0.1]
+    assert "step" not in caplog.text
 
 
 def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
