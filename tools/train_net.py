@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import hooktrain
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, load_model_state
 from hooktrain.config import LazyConfig
 from hooktrain.engine import (
     DefaultTrainer,
@@ -61,13 +61,15 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         if comm.is_main_process():
             sys.stdout.write(LazyConfig.to_json(cfg))
         return {}
+    if args.best and not args.eval_only:
+        raise ValueError("--best is for --eval-only: training goes on by --resume")
+    if args.dry_run and (args.resume or args.eval_only):
+        raise ValueError("--dry-run begins anew: leave out --resume and --eval-only")
     if args.dry_run:
         cfg.train.output_dir = ""  # a temporary folder takes its place
         default_setup(cfg, args)
         dry_run(cfg)
         return {}
-    if args.best and not args.eval_only:
-        raise ValueError("--best is for --eval-only: training goes on by --resume")
     default_setup(cfg, args)
     if args.eval_only:
         return evaluate(cfg, args.resume, args.best)
@@ -92,6 +94,8 @@ def evaluate(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     checkpointer = Checkpointer(model, cfg.train.output_dir)
     if best:
         load_best(checkpointer)
+    elif cfg.train.init_checkpoint and not resume:
+        load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
         is_saved = resume and checkpointer.has_checkpoint()
         if not is_saved and not cfg.train.init_checkpoint:
@@ -115,9 +119,20 @@ def load_best(checkpointer: Checkpointer) -> None:
             f"there is no model_best.pth in {str(folder)!r}: a run with an evaluation and "
             "train.best_metric saves it"
         )
-    best = checkpointer.load(path, checkpointables=[])["best"]
+    best = load_whole(checkpointer, path)["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
+
+
+def load_whole(checkpointer: Checkpointer, path: str | Path) -> dict[str, Any]:
+    """Load a model to evaluate, and return the content of its checkpoint.
+
+    Weights of other shapes are refused: random ones in their place would be evaluated.
+    """
+    logger.info("Loading model from %s", path)
+    content = checkpointer.read(path)
+    load_model_state(checkpointer.model, content["model"], same_shapes=True)
+    return content
 
 
 class DryTrainer(DefaultTrainer):

@@ -1,4 +1,4 @@
-"""The Checkpointer: saves and loads the model and everything that resumes beside it."""
+"""Saves and loads the model and what resumes beside it."""
 
 import logging
 import os
@@ -22,7 +22,13 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
+from hooktrain.utils.file_io import (
+    AnyPath,
+    is_disk_full,
+    lock_folder,
+    on_disk,
+    publish,
+)
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 
@@ -133,10 +139,11 @@ class Checkpointer:
         """
         self._has_begun = True
         storable(self._states())
-        if not self.save_to_disk or not self.save_dir:
+        if not (self.save_to_disk and self.save_dir):
             return
         os.makedirs(self.save_dir, exist_ok=True)
         lock_folder(self.save_dir)
+        publish(self.save_dir, "config.json")  # of default_setup
         names = checkpoint_names(self.save_dir)
         if is_new and names:
             self.logger.warning(
@@ -190,6 +197,7 @@ class Checkpointer:
         state = storable(self.content(extra))
         if not self.sharded:
             name += ".pth"
+            # The copy for the background does it.
             if not (self.background and self.save_to_disk):
                 state = full_tensors(state)
             if not self.save_to_disk:
@@ -244,7 +252,7 @@ class Checkpointer:
             on_full(error)
 
     def wait(self) -> None:
-        """Wait until nothing is being saved; raise what failed in the background."""
+        """Wait for the background, and raise what failed there."""
         self._worker.wait()
 
     def give_up(self) -> None:
@@ -280,7 +288,7 @@ class Checkpointer:
         return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:
-        """The verified content of what :meth:`load` would load, with its shards. Collective."""
+        """The verified content that :meth:`load` loads, with its shards. Collective."""
         on_all_ranks(self.wait)
         return read_on_all_ranks(local_path(path), self.model)
 
@@ -323,40 +331,34 @@ class Checkpointer:
     ) -> State:
         """Go on as :meth:`read_newest` says, or load the model from ``path``. Collective.
 
-        It returns and raises what :meth:`load` does.
+        As :meth:`load`; to go on, all shapes must be the model's.
 
         Args:
             path: the model to start from, if there is no checkpoint; "" for none.
             resume: whether to look into ``save_dir``.
-            checkpointables: as for :meth:`load`; by default all, and all must be there.
+            checkpointables: see :meth:`load`; None needs all of them.
         """
-        found = None
-        if resume and self.save_dir:
-            found = self.read_newest()
+        found = self.read_newest() if resume and self.save_dir else None
         if found is None:
             return self.load(path, checkpointables=[])
         if checkpointables is None:
             checkpointables = self.checkpointables
-        return self._restore(*found, checkpointables)
+        return self._restore(*found, checkpointables, same_shapes=True)
 
-    def _restore(self, path: str, state: State, names: Names) -> State:
-        def choose() -> dict[str, dict[str, Any]]:
-            chosen = choose_parts(path, state, self.checkpointables, names)
-            for key, options in chosen.items():
-                item = self.checkpointables[key]
-                if hasattr(item, "check_state_dict"):
-                    item.check_state_dict(state[key], **options)
-            return chosen
-
-        chosen, *_ = on_all_ranks(choose)
+    def _restore(
+        self, path: str, state: State, names: Names, same_shapes: bool = False
+    ) -> State:
+        chosen, *_ = on_all_ranks(
+            partial(choose_parts, path, state, self.checkpointables, names)
+        )
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
-        self._load_into_model(state)
+        self._load_into_model(state, same_shapes)
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
         return {key: state[key] for key in state if key not in {"model", *chosen}}
 
-    def _load_into_model(self, state: State) -> None:
-        load_model_state(self.model, state["model"])
+    def _load_into_model(self, state: State, same_shapes: bool) -> None:
+        load_model_state(self.model, state["model"], same_shapes=same_shapes)
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from, intact or not."""

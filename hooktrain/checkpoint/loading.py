@@ -186,7 +186,11 @@ def load_checkpoint(
 
 
 def load_model_state(
-    model: nn.Module, state: Mapping[str, Any], strict: bool = False
+    model: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool = False,
+    *,
+    same_shapes: bool = False,
 ) -> IncompatibleKeys:
     """Load what fits by name and shape, and warn with a table of what does not.
 
@@ -199,10 +203,12 @@ def load_model_state(
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
         strict: raise if there is a difference. As with torch, what fits was loaded then.
+        same_shapes: refuse a tensor of another shape.
 
     Raises:
         RuntimeError: with ``strict``, if there is a difference; if a value is no tensor.
-        ValueError: without ``strict``, if nothing fits; the model is as it was.
+        ValueError: with ``same_shapes``, if one differs; without ``strict``, if nothing fits. The
+            model is as it was.
     """
     in_model = model.state_dict()
     loadable = revise_names(state, ())  # a copy
@@ -216,9 +222,14 @@ def load_model_state(
         own = _shape(ours)
         if theirs == own or None in (theirs, own):
             loadable[name] = shard_like(loadable[name], ours)
-        else:
-            incorrect.append((name, theirs, own))
-            del loadable[name]
+            continue
+        if same_shapes:
+            raise ValueError(
+                f"the checkpoint is of another model ({name}: {theirs}, not {own}): give another "
+                "folder, or load(path) for its weights"
+            )
+        incorrect.append((name, theirs, own))
+        del loadable[name]
     # Only a load tells what fits: modules may rename what older versions of them have saved.
     result = model.load_state_dict(loadable, strict=False)
     loaded = in_model.keys() - result.missing_keys
@@ -279,9 +290,7 @@ def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]
     start = prefix.removesuffix(".") + "."
 
     def rename(name: str) -> str | None:
-        if name.startswith(start):
-            return name.removeprefix(start)
-        return None
+        return name.removeprefix(start) if name.startswith(start) else None
 
     part = _renamed(state, rename)
     if not part:
@@ -358,11 +367,11 @@ def choose_parts(
 
     Raises:
         ValueError: if one of the names is not among the checkpointables, or not in the state.
+        Exception: what a ``check_state_dict`` raises.
     """
-    there = [key for key in checkpointables if key in state]
     if names is None:
-        names = there
-        lacking = sorted(checkpointables.keys() - there)
+        names = checkpointables.keys() & state
+        lacking = sorted(checkpointables.keys() - names)
         if lacking:
             logger.warning("%s holds no %s: they keep their state", path, lacking)
     arguments: dict[str, dict[str, Any]] = {}
@@ -371,16 +380,21 @@ def choose_parts(
         key, _, component = name.partition(".")
         if key == "model":  # always loaded
             continue
-        _refuse_unknown(key, there, path)
+        _refuse_unknown(key, checkpointables, "the Checkpointer")
+        _refuse_unknown(key, state, path)
         if component:
             _refuse_unknown(component, state[key], path)
             arguments.setdefault(key, {"only": set()})["only"].add(component)
         else:
             arguments[key] = {}
+    for key, options in arguments.items():
+        item = checkpointables[key]
+        if hasattr(item, "check_state_dict"):
+            item.check_state_dict(state[key], **options)
     return arguments
 
 
-def _refuse_unknown(name: str, known: Iterable[str], path: str) -> None:
+def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
     if name not in known:
-        hint = did_you_mean(name, sorted(known))
-        raise ValueError(f"checkpointables: cannot load {name!r} from {path}{hint}")
+        hint = did_you_mean(name, known)
+        raise ValueError(f"checkpointables: there is no {name!r} in {where}{hint}")

@@ -121,8 +121,7 @@ class Checkpointer(core.Checkpointer):
             found = self.read_newest()
             if found is None:
                 raise
-            intact, _ = found
-            return self.load(intact, **chosen)
+            return self.load(found[0], **chosen)
 
     def _load_file(self, filename: str) -> State:
         """The content of a file; a bare state dict is put under ``"model"``."""
@@ -131,7 +130,7 @@ class Checkpointer(core.Checkpointer):
             return content
         return with_model(content, filename)
 
-    def _load_into_model(self, state: State) -> None:
+    def _load_into_model(self, state: State, same_shapes: bool) -> None:
         found = self._load_model(state)
         if found is not None:
             self._log_incompatible_keys(found)

@@ -132,7 +132,8 @@ class TrainLoader:
             if saved != value and not is_adopted:
                 raise ValueError(
                     f"the position in the data is one of a stream with {name}={saved!r}, "
-                    f"but now {name}={value!r}; use the saved value, or resume without the data"
+                    f"but now {name}={value!r}; use the saved value, or resume without the data "
+                    "(train.resume_parts, or checkpointables=[...])"
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

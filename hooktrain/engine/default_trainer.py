@@ -425,8 +425,10 @@ class DefaultTrainer(TrainerBase):
 def _check_keys(cfg: Any) -> None:
     unknown = [key for key in cfg.train if key not in _TRAIN_KEYS.split()]
     if unknown:
-        text = "Nothing here reads %s of train; configs/common/train.py has what it can hold"
-        logger.warning(text, unknown)
+        logger.warning(
+            "Nothing here reads %s of train; configs/common/train.py has what it can hold",
+            unknown,
+        )
     pairs = {"optimizer": "optim_wrapper", "lr_multiplier": "param_scheduler"}
     for key, other in pairs.items():
         if key in cfg and other in cfg:

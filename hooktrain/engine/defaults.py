@@ -24,7 +24,7 @@ from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.comm import on_main_process
-from hooktrain.utils.file_io import lock_folder, on_disk
+from hooktrain.utils.file_io import lock_folder, on_disk, temporary_path
 from hooktrain.utils.logger import LEVELS, setup_logger
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,12 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
         help="go on after the last checkpoint, if there is one",
     )
     add("--eval-only", action="store_true", help="evaluate only")
-    levels = "what the terminal shows; log.txt has everything"
-    add("--log-level", choices=tuple(LEVELS), default="normal", help=levels)
+    add(
+        "--log-level",
+        choices=tuple(LEVELS),
+        default="normal",
+        help="what the terminal shows; log.txt has everything",
+    )
     add(
         "--num-gpus",
         type=int,
@@ -89,10 +93,11 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
         default="auto",
         help="where the processes meet, such as tcp://host:port",
     )
-    changes = (
-        "changes of the configuration, each as key.subkey=value, +new.key=value or ~key"
+    add(
+        "opts",
+        nargs="*",
+        help="changes of the configuration, each as key.subkey=value, +new.key=value or ~key",
     )
-    add("opts", nargs="*", help=changes)
     return parser
 
 
@@ -102,7 +107,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
     output folder, and locks the folder against a second run. A folder that has checkpoints
     is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
-    of the configuration have changed. A ``train.init_checkpoint`` in a renamed folder is
+    of the configuration have changed, and ``config.json`` is replaced when the checkpoint
+    was loaded and the run begins. A ``train.init_checkpoint`` in a renamed folder is
     found there: a second stage may have the folder of the first.
 
     Args:
@@ -134,11 +140,17 @@ def default_setup(cfg: Any, args: Any) -> None:
         folder = train["output_dir"] = on_disk(folder)
         aside = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
         train["init_checkpoint"] = _find(train.get("init_checkpoint", ""), folder)
-    level = getattr(args, "log_level", "normal")
-    setup_logger(folder or None, distributed_rank=comm.get_rank(), level=level)
+    setup_logger(
+        folder or None,
+        distributed_rank=comm.get_rank(),
+        level=getattr(args, "log_level", "normal"),
+    )
     if aside is not None:
-        text = "A new run begins: the folder of the earlier one is now %s"
-        logger.warning(text + ". Renamed back, it can be resumed", aside)
+        logger.warning(
+            "A new run begins: the folder of the earlier one is now %s. Renamed back, it can "
+            "be resumed",
+            aside,
+        )
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
     path = Path(folder or "", "config.json")
@@ -147,8 +159,10 @@ def default_setup(cfg: Any, args: Any) -> None:
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if folder and comm.is_main_process() and not eval_only:
-        LazyConfig.save(cfg, path)
-        _log_changes(earlier, _read(path))
+        # The file of a run that resumes is replaced when that begins (Checkpointer.begin_run).
+        written = temporary_path(path) if earlier else path
+        LazyConfig.save(cfg, written)
+        _log_changes(earlier, _read(written))
         logger.info("Full config saved to %s", path)
     if train.get("cudnn_benchmark"):
         torch.backends.cudnn.benchmark = True

@@ -57,7 +57,8 @@ def end_of_run(
     if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
         raise ValueError(
             "train(max_iter=...) needs whole numbers max_iter >= start_iter >= 0, but got "
-            f"start_iter={start!r} and {max_iter=}"
+            f"{max_iter=} and start_iter={start!r} (if that was not given, "
+            f"{start} iterations are done already)"
         )
     if start == max_iter:
         logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)
@@ -85,15 +86,18 @@ def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
         )
     unsaved = len(trained - names.keys())
     if unsaved:
-        text = "%d parameters of the optimizer are not the model's, nor saved"
-        logger.warning(text, unsaved)
+        logger.warning(
+            "%d parameters of the optimizer are not the model's, nor saved",
+            unsaved,
+        )
     left = [n for p, n in names.items() if p.requires_grad and p not in trained]
     if left:
-        text = (
-            "%d trainable parameters are in no optimizer, and stay as they are: %s, ..."
+        logger.warning(
+            "%d trainable parameters are in no optimizer, and stay as they are: %s, ... "
+            "If that is meant, set requires_grad_(False)",
+            len(left),
+            left[:5],
         )
-        text += " If that is meant, set requires_grad_(False)"
-        logger.warning(text, len(left), left[:5])
     for name in _lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
     if comm.get_world_size() > 1:
@@ -125,8 +129,10 @@ def warn_of_idle(wrapper: OptimWrapper, name: str, before: list[int]) -> None:
     # Some write to p.data, which has no version; but they have a state.
     is_idle = versions(wrapper) == before and not wrapper.optimizer.state
     if is_idle and wrapper.should_update():
-        what = name or type(wrapper.optimizer).__name__
-        logger.warning("The optimizer %s has made no step so far", what)
+        logger.warning(
+            "The optimizer %s has made no step so far",
+            name or type(wrapper.optimizer).__name__,
+        )
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
@@ -198,5 +204,9 @@ def warn_of_events(hook: object) -> None:
     kind = type(hook)
     for name in vars(kind):
         if _OF_OTHERS.match(name) and not hasattr(kind.__base__, name):
-            text = "Nothing calls %s.%s: there are before_train, before_step, after_backward, "
-            logger.warning(text + "after_step and after_train", kind.__name__, name)
+            logger.warning(
+                "Nothing calls %s.%s: there are before_train, before_step, after_backward, "
+                "after_step and after_train",
+                kind.__name__,
+                name,
+            )

@@ -180,7 +180,8 @@ class TrainerBase:
                 f"or go on as things are: train(start_iter={start})"
             )
         max_iter = end_of_run(start, max_iter, max_epochs, self.epoch_length)
-        logger.info("Starting training from iteration %d", start)
+        if start < max_iter:
+            logger.info("Starting training from iteration %d", start)
         if start != self._finished:
             self.storage = EventStorage(start)
         self.iter = self.start_iter = start

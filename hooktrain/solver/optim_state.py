@@ -95,9 +95,9 @@ def match_parameters(
     here = dict(zip(names, entries, strict=True))
     saved = dict(zip(saved_names, saved_entries, strict=True))
     if here and here.keys().isdisjoint(saved):
-        ours = [*here][:3]
-        theirs = [*saved][:3]
-        raise ValueError(f"the state of {theirs}, ... has none of {ours}: {WAY_OUT}")
+        raise ValueError(
+            f"the state of {[*saved][:3]}, ... has none of {[*here][:3]}: {WAY_OUT}"
+        )
     return here, saved
 
 
@@ -129,14 +129,22 @@ def load_optimizer_state(
     here, saved = match_parameters(optimizer, state_dict, names)
     state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
+    told: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
         members = [name for name, (own, _) in here.items() if own == number]
         origins = [saved[name][0] for name in members if name in saved]
         settings = settings_of(group)
         if origins:
             origin = state_dict["param_groups"][mode(origins)]
-            settings = _settings(number, settings, settings_of(origin))
+            settings = _settings(settings, settings_of(origin), told)
         groups.append({**settings, "params": members})
+    if told:
+        logger.warning(
+            "The optimizer's settings are those of the checkpoint: %s. For yours, %s, and "
+            "without the hooks where a schedule moves them",
+            ", ".join(dict.fromkeys(told)),
+            WAY_OUT,
+        )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -262,21 +270,15 @@ def _like(parameter: Tensor, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _settings(number: int, ours: ParamGroup, saved: ParamGroup) -> ParamGroup:
-    """The settings of a group: the saved ones, then ours."""
+def _settings(ours: ParamGroup, saved: ParamGroup, told: list[str]) -> ParamGroup:
+    """The settings of a group: the saved ones where there are any. Adds what that changes."""
     kernel = {key: ours[key] for key in KERNEL_SETTINGS if key in ours}
     used = {**ours, **saved, **kernel}
     configured = dict(ours)
-    if "initial_lr" in saved and "lr" in ours:
+    if "initial_lr" in saved:
         # A schedule moves lr all the time; initial_lr is what the configuration said.
-        configured["initial_lr"] = configured.pop("lr")
+        configured.setdefault("initial_lr", configured.pop("lr"))
     for key, value in configured.items():
         if used[key] != value:
-            logger.warning(
-                "Optimizer group %d: %s is %s, as in the checkpoint, not %s",
-                number,
-                key,
-                used[key],
-                value,
-            )
+            told.append(f"{key} is {used[key]}, not {value}")
     return used

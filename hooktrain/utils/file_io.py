@@ -122,6 +122,18 @@ def on_disk(path: AnyPath) -> str:
     return os.path.expanduser(path)
 
 
+def temporary_path(path: Path) -> Path:
+    """Where this process writes what is not to have its name yet, and :func:`sweep` looks."""
+    return path.with_name(f".{path.name}.tmp-{_owner()}")
+
+
+def publish(folder: AnyPath, name: str) -> None:
+    """Give a file its name, if this process has written it to its :func:`temporary_path`."""
+    path = Path(folder, name)
+    with suppress(FileNotFoundError):
+        temporary_path(path).replace(path)
+
+
 @contextmanager
 def replacing(path: AnyPath) -> Iterator[Path]:
     """A temporary path; what is written there takes the place of ``path`` in one go.
@@ -138,7 +150,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         OSError: if something cannot be written; it names the path.
     """
     target = Path(path).absolute()
-    temporary = _temporary(target)
+    temporary = temporary_path(target)
     aside = target.with_name(f"{target.name}.old-{_owner()}")
     try:
         _remove(temporary)  # of an earlier process with the same number
@@ -183,7 +195,7 @@ def delete(path: AnyPath) -> None:
     """
     path = Path(path).absolute()
     if path.is_dir():
-        path = path.rename(_temporary(path))
+        path = path.rename(temporary_path(path))
     _remove(path)
 
 
@@ -231,10 +243,6 @@ def raise_disk_full(error: BaseException, path: Path) -> None:
 
 def _owner() -> str:
     return f"{os.getpid()}-{socket.gethostname()}"
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{_owner()}")
 
 
 def _remove(path: Path) -> None:

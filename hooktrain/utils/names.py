@@ -27,18 +27,19 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
         known: The names that exist.
 
     Returns:
-        ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist.
+        ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist; "" if none does.
     """
     names = list(map(str, known))
-    folded = {}
-    for each in names:
-        folded[each.casefold()] = each
-    asked = str(name).casefold()
-    near = difflib.get_close_matches(asked, folded, n=1)
+    folded = {each.casefold(): each for each in names}
+    near = difflib.get_close_matches(
+        str(name).casefold(),
+        folded,
+        n=1,
+    )
     if near:
         return f"; did you mean {folded[near[0]]!r}?"
     shown = ", ".join(map(repr, names[:12]))
-    return f"; there is {shown or 'nothing'}"
+    return f"; there is {shown}" if names else ""
 
 
 def as_list(
@@ -86,8 +87,7 @@ def refuse_overrides(
     """
     for name, hint in instead.items():
         if name in vars(kind):
-            text = f"{kind.__qualname__}.{name} would never be called: {hint}"
-            raise TypeError(text)
+            raise TypeError(f"{kind.__qualname__}.{name} would never be called: {hint}")
 
 
 def locate(name: str) -> Any:
@@ -114,9 +114,10 @@ def locate(name: str) -> Any:
         if not name.startswith(str(error.name)):  # what the module imports is missing
             raise
         public = [each for each in dir(package) if not each.startswith("_")]
-        text = f"cannot locate {name!r}: {outer!r} has no {last!r}"
-        text += did_you_mean(last, public)
-        raise ImportError(text) from None
+        hint = did_you_mean(last, public)
+        raise ImportError(
+            f"cannot locate {name!r}: {outer!r} has no {last!r}{hint}"
+        ) from None
 
 
 def importable_name(obj: Any) -> tuple[str, str]:

@@ -220,6 +220,10 @@ def refused_on_rank_1(folder: Path) -> Any:
     checkpointer = Checkpointer(model, folder, first=first, second=second)
     with pytest.raises(ValueError, match="value must be 6, got 5"):
         checkpointer.resume_or_load("")
+    checkpointer.model = nn.Linear(3, 1)
+    second.value = 5
+    with pytest.raises(ValueError, match="another model"):
+        checkpointer.resume_or_load("")
     return model.weight[0, 0].item(), first.value
 
 
@@ -229,11 +233,30 @@ def test_nothing_is_loaded_on_any_rank_if_one_refuses(tmp_path: Path) -> None:
     assert run_ranks(refused_on_rank_1, 2, tmp_path) == [(0.0, 1)] * 2
 
 
+def test_a_resume_refuses_another_model_whose_weights_can_be_loaded(
+    shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    Checkpointer(saved, tmp_path, sharded=shards, trainer=Counter(5)).save("a")
+    model, trainer = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), Counter(1)
+    first = model[0].weight.tolist()
+    checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+    with pytest.raises(ValueError, match=r"\(1\.weight: \(1, 3\), not \(4, 3\)\)"):
+        checkpointer.resume_or_load("")
+    assert (model[0].weight.tolist(), trainer.value) == (first, 1)
+    checkpointer.load(checkpointer.get_checkpoint_file(), checkpointables=[])
+    assert torch.equal(model[0].weight, saved[0].weight)
+    # Layers that are new or gone are told, as ever.
+    Checkpointer(saved[:1], tmp_path).resume_or_load("")
+    Checkpointer(nn.Sequential(*saved, nn.Linear(4, 1)), tmp_path).resume_or_load("")
+    assert caplog.text.count("Not loaded") == 3
+
+
 def test_a_resume_refuses_a_file_that_lacks_a_state(tmp_path: Path) -> None:
     Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9)
     model, trainer = model_of(0), Counter()
     checkpointer = Checkpointer(model, tmp_path, trainer=trainer, ema=Counter())
-    with pytest.raises(ValueError, match=r"cannot load 'ema' from .*a\.pth"):
+    with pytest.raises(ValueError, match=r"no 'ema' in .*a\.pth; there is 'model'"):
         checkpointer.resume_or_load("")
     assert (trainer.value, model.weight.tolist()) == (0, [[0.0, 0.0]])
     rest = checkpointer.resume_or_load("", checkpointables=["trainer"])
@@ -263,8 +286,9 @@ def test_parts_are_chosen_by_name(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("trainr", "'trainr' from .*did you mean 'trainer'"),
-        ("trainer.optimiser", "'optimiser' from .*did you mean 'optimizer'"),
+        ("trainr", "'trainr' in the Checkpointer; did you mean 'trainer'"),
+        ("ema", r"'ema' in .*a\.pth; there is 'model', 'trainer'$"),
+        ("trainer.optimiser", r"'optimiser' in .*a\.pth; did you mean 'optimizer'"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_refused_beforehand(

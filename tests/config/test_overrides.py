@@ -78,8 +78,8 @@ def test_list_items_and_arguments_are_set_by_their_index() -> None:
         ("~train.nam", "no 'nam'; did you mean 'name'?"),
         ("hooks.first=3", "no 'first'; there is '0', '1', '2'"),
         ("+hooks.9=3", "no '9'; there is '0', '1', '2'"),
-        ("train.max_iter.x=3", "no 'x'; there is nothing"),
-        ("size.0=3", "no '0'; there is nothing"),
+        ("train.max_iter.x=3", "no 'x'"),
+        ("size.0=3", "no '0'"),
     ],
 )
 def test_a_wrong_key_suggests_the_nearest(override: str, message: str) -> None:

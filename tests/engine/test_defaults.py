@@ -224,6 +224,22 @@ def test_a_resume_logs_what_has_changed_in_the_configuration(folder: Path) -> No
     assert log.count("\n+  ") == 1
 
 
+def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(
+    folder: Path,
+) -> None:
+    drawn = start(folder, "train.seed=null", stop=2).seed
+    with pytest.raises(ValueError, match=r"train\.resume_parts, or checkpointables="):
+        start(folder, "train.seed=5", resume=True)
+    trainer = start(folder, "train.seed=null", "train.log_period=1", resume=True)
+    assert trainer.seed == drawn
+    saved = LazyConfig.load(folder / "config.json").train
+    assert (saved.seed, saved.log_period) == (drawn, 2)
+    train_up_to(4, trainer)
+    saved = LazyConfig.load(folder / "config.json").train
+    assert (saved.seed, saved.log_period) == (drawn, 1)
+    assert not [*folder.glob(".config.json*")]
+
+
 def test_setup_works_without_a_folder() -> None:
     try:
         default_setup({"train": {"seed": 3}}, {})

@@ -84,21 +84,32 @@ def test_metrics_are_stamped_with_the_iteration() -> None:
     assert trainer.storage.latest()["end"] == (1.0, 3)
 
 
-def test_a_run_that_is_already_complete_runs_no_step() -> None:
+def test_a_run_that_is_already_complete_runs_no_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     log: list[str] = []
     trainer = Trainer(log)
     trainer.register_hooks([Recorder(log)])
     trainer.train(5, 5)
     assert log == ["hook before_train 5", "hook after_train 5"]
     assert trainer.iter == trainer.max_iter == 5
+    assert caplog.messages == ["Nothing is left to train: max_iter=5 is reached"]
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 4), (-1, 4)])
 def test_a_start_outside_of_the_run_is_refused_with_both_numbers(
     start: int, end: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"start_iter={start}.*max_iter={end}"):
+    with pytest.raises(ValueError, match=f"max_iter={end}.*start_iter={start}"):
         Trainer().train(start, end)
+
+
+def test_an_end_before_what_is_done_is_refused_with_what_is_done() -> None:
+    trainer = Trainer()
+    trainer.train(max_iter=3)
+    with pytest.raises(ValueError, match="3 iterations are done already"):
+        trainer.train(max_iter=2)
 
 
 def test_every_hook_ends_after_a_failing_step() -> None:

@@ -311,19 +311,36 @@ def test_the_settings_of_a_group_come_from_where_most_of_it_was(
 def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> None:
     old = SGD(net("a").parameters(), lr=0.1, weight_decay=0.01)
 
-    def rate_after_loading(lr: float) -> Any:
+    def rate_after_loading(lr: float, **settings: float) -> Any:
         loaded = SGD(net("a").parameters(), lr=lr, weight_decay=0.01)
+        loaded.param_groups[0].update(settings)
         load(nn.Module(), loaded, old.state_dict())
         return loaded.param_groups[0]["lr"]
 
     assert rate_after_loading(0.5) == 0.1
-    assert changes() == ["Optimizer group 0: lr is 0.1, as in the checkpoint, not 0.5"]
+    [told] = changes()
+    assert "those of the checkpoint: lr is 0.1, not 0.5. For yours, resume wi" in told
     # A rate that a schedule moves is compared by where it began.
     old.param_groups[0].update(initial_lr=0.1, lr=0.003)
     assert rate_after_loading(0.1) == rate_after_loading(0.2) == 0.003
-    assert changes()[1:] == [
-        "Optimizer group 0: initial_lr is 0.1, as in the checkpoint, not 0.2"
+    # One that begins with a warm-up has moved it already.
+    assert rate_after_loading(0.001, initial_lr=0.1) == 0.003
+    assert rate_after_loading(0.1, initial_lr=0.3) == 0.003
+    _, *told = (text.partition(". For yours")[0] for text in changes())
+    assert [text.partition("initial_lr ")[2] for text in told] == [
+        "is 0.1, not 0.2",
+        "is 0.1, not 0.3",
     ]
+
+
+def test_settings_of_many_groups_are_told_once(changes: Changes) -> None:
+    def by_parameter(lr: float) -> SGD:
+        return SGD([{"params": [p]} for p in model.parameters()], lr=lr)
+
+    model = net("a", "b")
+    load(model, by_parameter(0.2), saved(model, by_parameter(0.1)))
+    [told] = changes()
+    assert told.count("lr is 0.1, not 0.2") == told.count("train.resume_parts") == 1
 
 
 def test_how_to_compute_stays_as_built(changes: Changes) -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loading import load_tool
 
 from equality import assert_same_end
-from hooktrain.config import LazyConfig
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.config import LazyConfig, instantiate
+from hooktrain.utils.logger import close_logger
 from processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,6 +96,47 @@ def test_where_there_is_no_best_model_an_evaluation_of_it_says_so(
     done = run_program(*command(tmp_path, "--eval-only", "--best"))
     assert done.returncode == 1
     assert f"there is no model_best.pth in '{tmp_path}'" in done.stdout
+
+
+HERE = "train.output_dir={}"
+
+
+@pytest.mark.parametrize(
+    "how", [["--resume"], ["--best"], ["train.init_checkpoint={}/model_best.pth"]]
+)
+def test_another_model_than_that_of_the_run_is_not_evaluated(
+    how: list[str], tmp_path: Path
+) -> None:
+    tool = load_tool("train_net")
+
+    def arguments(*more: str) -> Any:
+        texts = ["--config-file", CONFIG, "--eval-only", HERE, *more]
+        return tool.argument_parser().parse_intermixed_args(
+            [text.format(tmp_path) for text in texts]
+        )
+
+    cfg = LazyConfig.load(CONFIG)
+    checkpointer = Checkpointer(instantiate(cfg.model), tmp_path)
+    checkpointer.save(
+        "model_best", best={"metric": "a", "best_metric": 1, "best_iter": 4}
+    )
+    try:
+        assert tool.main(arguments(*how))["classification"]
+        with pytest.raises(ValueError, match="another model"):
+            tool.main(arguments(*how, "model.channels=3"))
+    finally:
+        close_logger()
+
+
+@pytest.mark.parametrize("flags", ["--best", "--dry-run --resume"])
+def test_flags_that_exclude_each_other_are_refused_at_once(
+    flags: str, tmp_path: Path
+) -> None:
+    tool = load_tool("train_net")
+    args = ["--config-file", CONFIG, HERE.format(tmp_path / "new"), *flags.split()]
+    with pytest.raises(ValueError, match=flags.split()[-1]):
+        tool.main(tool.argument_parser().parse_args(args))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_configuration_is_printed_as_it_loads(tmp_path: Path) -> None:
