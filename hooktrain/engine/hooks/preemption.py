@@ -81,7 +81,9 @@ class Preemption(HookBase):
             return
         self._process = os.getpid()
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._receive)
+            known = getattr(signal.getsignal(number), "__self__", None)
+            if not isinstance(known, Preemption):  # another one of this trainer listens
+                self._previous[number] = signal.signal(number, self._receive)
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""

@@ -69,6 +69,16 @@ def test_a_signal_saves_at_the_end_of_the_iteration(
     assert handlers() == before
 
 
+def test_of_two_hooks_the_first_one_listens(tmp_path: Path) -> None:
+    before = handlers()
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 5))
+    trainer.register_hooks([Preemption(Checkpointer(trainer.model))])
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    assert pointer(tmp_path) == "model_0000005.pth"
+    assert handlers() == before
+
+
 # The ranks know of it at the next exchange, which is that of the last iteration.
 @pytest.mark.parametrize(("ranks", "iteration"), [(1, 7), (2, 5)])
 def test_a_signal_in_the_last_iteration_lets_the_run_finish(
