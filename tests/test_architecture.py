@@ -37,7 +37,7 @@ FLOORS = {
 # add something takes something away, or raises a number here.
 BUDGETS = {
     "engine": 7_970,
-    "engine/hooks": 5_080,
+    "engine/hooks": 5_110,
     "strategy": 3_640,
     "solver": 7_210,
     "checkpoint": 5_670,
