@@ -41,7 +41,7 @@ BUDGETS = {
     "strategy": 3_640,
     "solver": 7_210,
     "checkpoint": 5_670,
-    "evaluation": 2_130,
+    "evaluation": 2_140,
     "data": 2_550,
     "model": 3_410,
     "config": 2_250,

@@ -335,6 +335,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict of results.*0.5"),  # type: ignore[arg-type, return-value]
     (best_of_nothing, ValueError, "no metric 'accuracy'"),
     (evaluate("abc", label=torch.tensor([0, 1])), ValueError, r"\(N, 3\)"),
+    (
+        lambda: inference_on_dataset(Net(), DATA, lambda y, t: (y == t).mean()),
+        ValueError,
+        "not a lambda, a def",
+    ),
     (evaluate("ab", labels=[0, 1]), KeyError, "no 'label' .* mean 'labels'"),
     (
         lambda: inference_on_dataset(Net(), DATA, ClassificationEvaluator),

@@ -79,9 +79,18 @@ class MetricEvaluator(DatasetEvaluator):
             targets)``, ``compute()`` and ``reset()``, such as those of torchmetrics, which bring
             the ranks together by themselves.
         target_key: of the targets in a batch that is a dict.
+
+    Raises:
+        ValueError: for a lambda: the results have the function's name.
     """
 
     def __init__(self, metric: Any, target_key: str = "label") -> None:
+        kind = type(metric).__name__
+        self._name = getattr(metric, "__name__", kind)
+        if self._name == "<lambda>":
+            raise ValueError(
+                "a metric has the name of its function: not a lambda, a def"
+            )
         self._metric = metric
         self._target_key = target_key
         self._adds_up = hasattr(metric, "compute")
@@ -114,9 +123,7 @@ class MetricEvaluator(DatasetEvaluator):
         result = self._metric.compute() if self._adds_up else self._mean()
         if isinstance(result, Mapping):
             return dict(result)
-        kind = type(self._metric).__name__
-        name = getattr(self._metric, "__name__", kind)
-        return {name: result}
+        return {self._name: result}
 
     def _mean(self) -> Any:
         # The transfer waits for the device: a host-device synchronisation, once an evaluation.
