@@ -250,8 +250,9 @@ def inference_on_dataset(
         return results
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if getattr(part, "endless", False):
-            text = "data_loader never ends, so build_test_loader() it"
-            raise ValueError(f"{text}: {data_loader!r}")
+            raise ValueError(
+                f"data_loader never ends, so build_test_loader() it: {data_loader!r}"
+            )
     call = _Callbacks(**(callbacks or {}))
     if evaluator is None:
         evaluator = []

@@ -49,7 +49,8 @@ class TorchProfiler(HookBase):
         """Start the profiler if this iteration is chosen."""
         if not self._enable_predicate(self.trainer):
             return
-        iteration, rank = self.trainer.iter, comm.get_rank()
+        iteration = self.trainer.iter
+        rank = comm.get_rank()
         if self._save_tensorboard:
             folder = self._output_dir / "log" / f"profiler-tensorboard-iter{iteration}"
             write = tensorboard_trace_handler(str(folder), worker_name=f"worker{rank}")
