@@ -226,7 +226,7 @@ def load_model_state(
         if same_shapes:
             raise ValueError(
                 f"the checkpoint is of another model ({name}: {theirs}, not {own}): give another "
-                "folder, or load(path) for its weights"
+                "folder; load(path) or train.init_checkpoint takes the weights that fit"
             )
         incorrect.append((name, theirs, own))
         del loadable[name]

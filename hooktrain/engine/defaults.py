@@ -163,7 +163,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         written = temporary_path(path) if earlier else path
         LazyConfig.save(cfg, written)
         _log_changes(earlier, _read(written))
-        logger.info("Full config saved to %s", path)
+        logger.info("The full configuration goes to %s", path)
     if train.get("cudnn_benchmark"):
         torch.backends.cudnn.benchmark = True
 
