@@ -64,8 +64,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         device = outputs.device
         classes = len(self._class_names)
         labels = torch.as_tensor(targets_of(inputs, self._label_key))
-        fits = outputs.shape[1:] == (classes,)
-        if not fits or labels.is_floating_point():
+        if outputs.shape[1:] != (classes,) or labels.is_floating_point():
             raise ValueError(
                 f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
                 f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
@@ -80,8 +79,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         counts, ranked, loss = torch.split(self._sums, self._sizes)
         loss += losses.sum()
 
-        predicted = outputs.argmax(1)
-        cells = labels * classes + predicted
+        cells = labels * classes + outputs.argmax(1)
         counts.scatter_add_(0, cells, torch.ones_like(losses))
         if self._most:
             highest = outputs.topk(self._most, 1).indices
@@ -115,8 +113,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
         by_class = 100 * correct / images  # nan for a class without samples
         self._log_table(images, correct, by_class)
-        occurs = images > 0
-        present = by_class[occurs].tolist()
+        present = by_class[images > 0].tolist()
         right = correct.sum().item()
         results = {
             "accuracy": 100 * right / total,
@@ -134,8 +131,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         correct: Tensor,
         by_class: Tensor,
     ) -> None:
-        is_long = len(self._class_names) > 100
-        if is_long or not comm.is_main_process():
+        if len(self._class_names) > 100 or not comm.is_main_process():
             return
         columns = {
             "class": self._class_names,

@@ -151,10 +151,11 @@ def choose_mode(metric: str, mode: str | None) -> str:
     Raises:
         ValueError: for another mode, or a name that does not say it.
     """
-    if mode is None and _LESS.search(metric):
-        mode = "min"
-    elif mode is None and _MORE.search(metric):
-        mode = "max"
+    if mode is None:
+        if _LESS.search(metric):
+            mode = "min"
+        elif _MORE.search(metric):
+            mode = "max"
     if mode not in ("min", "max"):
         raise ValueError(
             f"say by mode, or best_mode, whether the best {metric!r} is its 'max' or its "

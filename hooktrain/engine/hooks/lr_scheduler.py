@@ -138,8 +138,9 @@ class LRScheduler(HookBase):
                 "set trainer.epoch_length, or by_epoch=False"
             )
         if not hasattr(scheduler, "by_epoch"):  # of torch
-            name = type(scheduler).__name__
-            logger.info("Iterations to a step of %s: %d", name, period)
+            logger.info(
+                "Iterations to a step of %s: %d", type(scheduler).__name__, period
+            )
         return period
 
     def _refuse_twice(self) -> None:
