@@ -90,6 +90,8 @@ class LRScheduler(HookBase):
             schedules = given if isinstance(given, list | tuple) else [given]
             self._schedulers[name] = [self._begin(s, optimizer) for s in schedules]
         self._refuse_twice()
+        if not self._driven:
+            logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
             # detectron2's is the state of the only scheduler.
             states = self._loaded.get("schedulers", {"": [self._loaded]})
