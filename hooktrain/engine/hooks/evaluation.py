@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
 
-# Names of metrics that say what is better. Not all do: perplexity, wer, fid_score.
+# Names of metrics that say what is better. Not all do: perplexity, wer, fid_score. And MAPE is no
+# AP, bf16 no F1, "various" no IoU, "accent" no accuracy.
 _LESS = re.compile(r"(?i:loss|error|err(?![a-z]))")
 _MORE = re.compile(
     r"(?i:acc(?!e)|auc|dice|f1(?!\d)|iou(?!s)|precision|recall|top.?\d)|(^|[/_m])AP(?!E)"
