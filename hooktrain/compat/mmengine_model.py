@@ -154,7 +154,7 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     tensors = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)]
     reached = set(map(id, tensors))
     # Not recursive: a graph may be deeper than Python's stack.
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    pending: Any = [tensor.grad_fn for tensor in tensors]
     seen = {None}
     while pending:
         node = pending.pop()
