@@ -176,4 +176,7 @@ def _run_rank(*command: str) -> None:
     ):  # torchrun handles them
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A copy makes its pool of threads again at the first call. Two threads of a backward pass
+    # at once would find none (builds of torch for CUDA).
+    torch.set_num_threads(1)
     _run(*command)
