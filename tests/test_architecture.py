@@ -36,13 +36,13 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 7_970,
-    "engine/hooks": 5_110,
+    "engine": 7_910,
+    "engine/hooks": 5_100,
     "strategy": 3_640,
     "solver": 7_210,
-    "checkpoint": 5_670,
-    "evaluation": 2_140,
-    "data": 2_550,
+    "checkpoint": 5_650,
+    "evaluation": 2_120,
+    "data": 2_530,
     "model": 3_410,
     "config": 2_250,
     "events": 3_540,
@@ -51,7 +51,7 @@ BUDGETS = {
     "compat": 9_640,
     "demos": 4_350,
 }
-WHOLE = 48_420  # without compat and demos
+WHOLE = 48_410  # without compat and demos
 NODES_A_LINE = 5.2
 CHARACTERS_A_LINE = 36
 
@@ -61,7 +61,7 @@ READERS_PATH = re.findall(
     r"^\| `([\w/]+\.py)` \| ", ARCHITECTURE.read_text("utf-8"), re.M
 )
 # An hour at some 230 words a minute.
-PATH_NODES, PATH_FILES, PATH_WORDS = 11_150, 14, 13_850
+PATH_NODES, PATH_FILES, PATH_WORDS = 11_150, 14, 13_900
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

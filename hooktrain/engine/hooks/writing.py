@@ -1,4 +1,4 @@
-"""Times, and when metrics are written."""
+"""How long the iterations take, when metrics are written, and how the run ended."""
 
 import logging
 import time
@@ -43,7 +43,7 @@ class IterationTimer(HookBase):
         self._step_start = time.perf_counter()
 
     def after_step(self) -> None:
-        """Record its time, and move the bar."""
+        """Record the time of the step, and move the bar."""
         now = time.perf_counter()
         seconds = now - self._step_start
         done = self._storage.iter + 1
@@ -118,7 +118,7 @@ class PeriodicWriter(HookBase):
             )
 
     def after_train(self) -> None:
-        """Close all writers; after a good end they write first."""
+        """Close all writers; after a good end they first write what came last."""
         # Each is called even if another one fails.
         with ExitStack() as stack:
             for writer in reversed(self._writers):
@@ -128,16 +128,17 @@ class PeriodicWriter(HookBase):
 
 
 class RunSummary(HookBase):
-    """Logs length and folder of a run that ended well.
+    """Logs how long a run was that ended well, and where its files are. Register it last.
 
-    Register it last.
+    Args:
+        folder: where they are.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def after_train(self) -> None:
-        """Log them."""
+        """Log it, after a good end."""
         if self.trainer.succeeded:
             logger.info(
                 "Finished after %d iterations. Everything is in %s",
