@@ -141,7 +141,7 @@ class LRScheduler(HookBase):
             )
         if not hasattr(scheduler, "by_epoch"):  # of torch
             logger.info(
-                "Iterations to a step of %s: %d", type(scheduler).__name__, period
+                "%s steps every %d iterations", type(scheduler).__name__, period
             )
         return period
 

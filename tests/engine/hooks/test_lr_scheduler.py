@@ -96,7 +96,7 @@ def test_the_log_says_how_often_a_scheduler_of_torch_steps(
     with caplog.at_level(logging.INFO, "hooktrain"):
         trainer.train(0, 4)
     assert recorded(trainer) == ([1, 1, 1, 0.5] if by_epoch else [1, 0.5, 0.25, 0.125])
-    told = f"Iterations to a step of ExponentialLR: {3 if by_epoch else 1}"
+    told = f"ExponentialLR steps every {3 if by_epoch else 1} iterations"
     assert caplog.messages.count(told) == 1
 
 
