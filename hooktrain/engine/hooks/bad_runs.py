@@ -219,7 +219,7 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
 def write_flight_record() -> str:
     """Write this rank's last collectives to a file, from torch's flight recorder.
 
-    ``torchfrtrace`` compares the files of all ranks.
+    ``torchfrtrace`` compares the files of all ranks, if they are NCCL's.
 
     Returns:
         The file: ``TORCH_FR_DUMP_TEMP_FILE`` and the rank, by default in the folder of temporary
