@@ -20,6 +20,7 @@ from hooktrain.data.samplers import (
     InferenceSampler,
     StreamSampler,
     TrainingSampler,
+    draw_seed,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
@@ -266,11 +267,10 @@ def build_train_loader(
         logger.warning(text, total_batch_size, size)
     adopt_seed = False
     if seed is None:
-        source: Any = sampler
-        if getattr(sampler, "seed", None) is None:
-            source = StreamSampler(None)
-        seed = source.seed
-        adopt_seed = getattr(source, "adopt_seed", False)
+        seed = getattr(sampler, "seed", None)
+        adopt_seed = seed is None or getattr(sampler, "adopt_seed", False)
+    if seed is None:
+        seed = draw_seed()
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 
 

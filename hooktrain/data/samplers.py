@@ -25,6 +25,11 @@ _CHUNK = 4096
 _64_BITS = 2**64 - 1
 
 
+def draw_seed() -> int:
+    """A number in [0, 2^31) from torch's global generator of rank 0. Collective."""
+    return comm.broadcast(int(torch.randint(2**31, (), device="cpu")))
+
+
 class StreamSampler(Sampler[int]):
     """Base of the training samplers: an endless stream of indices, made of epochs.
 
@@ -46,8 +51,7 @@ class StreamSampler(Sampler[int]):
     def __init__(self, seed: int | None) -> None:
         self.adopt_seed = seed is None
         if seed is None:
-            drawn = int(torch.randint(2**31, (), device="cpu"))
-            seed = comm.broadcast(drawn)
+            seed = draw_seed()
         self.seed = int(seed)
         # Kept, since a worker process that is spawned does not know its rank.
         self._rank = comm.data_parallel_rank()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds, show_progress
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.names import add_note, did_you_mean
 from hooktrain.utils.tensors import is_sharded, mover_to
 from hooktrain.utils.workers import start_workers
 
@@ -283,9 +283,9 @@ def inference_on_dataset(
             try:
                 outputs = forward(inputs)
             except TypeError as error:
-                # Python 3.10 has no notes on errors.
-                add_note = getattr(error, "add_note", logger.error)
-                add_note("step=function(model, batch) says how else it is called")
+                add_note(
+                    error, "step=function(model, batch) says how else it is called"
+                )
                 raise
             call.after_inference()
             if is_own and is_first:

@@ -159,8 +159,6 @@ def call(
 ) -> Any:
     """Call ``target(*args, **kwargs)``, with a note about the target on every error.
 
-    Python 3.10 has no notes on errors; there the note is logged.
-
     Args:
         target: What to call, or its dotted name.
         args: Its positional arguments.
@@ -180,9 +178,13 @@ def call(
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is not None:
             note += did_you_mean(unknown[1], _parameters(function))
-        add_note = getattr(error, "add_note", logger.error)
-        add_note(note)
+        add_note(error, note)
         raise
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Add a note to an error. Python 3.10 has no notes, so it is logged there."""
+    getattr(error, "add_note", logger.error)(note)
 
 
 def _parameters(target: Any) -> set[str]:
