@@ -41,12 +41,10 @@ dataloader = dict(
 # Each network has its own optimizer, precision and schedule.
 optim_wrapper = dict(
     generator=dict(
-        type="OptimWrapper",
-        optimizer=dict(type="Adam", lr=7e-4, betas=(0.0, 0.99)),
+        type="OptimWrapper", optimizer=dict(type="Adam", lr=7e-4, betas=(0.0, 0.99))
     ),
     discriminator=dict(
-        type="OptimWrapper",
-        optimizer=dict(type="Adam", lr=7e-4, betas=(0.0, 0.99)),
+        type="OptimWrapper", optimizer=dict(type="Adam", lr=7e-4, betas=(0.0, 0.99))
     ),
 )
 param_scheduler = dict(

@@ -20,10 +20,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 # The marks of a test that needs a CUDA device.
-CARD = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not CUDA, reason="needs a CUDA device"),
-]
+CARD = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -1,12 +1,10 @@
 """The import arrows of the package point downwards; here is the table, and what enforces it."""
 
 import ast
-import io
 import os
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -30,38 +28,30 @@ FLOORS = {
     "hooktrain.engine": 5,
     "hooktrain.demos": 6,
     "hooktrain.compat": 6,
-    "hooktrain.__main__": 7,
+    "hooktrain.compat.detectron2": 7,
+    "hooktrain.compat.mmengine": 7,
+    "hooktrain.__main__": 8,
 }
 
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "engine": 7_910,
-    "engine/hooks": 5_100,
-    "strategy": 3_640,
-    "solver": 7_210,
-    "checkpoint": 5_650,
-    "evaluation": 2_120,
-    "data": 2_530,
-    "model": 3_410,
+    "checkpoint": 6_500,
     "config": 2_250,
-    "events": 3_540,
-    "utils": 4_820,
-    ".": 310,
-    "compat": 9_640,
+    "data": 2_450,
+    "engine": 7_500,
+    "engine/hooks": 6_100,
+    "evaluation": 2_500,
+    "events": 3_900,
+    "model": 3_450,
+    "solver": 5_250,
+    "strategy": 3_000,
+    "utils": 4_900,
+    ".": 400,
+    "compat": 13_500,
     "demos": 4_350,
 }
-WHOLE = 48_410  # without compat and demos
-NODES_A_LINE = 5.2
-CHARACTERS_A_LINE = 36
-
-# What a newcomer reads to understand a run, in this order; docs/architecture.md says what to look
-# for in each file.
-READERS_PATH = re.findall(
-    r"^\| `([\w/]+\.py)` \| ", ARCHITECTURE.read_text("utf-8"), re.M
-)
-# An hour at some 230 words a minute.
-PATH_NODES, PATH_FILES, PATH_WORDS = 11_150, 14, 13_900
+WHOLE = 44_000  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}
@@ -209,41 +199,19 @@ def count_nodes(path: Path) -> int:
     return nodes - 2 * docstrings
 
 
-def lines_of_code(path: Path) -> list[str]:
-    """The lines that hold code, stripped: no docstrings, comments and blank lines."""
-    text = path.read_text("utf-8")
-    no_code = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
-    numbers: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in no_code:
-            numbers.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, documented) and ast.get_docstring(node) is not None:
-            first = node.body[0]
-            numbers.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
-    lines = text.splitlines()
-    return [lines[number - 1].strip() for number in sorted(numbers)]
-
-
 def files_in(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).glob("*.py"))
+    """The files of a folder; those of compat are counted with the folders in it."""
+    pattern = "**/*.py" if folder == "compat" else "*.py"
+    return sorted((PACKAGE / folder).glob(pattern))
 
 
 def total(paths: Iterable[Path]) -> int:
     return sum(map(count_nodes, paths))
 
 
-def test_every_folder_has_a_budget() -> None:
-    folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
-    assert folders == set(BUDGETS)
+def test_every_file_belongs_to_a_budget() -> None:
+    counted = [path for folder in BUDGETS for path in files_in(folder)]
+    assert sorted(counted) == sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("folder", BUDGETS)
@@ -251,21 +219,17 @@ def test_a_folder_keeps_its_budget_of_nodes(folder: str) -> None:
     assert total(files_in(folder)) <= BUDGETS[folder]
 
 
-def test_the_framework_keeps_its_budget_of_nodes() -> None:
-    framework = [files_in(f) for f in BUDGETS if f not in ("compat", "demos")]
-    assert sum(map(total, framework)) <= WHOLE
+def test_the_core_keeps_its_budget_of_nodes() -> None:
+    core = [files_in(f) for f in BUDGETS if f not in ("compat", "demos")]
+    assert sum(map(total, core)) <= WHOLE
 
 
-@pytest.mark.parametrize("folder", BUDGETS)
-def test_the_lines_of_a_folder_are_not_dense(folder: str) -> None:
-    lines = [line for path in files_in(folder) for line in lines_of_code(path)]
-    assert total(files_in(folder)) / len(lines) <= NODES_A_LINE
-    assert sum(map(len, lines)) / len(lines) <= CHARACTERS_A_LINE
-
-
-def test_the_readers_path_keeps_its_budget() -> None:
-    paths = [PACKAGE / name for name in READERS_PATH]
-    assert len(paths) <= PATH_FILES
-    assert total(paths) <= PATH_NODES
-    words = sum(len(path.read_text("utf-8").split()) for path in paths)
-    assert words <= PATH_WORDS
+def test_no_class_name_has_two_meanings_in_the_core() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, tree in modules().items():
+        if home(name).startswith("hooktrain.compat"):
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {kind: names for kind, names in homes.items() if len(names) > 1} == {}

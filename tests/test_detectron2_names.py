@@ -131,10 +131,12 @@ SIGNATURES = {
     "data.DatasetFromList": "lst, copy=True, serialize=True",
     "data.MapDataset": "dataset, map_func",
     "data.ToIterableDataset": "dataset, sampler, shard_sampler=True, shard_chunk_size=1",
-    "compat.data.GroupedBatchSampler": "sampler, group_ids, batch_size",
+    "compat.detectron2.data.GroupedBatchSampler": "sampler, group_ids, batch_size",
     "data.samplers.InferenceSampler": "size",
-    "compat.data.RepeatFactorTrainingSampler": "repeat_factors, *, shuffle=True, seed=None",
-    "compat.data.RepeatFactorTrainingSampler.repeat_factors_from_category_frequency": (
+    "compat.detectron2.data.RepeatFactorTrainingSampler": (
+        "repeat_factors, *, shuffle=True, seed=None"
+    ),
+    "compat.detectron2.data.RepeatFactorTrainingSampler.repeat_factors_from_category_frequency": (
         "dataset_dicts, repeat_thresh, sqrt=True"
     ),
     "data.samplers.TrainingSampler": "size, shuffle=True, seed=None",

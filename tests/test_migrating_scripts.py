@@ -31,12 +31,7 @@ from test_migrating import (
     write_script,
 )
 
-NAMES = [
-    "plain-before",
-    "plain-ported",
-    "mmcv-ported",
-    "detectron2-ported",
-]
+NAMES = ["plain-before", "plain-ported", "mmcv-ported", "detectron2-ported"]
 
 
 # The plain script up to its loop; then the trainer.

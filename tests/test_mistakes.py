@@ -43,11 +43,7 @@ from hooktrain.solver import (
     MultiStepParamScheduler,
     OptimWrapper,
 )
-from hooktrain.utils.events import (
-    CommonMetricPrinter,
-    JSONWriter,
-    get_event_storage,
-)
+from hooktrain.utils.events import CommonMetricPrinter, JSONWriter, get_event_storage
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.registry import OPTIMIZERS
 from toys import Counter, sgd
@@ -227,10 +223,7 @@ def eval_mode() -> None:
 
 def best_of_nothing() -> None:
     evaluate = EvalHook(1, lambda: {"acc": 1})
-    train(
-        evaluate,
-        lambda t: BestCheckpointer(1, Checkpointer(t.model), "accuracy"),
-    )
+    train(evaluate, lambda t: BestCheckpointer(1, Checkpointer(t.model), "accuracy"))
 
 
 MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [

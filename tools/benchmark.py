@@ -176,11 +176,7 @@ def count_instructions(loop: str) -> float:
         command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]
         command += ["--loop", loop, "--iterations", str(iterations)]
         done = subprocess.run(
-            command,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=True,
+            command, env=environment, stderr=subprocess.PIPE, text=True, check=True
         )
         (count,) = re.findall(r"I\s+refs:\s+([\d,]+)", done.stderr)
         counts.append(int(count.replace(",", "")))

@@ -22,13 +22,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import (
-    AnyPath,
-    is_disk_full,
-    lock_folder,
-    on_disk,
-    publish,
-)
+from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk, publish
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 

@@ -48,12 +48,7 @@ from hooktrain.checkpoint.files import (
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, raise_disk_full, replacing
-from hooktrain.utils.tensors import (
-    full_tensor,
-    is_sharded,
-    local_tensor,
-    map_leaves,
-)
+from hooktrain.utils.tensors import full_tensor, is_sharded, local_tensor, map_leaves
 
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
@@ -72,9 +67,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def save_folder(
-    state: dict[str, Any],
-    folder: AnyPath,
-    group: ProcessGroup | None = None,
+    state: dict[str, Any], folder: AnyPath, group: ProcessGroup | None = None
 ) -> None:
     """Write a state to a folder that is there as a whole, or not at all. Collective.
 
@@ -337,10 +330,7 @@ def _save_tensors(
     planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
     try:
         saved: Any = save(
-            own,
-            storage_writer=writer,
-            planner=planner,
-            process_group=group,
+            own, storage_writer=writer, planner=planner, process_group=group
         )
     except CheckpointException as error:
         # torch would mix plans that failed with later ones. They fail on all ranks alike.

@@ -96,10 +96,7 @@ class LazyConfig:
     apply_overrides = staticmethod(apply_overrides)
 
     @staticmethod
-    def load(
-        filename: AnyPath,
-        keys: Keys = None,
-    ) -> Any:
+    def load(filename: AnyPath, keys: Keys = None) -> Any:
         """The config in a Python file, which is run, or in a file that `save` has written.
 
         In a Python file, relative imports (``from .common.train import train``) mean files beside

@@ -17,13 +17,7 @@ from hooktrain.utils.epochs import EPOCHS
 from hooktrain.utils.names import did_you_mean
 
 # As command lines and JSON write what literal_eval knows as True, False and None.
-_WORDS = {
-    "true": True,
-    "false": False,
-    "none": None,
-    "null": None,
-    "": "",
-}
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "": ""}
 
 
 def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:

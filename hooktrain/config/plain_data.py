@@ -38,12 +38,7 @@ def to_data(value: Any) -> Any:
     if kind in (dict, ConfigDict):
         return _dict_data(value)
     if kind is partial:
-        return _call_data(
-            partial,
-            value.func,
-            *value.args,
-            **value.keywords,
-        )
+        return _call_data(partial, value.func, *value.args, **value.keywords)
     if is_dataclass(value) and not isinstance(value, type):
         items = {}
         for field in fields(value):
@@ -76,11 +71,7 @@ def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    call = {
-        "_target_": target,
-        "_args_": args,
-        **kwargs,
-    }
+    call = {"_target_": target, "_args_": args, **kwargs}
     return _dict_data(call)
 
 

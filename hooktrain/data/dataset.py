@@ -84,10 +84,7 @@ class DatasetFromList(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        lst: Sequence[Any],
-        copy: bool = True,
-        serialize: bool = True,
+        self, lst: Sequence[Any], copy: bool = True, serialize: bool = True
     ) -> None:
         self._copy = copy
         self._serialize = serialize

@@ -168,10 +168,7 @@ class TrainingSampler(StreamSampler):
     """
 
     def __init__(
-        self,
-        size: int,
-        shuffle: bool = True,
-        seed: int | None = None,
+        self, size: int, shuffle: bool = True, seed: int | None = None
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, but got {size!r}")

@@ -51,9 +51,7 @@ class DigitsDataset(Dataset[Sample]):
     """
 
     def __init__(
-        self,
-        train: bool,
-        transform: Callable[[Sample], Sample] | None = None,
+        self, train: bool, transform: Callable[[Sample], Sample] | None = None
     ) -> None:
         images, labels = load_digits()
         numbers = torch.arange(len(labels))
@@ -111,10 +109,7 @@ class DigitsCNN(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int = 32,
-        dropout: float = 0.2,
-        num_classes: int = 10,
+        self, channels: int = 32, dropout: float = 0.2, num_classes: int = 10
     ) -> None:
         super().__init__()
         self.stage1 = _stage(1, channels)
@@ -147,22 +142,10 @@ class DigitsCNN(nn.Module):
 def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
     """Two convolutions, then half the height and width."""
     return nn.Sequential(
-        nn.Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size=3,
-            padding=1,
-            bias=False,
-        ),
+        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
         nn.ReLU(),
-        nn.Conv2d(
-            out_channels,
-            out_channels,
-            kernel_size=3,
-            padding=1,
-            bias=False,
-        ),
+        nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -195,18 +178,10 @@ def trained_digits_cnn(
         torch.default_generator.manual_seed(seed)
         model = DigitsCNN(channels=channels)
         order = torch.Generator().manual_seed(seed)
-        loader = DataLoader(
-            dataset,
-            batch_size=64,
-            shuffle=True,
-            generator=order,
-        )
+        loader = DataLoader(dataset, batch_size=64, shuffle=True, generator=order)
         optimizer = Adam(model.parameters(), lr=3e-3)
         schedule = LinearLR(
-            optimizer,
-            start_factor=1.0,
-            end_factor=0.0,
-            total_iters=epochs,
+            optimizer, start_factor=1.0, end_factor=0.0, total_iters=epochs
         )
         with torch.enable_grad():  # evaluations run without gradients
             for _ in range(epochs):

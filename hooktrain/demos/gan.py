@@ -52,9 +52,7 @@ class DigitsGAN(nn.Module):
             nn.Unflatten(1, (1, 8, 8)),
         )
         self.discriminator: nn.Module = nn.Sequential(
-            nn.Flatten(),
-            *_hidden_layers(64, hidden_size),
-            nn.Linear(hidden_size, 1),
+            nn.Flatten(), *_hidden_layers(64, hidden_size), nn.Linear(hidden_size, 1)
         )
 
     def forward(self, latents: Tensor) -> Tensor:
@@ -71,9 +69,7 @@ class DigitsGAN(nn.Module):
         return images.float()
 
     def train_step(
-        self,
-        data: Mapping[str, Any],
-        optim_wrapper: Mapping[str, Any],
+        self, data: Mapping[str, Any], optim_wrapper: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Update the discriminator ``discriminator_steps`` times, then the generator once.
 
@@ -96,9 +92,7 @@ class DigitsGAN(nn.Module):
         return values
 
     def train_discriminator(
-        self,
-        images: Tensor,
-        optimizer_wrapper: Any,
+        self, images: Tensor, optimizer_wrapper: Any
     ) -> dict[str, Tensor]:
         """One backward pass: real images should get high logits, and drawn ones low logits.
 
@@ -125,11 +119,7 @@ class DigitsGAN(nn.Module):
             "logit_fake": fake.detach().mean(),
         }
 
-    def train_generator(
-        self,
-        count: int,
-        optimizer_wrapper: Any,
-    ) -> dict[str, Tensor]:
+    def train_generator(self, count: int, optimizer_wrapper: Any) -> dict[str, Tensor]:
         """One backward pass: drawn images should get high logits.
 
         Args:
@@ -251,11 +241,7 @@ class SampleQualityEvaluator(DatasetEvaluator):
             ZeroDivisionError: on every rank, if ``real`` gave no image.
         """
         # The transfers wait for the device: a host-device synchronisation, once an evaluation.
-        mine = (
-            self._counts.tolist(),
-            float(self._confidence),
-            *self._judge(),
-        )
+        mine = (self._counts.tolist(), float(self._confidence), *self._judge())
         ranks = comm.all_gather(mine)
         counts_of_ranks, confidences, recognised, real = zip(*ranks, strict=True)
         columns = zip(*counts_of_ranks, strict=True)

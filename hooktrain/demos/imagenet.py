@@ -38,11 +38,7 @@ class ImageClassifier(nn.Module):
         logits: Tensor = self.net(images)
         if not self.training:
             return logits
-        loss = F.cross_entropy(
-            logits,
-            labels,
-            label_smoothing=self.label_smoothing,
-        )
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         # A smoothed loss is hard to read: it never comes near 0.
         is_right = logits.argmax(1) == labels
         accuracy = 100 * is_right.float().mean()

@@ -192,10 +192,7 @@ class TextSampler(PeriodicSampler):
         generator = torch.Generator().manual_seed(self._seed)
         with self.sampling() as model:
             tokens: Tensor = model.generate(
-                prompt,
-                self._length,
-                self._temperature,
-                generator,
+                prompt, self._length, self._temperature, generator
             )
         return self._vocabulary.decode(tokens)
 
@@ -222,11 +219,7 @@ def write_png(path: Path, image: Tensor) -> None:
     rows = pixels.reshape(height, -1).numpy()
     rows = np.pad(rows, ((0, 0), (1, 0)))  # each begins with its filter, 0 for none
     header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    chunks = {
-        b"IHDR": header,
-        b"IDAT": zlib.compress(rows.tobytes()),
-        b"IEND": b"",
-    }
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
     with atomic_write(path) as file:
         file.write(b"\x89PNG\r\n\x1a\n")
         for kind, data in chunks.items():
@@ -239,10 +232,7 @@ def write_png(path: Path, image: Tensor) -> None:
 
 
 def make_grid(
-    images: Tensor,
-    columns: int = 10,
-    scale: int = 1,
-    padding: int = 1,
+    images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1
 ) -> Tensor:
     """Put images side by side into one, row by row, the first at the top left.
 

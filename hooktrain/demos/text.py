@@ -124,11 +124,7 @@ class TextDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self,
-        text: str,
-        vocabulary: CharVocabulary,
-        block_size: int,
-        stride: int = 1,
+        self, text: str, vocabulary: CharVocabulary, block_size: int, stride: int = 1
     ) -> None:
         if not 1 <= stride <= block_size:
             raise ValueError(f"stride must be in [1, {block_size}], but got {stride!r}")
@@ -156,10 +152,7 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         begin = index * self.stride
         end = begin + self.block_size
         place = slice(begin, end)
-        return {
-            "tokens": self._tokens[place],
-            "targets": self._targets[place],
-        }
+        return {"tokens": self._tokens[place], "targets": self._targets[place]}
 
 
 class PythonDocs(TextDataset):
@@ -273,9 +266,7 @@ class TextGPT(nn.Module):
             return logits
         targets = batch["targets"].to(device, non_blocking=True)
         loss = F.cross_entropy(
-            logits.flatten(0, 1),
-            targets.flatten(),
-            ignore_index=IGNORED_TARGET,
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET
         )
         return {"loss_lm": loss}
 
@@ -329,11 +320,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        dropout: float = 0.0,
-        fused: bool = True,
+        self, width: int, heads: int, dropout: float = 0.0, fused: bool = True
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -416,10 +403,7 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn each pair of features by the angles of its place, computed in float32 at least."""
     cosine, sine = rotation
     a, b = x.chunk(2, dim=-1)
-    parts = [
-        a * cosine - b * sine,
-        b * cosine + a * sine,
-    ]
+    parts = [a * cosine - b * sine, b * cosine + a * sine]
     turned = torch.cat(parts, dim=-1)
     return turned.to(x.dtype)
 
@@ -471,10 +455,7 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
         logits = outputs.flatten(0, 1).to(dtype)
         predicted = targets != IGNORED_TARGET
         loss = F.cross_entropy(
-            logits,
-            targets,
-            ignore_index=IGNORED_TARGET,
-            reduction="sum",
+            logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"
         )
         self._nats = self._nats + loss
         self._characters = self._characters + predicted.sum()
@@ -498,8 +479,5 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
             raise ValueError("there is no character to predict, on any rank")
         loss = math.fsum(nats) / characters
         bits = loss / math.log(2)
-        values = {
-            "bits_per_character": bits,
-            "val_loss": loss,
-        }
+        values = {"bits_per_character": bits, "val_loss": loss}
         return {"text": values}

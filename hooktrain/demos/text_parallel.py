@@ -34,8 +34,7 @@ def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
         "blocks.*.*_norm": SequenceParallel(),
         # Once for the three matrices in it.
         "blocks.*.attention_in": PrepareModuleInput(
-            input_layouts=places,
-            desired_input_layouts=Replicate(),
+            input_layouts=places, desired_input_layouts=Replicate()
         ),
         "blocks.*.attention_in.*": ColwiseParallel(),
         "blocks.*.attention_out": to_places(),

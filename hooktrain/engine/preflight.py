@@ -29,10 +29,7 @@ _OF_OTHERS = re.compile(
 
 
 def end_of_run(
-    start: int,
-    max_iter: int | None,
-    max_epochs: float | None,
-    epoch_length: int | None,
+    start: int, max_iter: int | None, max_epochs: float | None, epoch_length: int | None
 ) -> int:
     """The iteration to end before.
 
@@ -87,8 +84,7 @@ def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
     unsaved = len(trained - names.keys())
     if unsaved:
         logger.warning(
-            "%d parameters of the optimizer are not the model's, nor saved",
-            unsaved,
+            "%d parameters of the optimizer are not the model's, nor saved", unsaved
         )
     left = [n for p, n in names.items() if p.requires_grad and p not in trained]
     if left:
@@ -192,10 +188,7 @@ def log_size(model: nn.Module) -> None:
     logger.debug("%s:\n%s", type(bare).__name__, table)
     device = there[0].device.type if there else "cpu"
     logger.info(
-        "%s parameters, on %d x %s",
-        f"{count:,}",
-        comm.get_world_size(),
-        device,
+        "%s parameters, on %d x %s", f"{count:,}", comm.get_world_size(), device
     )
 
 

@@ -241,11 +241,7 @@ def inference_on_dataset(
         for name, own in each.items():
             logger.info("Evaluating %s:", name)
             results[name] = inference_on_dataset(
-                model,
-                data_loader[name],
-                own,
-                callbacks,
-                step,
+                model, data_loader[name], own, callbacks, step
             )
         return results
     for part in (data_loader, getattr(data_loader, "sampler", None)):
@@ -296,10 +292,7 @@ def inference_on_dataset(
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 
-def _shown(
-    data_loader: Iterable[Any],
-    module: nn.Module,
-) -> Iterator[tuple[Any, bool]]:
+def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any, bool]]:
     """The batches to call the model with, and whether each is one of this rank's.
 
     Shows from time to time, and at the end, how long they take.
@@ -326,13 +319,7 @@ def _shown(
         if total >= 0:
             of_all = f"/{total}"
             eta = f" ETA={pretty_seconds(left)}"
-        logger.info(
-            "Inference done %d%s. %.4f s/iter.%s",
-            done,
-            of_all,
-            mean,
-            eta,
-        )
+        logger.info("Inference done %d%s. %.4f s/iter.%s", done, of_all, mean, eta)
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     parameter = next(module.parameters(), torch.empty(0))
@@ -342,10 +329,7 @@ def _shown(
     whole = time.perf_counter() - start
     mean = whole / max(1, done)
     logger.info(
-        "Evaluated %d batches in %s (%.4f s each)",
-        done,
-        pretty_seconds(whole),
-        mean,
+        "Evaluated %d batches in %s (%.4f s each)", done, pretty_seconds(whole), mean
     )
 
 

@@ -125,12 +125,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             results[f"accuracy@{k}"] = 100 * right / total
         return {"classification": results}
 
-    def _log_table(
-        self,
-        images: Tensor,
-        correct: Tensor,
-        by_class: Tensor,
-    ) -> None:
+    def _log_table(self, images: Tensor, correct: Tensor, by_class: Tensor) -> None:
         if len(self._class_names) > 100 or not comm.is_main_process():
             return
         columns = {

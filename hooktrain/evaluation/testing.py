@@ -31,8 +31,7 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
 
 
 def verify_results(
-    expected: Iterable[tuple[str, str, float, float]],
-    results: Mapping[str, Any],
+    expected: Iterable[tuple[str, str, float, float]], results: Mapping[str, Any]
 ) -> bool:
     """Check that an evaluation came out as expected.
 

@@ -38,11 +38,7 @@ class HistoryBuffer:
         self._finite_count = 0
         self._finite_sum = 0.0
 
-    def update(
-        self,
-        value: float,
-        iteration: int | None = None,
-    ) -> None:
+    def update(self, value: float, iteration: int | None = None) -> None:
         """Add a value.
 
         Args:

@@ -30,9 +30,7 @@ class JSONWriter(ScalarWriter):
     """
 
     def __init__(
-        self,
-        json_file: str | os.PathLike[str],
-        window_size: int = 20,
+        self, json_file: str | os.PathLike[str], window_size: int = 20
     ) -> None:
         self._path = Path(json_file)
         super().__init__(self._path.name, window_size)

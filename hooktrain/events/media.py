@@ -12,11 +12,7 @@ Image = tuple[str, Tensor, int]  # a name, an image on the CPU, its iteration
 Histogram = dict[str, Any]  # the arguments of SummaryWriter.add_histogram_raw
 
 
-def new_image(
-    name: str,
-    array: Array,
-    iteration: int,
-) -> Image:
+def new_image(name: str, array: Array, iteration: int) -> Image:
     """A copy of an image in host memory; see :meth:`EventStorage.put_image`."""
     image = torch.as_tensor(array).detach()
     channels = image.shape[0] if image.dim() == 3 else 0
@@ -29,12 +25,7 @@ def new_image(
     return name, copied, iteration
 
 
-def new_histogram(
-    name: str,
-    array: Array,
-    iteration: int,
-    bins: int,
-) -> Histogram:
+def new_histogram(name: str, array: Array, iteration: int, bins: int) -> Histogram:
     """Count a tensor's elements; see :meth:`EventStorage.put_histogram`."""
     tensor = torch.as_tensor(array).detach()
     values = tensor.cpu().double().numpy()  # host-device synchronisation

@@ -33,11 +33,7 @@ class CommonMetricPrinter(ScalarWriter):
 
     logger = logging.getLogger(__name__)
 
-    def __init__(
-        self,
-        max_iter: int | None = None,
-        window_size: int = 20,
-    ) -> None:
+    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
         if not self.logger.hasHandlers():
             setup_logger(distributed_rank=comm.get_rank())
         super().__init__("console", window_size)
@@ -71,9 +67,7 @@ class CommonMetricPrinter(ScalarWriter):
         super().rewind(iteration)
 
     def _fields(
-        self,
-        storage: EventStorage,
-        metrics: dict[str, float],
+        self, storage: EventStorage, metrics: dict[str, float]
     ) -> tuple[list[str], list[str]]:
         """What is shown, of training and of evaluations."""
         hints = storage.smoothing_hints()
@@ -91,11 +85,7 @@ class CommonMetricPrinter(ScalarWriter):
             shown[is_result].append(text)
         return shown
 
-    def _eta(
-        self,
-        storage: EventStorage,
-        end: int,
-    ) -> list[str]:
+    def _eta(self, storage: EventStorage, end: int) -> list[str]:
         now = time.perf_counter()
         first, since = self._first_write or (storage.iter, now)
         self._first_write = (first, since)

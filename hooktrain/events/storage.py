@@ -112,21 +112,13 @@ class EventStorage:
             self._fetch_pending()
 
     def put_scalars(
-        self,
-        *,
-        smoothing_hint: bool = True,
-        cur_iter: int | None = None,
-        **kwargs: Any,
+        self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any
     ) -> None:
         """:meth:`put_scalar` for several metrics, ``name=value``."""
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def put_image(
-        self,
-        img_name: str,
-        img_tensor: media.Array,
-    ) -> None:
+    def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers; waits for its device.
 
         The last 64 are kept until they are written.
@@ -141,10 +133,7 @@ class EventStorage:
         self._vis_data.append(image)
 
     def put_histogram(
-        self,
-        hist_name: str,
-        hist_tensor: media.Array,
-        bins: int = 1000,
+        self, hist_name: str, hist_tensor: media.Array, bins: int = 1000
     ) -> None:
         """Queue a histogram for the writers, as :meth:`put_image` does.
 

@@ -30,10 +30,7 @@ class TensorboardXWriter(ScalarWriter):
     """
 
     def __init__(
-        self,
-        log_dir: str | os.PathLike[str],
-        window_size: int = 20,
-        **kwargs: Any,
+        self, log_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any
     ) -> None:
         # Only the main process needs torch's part, which takes a second to import.
         importlib.import_module("tensorboard")

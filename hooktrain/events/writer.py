@@ -10,10 +10,7 @@ from hooktrain.utils import comm
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
 
 # Of these the mean counts: an evaluation in between is part of it.
-TIMES = (
-    "time",
-    "data_time",
-)
+TIMES = ("time", "data_time")
 
 
 class EventWriter:
@@ -59,11 +56,7 @@ class ScalarWriter(EventWriter):
             self.write_scalars(storage, scalars)
             self.mark_written(storage)
 
-    def write_scalars(
-        self,
-        storage: EventStorage,
-        scalars: Metrics,
-    ) -> None:
+    def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Write what :meth:`new_scalars` has found, if anything."""
         raise NotImplementedError
 
@@ -130,11 +123,7 @@ class FunctionWriter(ScalarWriter):
         window_size: how many iterations to smooth over, at least 1.
     """
 
-    def __init__(
-        self,
-        log: Callable[..., Any],
-        window_size: int = 20,
-    ) -> None:
+    def __init__(self, log: Callable[..., Any], window_size: int = 20) -> None:
         super().__init__("function", window_size)
         self._log = log
 

@@ -51,11 +51,7 @@ class BaseDataPreprocessor(nn.Module):
         """
         return self.cast_data(data)
 
-    def _apply(
-        self,
-        fn: Callable[[Tensor], Tensor],
-        recurse: bool = True,
-    ) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Everything that moves a module calls this. A buffer would know its device too,
         # but DistributedDataParallel would broadcast it in every step.
         probe = torch.empty(0, device=self.device)
@@ -109,10 +105,7 @@ class BaseModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self,
-        inputs: Any,
-        data_samples: Any = None,
-        mode: str = "tensor",
+        self, inputs: Any, data_samples: Any = None, mode: str = "tensor"
     ) -> Any:
         """Compute losses, predictions or raw outputs.
 

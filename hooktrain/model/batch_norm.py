@@ -24,9 +24,7 @@ def get_bn_modules(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def update_bn_stats(
-    model: nn.Module,
-    data_loader: Iterable[Any],
-    num_iters: int = 200,
+    model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200
 ) -> None:
     """Replace the running statistics of BatchNorm layers by those of a sample of the data.
 

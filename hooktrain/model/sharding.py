@@ -17,11 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import (
-    full_tensor,
-    is_sharded,
-    shard_like,
-)
+from hooktrain.utils.tensors import full_tensor, is_sharded, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -164,19 +160,9 @@ def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
         module.forward = MethodType(_recomputed, module)
 
 
-def _recomputed(
-    module: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = type(module).forward
-    return checkpoint(
-        forward,
-        module,
-        *args,
-        use_reentrant=False,
-        **kwargs,
-    )
+    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
 
 def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
@@ -306,9 +292,7 @@ class _Wholes(TorchDispatchMode):
             # Where a rank has all of it, full_tensor gives the shard itself.
             self.wholes = {tensor: full_tensor(tensor).clone() for tensor in sharded}
         args, kwargs = tree_map_only(
-            Tensor,
-            lambda tensor: self.wholes.get(tensor, tensor),
-            given,
+            Tensor, lambda tensor: self.wholes.get(tensor, tensor), given
         )
         return func(*args, **kwargs)
 

@@ -34,11 +34,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        broadcast_buffers: bool = True,
-        **kwargs: Any,
+        self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any
     ) -> None:
         c10d: Any = dist  # mypy does not know of these names
         level = c10d.get_debug_level()
@@ -134,10 +130,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        broadcast_buffers: bool = False,
-        **kwargs: Any,
+        self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any
     ) -> None:
         # A DDP by type, so that all who look for one to get at its `module` find it. The
         # DDPs around the children do the work: this has none of a DDP's attributes.
@@ -181,11 +174,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
                 stack.enter_context(part.no_sync())
             yield
 
-    def register_comm_hook(
-        self,
-        state: object,
-        hook: Callable[..., Any],
-    ) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook with the DDP around each child."""
         for part in self._parts():
             part.register_comm_hook(state, hook)
@@ -202,10 +191,7 @@ class _Part(StepDistributedDataParallel):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
-        self,
-        state: dict[str, Any],
-        prefix: str,
-        *args: Any,
+        self, state: dict[str, Any], prefix: str, *args: Any
     ) -> None:
         for name in list(state):
             if name.startswith(prefix):

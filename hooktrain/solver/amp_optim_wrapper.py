@@ -63,9 +63,7 @@ class AmpOptimWrapper(OptimWrapper):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
         needs_scaler = self.dtype == torch.float16
         self.grad_scaler = _build_scaler(
-            loss_scale,
-            self.device_type,
-            enabled=needs_scaler,
+            loss_scale, self.device_type, enabled=needs_scaler
         )
         if isinstance(optimizer, torch.optim.SGD):
             # The scaler itself skips an update then. The fused kernel would leave in the
@@ -158,9 +156,7 @@ def _device_type(optimizer: Optimizer) -> str:
 
 
 def _build_scaler(
-    loss_scale: Any,
-    device_type: str,
-    enabled: bool,
+    loss_scale: Any, device_type: str, enabled: bool
 ) -> torch.amp.GradScaler:
     """The scaler; one that is not enabled passes everything through."""
     if isinstance(loss_scale, torch.amp.GradScaler):

@@ -65,9 +65,7 @@ class DefaultOptimWrapperConstructor:
     """
 
     def __init__(
-        self,
-        optim_wrapper_cfg: Options,
-        paramwise_cfg: Options | None = None,
+        self, optim_wrapper_cfg: Options, paramwise_cfg: Options | None = None
     ) -> None:
         if paramwise_cfg:
             raise ValueError(
@@ -93,9 +91,7 @@ class DefaultOptimWrapperConstructor:
         # By position: not all call it "params".
         optimizer = call(kind, [self.param_groups(model)], options, "as 'optimizer'")
         return OPTIM_WRAPPERS.build(  # type: ignore[no-any-return]
-            self.optim_wrapper_cfg,
-            type=OptimWrapper,
-            optimizer=optimizer,
+            self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
         )
 
     def param_groups(self, model: nn.Module) -> list[ParamGroup]:
@@ -262,11 +258,7 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
         raise TypeError(
             f"expected a scheduler or a dict with 'type', but got {config!r}"
         )
-    arguments = {
-        "optimizer": optimizer,
-        **defaults,
-        **config,
-    }
+    arguments = {"optimizer": optimizer, **defaults, **config}
     max_epochs = arguments.pop("max_epochs", None)
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)

@@ -61,9 +61,7 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def match_parameters(
-    optimizer: Optimizer,
-    state_dict: State,
-    known: Names,
+    optimizer: Optimizer, state_dict: State, known: Names
 ) -> tuple[Entries, Entries]:
     """The parameters here and the saved ones, by names that both sides share.
 
@@ -101,11 +99,7 @@ def match_parameters(
     return here, saved
 
 
-def load_optimizer_state(
-    optimizer: Optimizer,
-    state_dict: State,
-    names: Names,
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) -> None:
     """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
 
     The state of a parameter (momentum, Adam's moments and step) goes to the parameter of
@@ -212,10 +206,7 @@ def _names_of_positions(
 
 
 def _fitting_states(
-    optimizer: Optimizer,
-    states: Mapping[Any, Any],
-    here: Entries,
-    saved: Entries,
+    optimizer: Optimizer, states: Mapping[Any, Any], here: Entries, saved: Entries
 ) -> dict[Any, Any]:
     """The saved states by the names here, without those that do not fit."""
     fitting = dict(states)
@@ -242,10 +233,7 @@ def _fitting_states(
     for text, names in differences.items():
         if names:
             logger.warning(
-                "The optimizer's checkpoint %s: %d, %s",
-                text,
-                len(names),
-                names[:10],
+                "The optimizer's checkpoint %s: %d, %s", text, len(names), names[:10]
             )
     return fitting
 

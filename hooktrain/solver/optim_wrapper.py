@@ -118,10 +118,7 @@ class OptimWrapper:
     # Accumulation
 
     def initialize_count_status(
-        self,
-        model: nn.Module,
-        init_counts: int,
-        max_counts: int,
+        self, model: nn.Module, init_counts: int, max_counts: int
     ) -> None:
         """Begin a new accumulation; the last one of the run may be shorter.
 
@@ -176,10 +173,7 @@ class OptimWrapper:
         return NOTHING
 
     def update_params(
-        self,
-        loss: Tensor,
-        step_kwargs: Any = None,
-        zero_kwargs: Any = None,
+        self, loss: Tensor, step_kwargs: Any = None, zero_kwargs: Any = None
     ) -> bool:
         """Take in a loss; update where an accumulation is complete.
 

@@ -82,10 +82,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             wrapper.name_parameters(model)
 
     def initialize_count_status(
-        self,
-        model: nn.Module,
-        init_counts: int,
-        max_counts: int,
+        self, model: nn.Module, init_counts: int, max_counts: int
     ) -> None:
         """Begin a new accumulation in each.
 

@@ -58,8 +58,7 @@ def walk_parameters(model: nn.Module) -> list[Walked]:
 
 
 def group_trainable(
-    model: nn.Module,
-    settings: Callable[..., ParamGroup],
+    model: nn.Module, settings: Callable[..., ParamGroup]
 ) -> list[ParamGroup]:
     """The trainable parameters in few groups.
 
@@ -139,11 +138,7 @@ def get_default_optimizer_params(
             )
         overrides = {**overrides, "bias": of_biases}
 
-    def settings(
-        names: list[str],
-        module: nn.Module,
-        _: nn.Parameter,
-    ) -> ParamGroup:
+    def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
         found = dict(base)
         if isinstance(module, NORMS):
             found |= of_norms
@@ -185,9 +180,7 @@ def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def expand_param_groups(
-    groups: Iterable[Mapping[str, Any]],
-) -> list[ParamGroup]:
+def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
     """One group for each parameter, in order of first appearance.
 
     Where a parameter is in several groups, later settings replace earlier ones.
@@ -203,9 +196,7 @@ def expand_param_groups(
     return list(expanded.values())
 
 
-def reduce_param_groups(
-    groups: Iterable[Mapping[str, Any]],
-) -> list[ParamGroup]:
+def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
     """The same parameters and settings in as few groups as possible.
 
     Groups and parameters are in order of first appearance. Optimizers update a group with

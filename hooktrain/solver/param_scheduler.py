@@ -131,10 +131,7 @@ class GroupParamScheduler:
         """Set the value of a group. Returns it, but None where it is in a tensor."""
         if self.verbose:
             logger.info(
-                "Step %d: %s becomes %.4e",
-                self.global_step,
-                self.param_name,
-                value,
+                "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
             )
         old = self._read(group)
         if isinstance(old, Tensor):

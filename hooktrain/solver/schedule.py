@@ -411,10 +411,7 @@ class LRMultiplier(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""
-        return {
-            "base_lrs": self.base_lrs,
-            "last_epoch": self.last_epoch,
-        }
+        return {"base_lrs": self.base_lrs, "last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the saved step, and set the rates at once.

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from hooktrain import solver
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.config import instantiate
-from hooktrain.model.sharding import (
-    WrapRule,
-    checkpoint_activations,
-    select_modules,
-)
+from hooktrain.model.sharding import WrapRule, checkpoint_activations, select_modules
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import (

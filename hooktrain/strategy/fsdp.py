@@ -126,9 +126,7 @@ class FSDPStrategy(BaseStrategy):
                 f"in all, but it is {self.mesh_sizes}"
             )
         self.mesh = init_device_mesh(
-            choose_device(self._wanted_device).type,
-            shape,
-            mesh_dim_names=names,
+            choose_device(self._wanted_device).type, shape, mesh_dim_names=names
         )
         # Those who compute a batch together have ranks that follow each other.
         parts = sizes["shard"] * sizes.get("replicate", 1)

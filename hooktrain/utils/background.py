@@ -28,12 +28,7 @@ class BackgroundWorker:
         self._thread: Thread | None = None
         self._error: BaseException | None = None
 
-    def submit(
-        self,
-        job: Callable[[], object],
-        *,
-        daemon: bool = False,
-    ) -> None:
+    def submit(self, job: Callable[[], object], *, daemon: bool = False) -> None:
         """Wait for the job before, then start this one.
 
         Args:
@@ -46,10 +41,7 @@ class BackgroundWorker:
         """
         self.wait()
         self._thread = Thread(
-            target=self._run,
-            args=(job,),
-            name=self.name,
-            daemon=daemon,
+            target=self._run, args=(job,), name=self.name, daemon=daemon
         )
         self._thread.start()
 

@@ -112,10 +112,7 @@ def synchronize() -> None:
     any_rank(False)
 
 
-def all_gather(
-    data: T,
-    group: ProcessGroup | None = None,
-) -> list[T]:
+def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     """Bring every rank's picklable object to every rank, in their order. Collective.
 
     Args:
@@ -130,11 +127,7 @@ def all_gather(
     return gathered
 
 
-def gather(
-    data: T,
-    dst: int = 0,
-    group: ProcessGroup | None = None,
-) -> list[T]:
+def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
     """As ``all_gather``, but to rank ``dst``; others get an empty list. Collective."""
     if get_world_size() == 1:
         return [data]
@@ -178,8 +171,7 @@ def shared_random_seed() -> int:
 
 
 def reduce_dict(
-    input_dict: dict[str, Tensor],
-    average: bool = True,
+    input_dict: dict[str, Tensor], average: bool = True
 ) -> dict[str, Tensor]:
     """Average, or sum, tensors of one shape and device over all ranks. Collective.
 
@@ -213,8 +205,7 @@ def object_group(timeout: Any = None) -> ProcessGroup:
 
 
 def on_all_ranks(
-    function: Callable[[], T],
-    group: ProcessGroup | None = None,
+    function: Callable[[], T], group: ProcessGroup | None = None
 ) -> list[T]:
     """Call a function on every rank; the first error is raised on all. Collective.
 
@@ -240,10 +231,7 @@ def on_all_ranks(
     return [outcome for outcome, _ in everywhere]
 
 
-def on_main_process(
-    function: Callable[[], T],
-    group: ProcessGroup | None = None,
-) -> T:
+def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """As :func:`on_all_ranks`, but on the main process only; all return the same."""
 
     def only_there() -> Any:

@@ -70,11 +70,7 @@ def _hash(*stream: int | str) -> Any:
     return blake2b(repr(stream).encode(), digest_size=_FOUR_SEEDS.size)
 
 
-def seed_step(
-    seed: int,
-    iteration: int,
-    rank: int,
-) -> None:
+def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seed the global generators for one iteration of one rank.
 
     What is random in a step is then a function of these three numbers.

@@ -14,11 +14,7 @@ from termcolor import colored
 
 from hooktrain.utils.file_io import on_disk
 
-LEVELS = {
-    "quiet": logging.WARNING,
-    "normal": logging.INFO,
-    "debug": logging.DEBUG,
-}
+LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
@@ -56,10 +52,7 @@ class _TerminalHandler(_Handler):
         if record.levelno < logging.WARNING:
             return line
         level = colored(
-            record.levelname,
-            "red",
-            attrs=["bold"],
-            no_color=self._no_color,
+            record.levelname, "red", attrs=["bold"], no_color=self._no_color
         )
         return f"{level} {line}"
 
@@ -150,10 +143,7 @@ def close_logger(name: str = "hooktrain") -> None:
 
 
 def show_progress(
-    what: str,
-    done: int,
-    total: int,
-    seconds_left: float | None = None,
+    what: str, done: int, total: int, seconds_left: float | None = None
 ) -> bool:
     """Draw a progress bar, if a person watches the terminal or the cell of a notebook.
 

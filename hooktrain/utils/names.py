@@ -31,22 +31,14 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     """
     names = list(map(str, known))
     folded = {each.casefold(): each for each in names}
-    near = difflib.get_close_matches(
-        str(name).casefold(),
-        folded,
-        n=1,
-    )
+    near = difflib.get_close_matches(str(name).casefold(), folded, n=1)
     if near:
         return f"; did you mean {folded[near[0]]!r}?"
     shown = ", ".join(map(repr, names[:12]))
     return f"; there is {shown}" if names else ""
 
 
-def as_list(
-    given: Iterable[T],
-    kind: type,
-    what: str,
-) -> list[T]:
+def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
     """A list of what was given.
 
     Raises:
@@ -58,9 +50,7 @@ def as_list(
     items = []
     for item in given:
         if not isinstance(item, kind | None):
-            raise TypeError(
-                f"{what} must be {kind.__name__} objects: {item!r}",
-            )
+            raise TypeError(f"{what} must be {kind.__name__} objects: {item!r}")
         items.append(item)
     return items
 
@@ -70,10 +60,7 @@ def is_loss(name: str) -> bool:
     return "loss" in name
 
 
-def refuse_overrides(
-    kind: type,
-    instead: Mapping[str, str],
-) -> None:
+def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
     """Say at once, when a class is defined, that nothing would call a method of it.
 
     For ``__init_subclass__``.

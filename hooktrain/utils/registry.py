@@ -105,12 +105,7 @@ class Registry:
             return locate(kind)
         return self.get(kind)
 
-    def build(
-        self,
-        cfg: Mapping[str, Any],
-        /,
-        **defaults: Any,
-    ) -> Any:
+    def build(self, cfg: Mapping[str, Any], /, **defaults: Any) -> Any:
         """Call ``cfg["type"]`` with the other items of ``cfg``.
 
         Args:

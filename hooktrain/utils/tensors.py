@@ -103,10 +103,7 @@ def map_leaves(
 
 
 @torch.no_grad()
-def shard_like(
-    value: Tensor,
-    like: Tensor,
-) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """Split a full tensor as another one of its shape is. Collective if that one is sharded.
 
     Args:
@@ -179,10 +176,7 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     return partial(to_device, device=device)
 
 
-def to_device(
-    data: Any,
-    device: torch.device,
-) -> Any:
+def to_device(data: Any, device: torch.device) -> Any:
     """Move the tensors in dicts, lists, tuples and dataclasses, which are copied.
 
     Other objects with ``to`` are moved too, such as the encodings of Hugging Face's

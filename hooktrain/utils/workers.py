@@ -58,9 +58,7 @@ def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
 
 
 def _init_worker(
-    given: Callable[[int], None] | None,
-    of_main_thread: bool,
-    worker_id: int,
+    given: Callable[[int], None] | None, of_main_thread: bool, worker_id: int
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     # The kernel takes the end of the thread that starts a process for that of its parent.

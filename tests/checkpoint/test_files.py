@@ -22,11 +22,7 @@ from equality import assert_equal, equal
 from faults import fail_at_write
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    load_file,
-    save_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file
 
 
 def small_state() -> dict[str, Any]:
@@ -141,9 +137,7 @@ def test_every_truncation_is_detected(tmp_path: Path) -> None:
     assert damaged(tmp_path / "a.pth", beginnings) == len(raw)
 
 
-def test_a_file_without_checksums_is_not_called_corrupt(
-    tmp_path: Path,
-) -> None:
+def test_a_file_without_checksums_is_not_called_corrupt(tmp_path: Path) -> None:
     state = small_state()
     torch.serialization.set_crc32_options(False)
     try:

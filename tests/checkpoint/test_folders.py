@@ -17,20 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from equality import assert_equal
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, folders
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    is_folder,
-    write_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, write_file
 from hooktrain.checkpoint.folders import (
     copy_to_host,
     read_folder,

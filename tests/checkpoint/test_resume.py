@@ -15,10 +15,7 @@ from hooktrain.checkpoint import (
     PeriodicCheckpointer,
     save_file,
 )
-from hooktrain.checkpoint.resume import (
-    files_to_delete,
-    set_folder_aside,
-)
+from hooktrain.checkpoint.resume import files_to_delete, set_folder_aside
 from hooktrain.utils.file_io import lock_folder
 
 
@@ -147,9 +144,7 @@ def test_the_final_file_is_compared_by_the_iteration_in_it(folder: Path) -> None
     assert resumed(folder) == 149
 
 
-def test_after_a_broken_file_comes_an_older_one(
-    folder: Path,
-) -> None:
+def test_after_a_broken_file_comes_an_older_one(folder: Path) -> None:
     save(folder, "model_0090009", 90_009)
     (folder / "last_checkpoint").write_text("model_0000019.pth")
     flip(folder / "model_0000019.pth")

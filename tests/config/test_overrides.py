@@ -92,8 +92,7 @@ def test_a_wrong_key_suggests_the_nearest(override: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["train", "=3", "a..b=3", "+train", "~", "~train=3", ""],
+    "override", ["train", "=3", "a..b=3", "+train", "~", "~train=3", ""]
 )
 def test_an_override_of_another_form_is_refused(override: str) -> None:
     with pytest.raises(ValueError, match="is none of 'key=value'") as err:

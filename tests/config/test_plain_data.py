@@ -136,8 +136,7 @@ def test_any_plain_config_survives_saving(
 
 
 @pytest.mark.parametrize(
-    "value",
-    [lambda x: x, torch.zeros(2), torch.nn.Linear(1, 1), np.longdouble(1)],
+    "value", [lambda x: x, torch.zeros(2), torch.nn.Linear(1, 1), np.longdouble(1)]
 )
 def test_what_cannot_be_saved_is_a_warning(
     value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

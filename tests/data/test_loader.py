@@ -24,9 +24,7 @@ from torch.utils.data import (
 )
 
 from gloo import run_ranks
-from hooktrain.compat.data import (
-    RepeatFactorTrainingSampler,
-)
+from hooktrain.compat.detectron2.data import RepeatFactorTrainingSampler
 from hooktrain.data import (
     DatasetFromList,
     InferenceSampler,

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.compat.data import RepeatFactorTrainingSampler
-from hooktrain.data import (
-    InferenceSampler,
-    StreamSampler,
-    TrainingSampler,
-)
+from hooktrain.compat.detectron2.data import RepeatFactorTrainingSampler
+from hooktrain.data import InferenceSampler, StreamSampler, TrainingSampler
 from hooktrain.data.samplers import ComputedOrder
 from hooktrain.utils import comm
 

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
-from hooktrain.demos import (
-    DigitsDataset,
-    DigitsGAN,
-    SampleQualityEvaluator,
-)
+from hooktrain.demos import DigitsDataset, DigitsGAN, SampleQualityEvaluator
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 
 ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99)}

@@ -193,9 +193,7 @@ def test_a_deferred_model_starts_from_the_same_weights_in_any_dimensions(
 
 
 def test_it_goes_on_in_other_dimensions(
-    folder: Path,
-    four: list[dict[str, Any]],
-    two: tuple[list[dict[str, Any]], Any],
+    folder: Path, four: list[dict[str, Any]], two: tuple[list[dict[str, Any]], Any]
 ) -> None:
     resumed, _ = two
     for name in ("full", "shards"):

@@ -37,10 +37,7 @@ from hooktrain.solver import (
     OptimWrapperDict,
 )
 from hooktrain.strategy import build_strategy
-from hooktrain.utils.events import (
-    CommonMetricPrinter,
-    JSONWriter,
-)
+from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 from hooktrain.utils.logger import close_logger, setup_logger
 from toys import LinearLoss, Pairs, StopOnce, ToyModel
 

@@ -90,9 +90,7 @@ def test_a_single_task_of_srun_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
     assert launch(dist.is_initialized) is False
 
 
-def test_processes_give_back_their_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_give_back_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     results = launch(place_and_more, 2, args=(10,))
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -214,9 +212,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_exit_in_order_waits_for_the_other_ranks(
-    tmp_path: Path,
-) -> None:
+def test_an_exit_in_order_waits_for_the_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(exit_in_order, 2, args=(str(tmp_path),))
     assert caught.value.code == 75

@@ -71,9 +71,7 @@ def test_what_the_step_returns_is_logged_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_step_whose_loss_is_not_finite_ends_the_run(
-    at_once: bool,
-) -> None:
+def test_a_step_whose_loss_is_not_finite_ends_the_run(at_once: bool) -> None:
     class Broken(Plain):
         def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> Any:
             return {"ratio": torch.tensor(torch.inf), "loss_x": torch.tensor(torch.nan)}

@@ -429,9 +429,7 @@ def own_loop(
     return trainer, checkpointer
 
 
-def test_an_own_loop_does_what_train_does(
-    tmp_path: Path,
-) -> None:
+def test_an_own_loop_does_what_train_does(tmp_path: Path) -> None:
     reference, _ = own_loop(SimpleTrainer, tmp_path / "train", expected := [])
     reference.train(max_iter=5)
 

@@ -22,13 +22,7 @@ from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
 from hooktrain.config import LazyConfig
 from hooktrain.data import build_train_loader
-from hooktrain.engine import (
-    AMPTrainer,
-    DefaultTrainer,
-    HookBase,
-    SimpleTrainer,
-    hooks,
-)
+from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer, hooks
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -66,9 +60,7 @@ from toys import (
 
 
 @pytest.mark.parametrize("zero_first", [False, True])
-def test_training_equals_a_loop_written_by_hand_bit_for_bit(
-    zero_first: bool,
-) -> None:
+def test_training_equals_a_loop_written_by_hand_bit_for_bit(zero_first: bool) -> None:
     trainer = net_trainer(zero_grad_before_forward=zero_first)
     trainer.seed = 3
     trainer.train(0, 4)
@@ -331,9 +323,7 @@ def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_amp_trainer_equals_autocast_by_hand_bit_for_bit(
-    dtype: torch.dtype,
-) -> None:
+def test_amp_trainer_equals_autocast_by_hand_bit_for_bit(dtype: torch.dtype) -> None:
     model, reference = Net(), Net()
     trainer = AMPTrainer(
         model, batches(3), sgd(model), precision=dtype, log_grad_scaler=True
@@ -720,9 +710,7 @@ def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
 
 
 @pytest.mark.parametrize("event", ["before_step", "after_backward", "after_step"])
-def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint(
-    event: str,
-) -> None:
+def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint(event: str) -> None:
     def trained(**interrupt: Any) -> SimpleTrainer:
         trainer = net_trainer(Stream())
         trainer.seed = 3

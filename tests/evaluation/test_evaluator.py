@@ -115,9 +115,7 @@ def test_the_error_of_a_model_that_cannot_take_the_batch_says_how_else(
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_several_evaluators_come_as_a_list_or_a_tuple(
-    kind: Any,
-) -> None:
+def test_several_evaluators_come_as_a_list_or_a_tuple(kind: Any) -> None:
     evaluators = kind([Recorder({"a": 1}), Recorder(None), Recorder({"b": 2})])
     assert inference_on_dataset(double, [1], evaluators) == {"a": 1, "b": 2}
     assert [e.calls for e in evaluators] == [["reset", (1, 2), "evaluate"]] * 3

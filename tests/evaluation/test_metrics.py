@@ -50,9 +50,7 @@ def test_huge_logits_keep_the_loss_exact() -> None:
     assert evaluate((torch.tensor([1, 1]), logits))["val_loss"] == expected
 
 
-def test_accuracies_are_in_percent(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_accuracies_are_in_percent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         results = evaluate((torch.tensor([0, 0, 0, 2]), logits_for([0, 0, 1, 2])))
     assert caplog.messages == [

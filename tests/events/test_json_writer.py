@@ -28,9 +28,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_a_line_has_what_is_new_at_an_iteration(
-    tmp_path: Path,
-) -> None:
+def test_a_line_has_what_is_new_at_an_iteration(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "metrics.json"
     writer = JSONWriter(str(path), window_size=3)
     with EventStorage() as storage:

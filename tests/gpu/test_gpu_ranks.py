@@ -64,11 +64,7 @@ def train(kind: str, folder: str, max_iter: int) -> Any:
     trainer = Watched(model, loader, optim_wrapper, gather_metric_period=4)
     trainer.transfers = []
     saver = Checkpointer(
-        model,
-        folder,
-        trainer=trainer,
-        background=True,
-        sharded=strategy.saves_shards,
+        model, folder, trainer=trainer, background=True, sharded=strategy.saves_shards
     )
     trainer.register_hooks([PeriodicCheckpointer(saver, 4)])
     saver.resume_or_load("")

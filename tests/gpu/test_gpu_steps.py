@@ -71,11 +71,7 @@ class Unboxing(Perceptron):
     ],
 )
 def test_nothing_waits_for_the_device_between_two_log_points(
-    dtype: str,
-    options: Any,
-    waits: int,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    dtype: str, options: Any, waits: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model = Unboxing(64, 2, dropout=0.1).to(DEVICE)
     data = [*pinned(2, 32, 64), *map(Boxed, pinned(2, 32, 64))]

@@ -76,15 +76,9 @@ T = torch.tensor
             {"loss_b": T(2.0), "loss": T(1.0)},
             {"total_loss": 3.0, "loss_b": 2.0, "loss": 1.0},
         ),
-        (
-            {"accuracy": T(0.5), "loss": T(2.0)},
-            {"loss": 2.0, "accuracy": 0.5},
-        ),
+        ({"accuracy": T(0.5), "loss": T(2.0)}, {"loss": 2.0, "accuracy": 0.5}),
         # What is counted in whole numbers.
-        (
-            {"loss": T(1.0), "correct": T([True, False])},
-            {"loss": 1.0, "correct": 0.5},
-        ),
+        ({"loss": T(1.0), "correct": T([True, False])}, {"loss": 1.0, "correct": 0.5}),
     ],
 )
 def test_means_of_losses_are_added_up(

@@ -14,10 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from equality import assert_equal
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.model import (
-    SeparateDistributedDataParallel,
-    StepDistributedDataParallel,
-)
+from hooktrain.model import SeparateDistributedDataParallel, StepDistributedDataParallel
 from hooktrain.model.wrappers import call_model, unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from toys import PairPreprocessor, Pairs, ToyModel, batch, sgd_wrapper, toy_gan
@@ -295,10 +292,7 @@ def test_the_model_inside_of_any_wrappers_is_found() -> None:
     ],
 )
 def test_a_dict_is_given_by_keywords_where_its_keys_are_the_parameters(
-    forward: Callable[..., Any],
-    keys: str,
-    given: Any,
-    caplog: pytest.LogCaptureFixture,
+    forward: Callable[..., Any], keys: str, given: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hooktrain.model")
     batch = {key: number for number, key in enumerate(keys)}

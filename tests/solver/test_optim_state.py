@@ -234,11 +234,7 @@ def test_a_layer_may_be_frozen(make: Make, changes: Changes) -> None:
     ],
 )
 def test_layers_may_be_moved(
-    before: list[str],
-    after: list[str],
-    told: list[str],
-    make: Make,
-    changes: Changes,
+    before: list[str], after: list[str], told: list[str], make: Make, changes: Changes
 ) -> None:
     old, new = (net(*sorted("".join(groups))) for groups in (before, after))
     split = [

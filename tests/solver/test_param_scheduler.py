@@ -104,9 +104,7 @@ NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Scheduler")) and n[0] != "
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_classes_have_mmengines_names_and_arguments(
-    name: str,
-) -> None:
+def test_classes_have_mmengines_names_and_arguments(name: str) -> None:
     def arguments(cls: Any) -> dict[str, Any]:
         # MMEngine's signatures say *args; those of the class before it in the order say more.
         generic = next(c for c in cls.__mro__ if c.__name__.endswith("ParamScheduler"))
@@ -212,9 +210,7 @@ def test_the_base_stays_where_a_change_cannot_be_divided_by_0() -> None:
     assert rates(optimizer) == pytest.approx([0.5])
 
 
-def test_alone_it_does_not_drift(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_alone_it_does_not_drift(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = sgd(0.1)
     step = optimizer.step.__func__  # type: ignore[attr-defined]
     scheduler = ExponentialLR(optimizer, 0.999, verbose=True)

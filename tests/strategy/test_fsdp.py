@@ -241,9 +241,7 @@ def test_ranks_of_a_context_compute_one_batch_together(
         torch.testing.assert_close(gradient, model.fc.weight.grad)
 
 
-def test_a_second_number_replicates_what_is_sharded(
-    two: list[dict[str, Any]],
-) -> None:
+def test_a_second_number_replicates_what_is_sharded(two: list[dict[str, Any]]) -> None:
     assert [rank["replicated"][:2] for rank in two] == [((0, 2), 17), ((1, 2), 17)]
     assert two[0]["replicated"][2] == pytest.approx(two[0]["plain"], abs=1e-5)
 

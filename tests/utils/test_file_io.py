@@ -234,9 +234,7 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_in_use_is_refused_until_that_process_is_gone(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 
-from hooktrain.utils.logger import (
-    close_logger,
-    setup_logger,
-    show_progress,
-)
+from hooktrain.utils.logger import close_logger, setup_logger, show_progress
 
 NAME = "hooktrain_of_this_test"
 ENGINE = f"{NAME}.engine"
@@ -176,11 +172,7 @@ def test_handlers_of_others_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("output", "rank", "file"),
-    [
-        ("run.log", 0, "run.log"),
-        (".", 0, "log.txt"),
-        (".", 3, "log.txt.rank3"),
-    ],
+    [("run.log", 0, "run.log"), (".", 0, "log.txt"), (".", 3, "log.txt.rank3")],
 )
 def test_each_of_128_ranks_has_a_file_and_the_first_the_terminal(
     output: str,

@@ -64,9 +64,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_attribute_goes_before_a_module_of_the_same_name(
-    package: Path,
-) -> None:
+def test_an_attribute_goes_before_a_module_of_the_same_name(package: Path) -> None:
     (package / "train.py").write_text("def train(): return 1\nclass Helper: x = 2\n")
     (package / "__init__.py").write_text("from located_pkg.train import train\n")
     (package / "broken.py").write_text("import no_such_dependency\n")

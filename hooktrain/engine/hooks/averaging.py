@@ -11,11 +11,7 @@ from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.data.batches import Batches
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import EventStorage
-from hooktrain.model import (
-    BaseAveragedModel,
-    ExponentialMovingAverage,
-    update_bn_stats,
-)
+from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,7 @@
 import logging
 from typing import Any
 
-from hooktrain.checkpoint import (
-    PeriodicCheckpointer as PlainPeriodicCheckpointer,
-)
+from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.hooks.averaging import is_trained
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 

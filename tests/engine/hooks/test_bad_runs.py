@@ -135,9 +135,7 @@ def test_sparse_gradients_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("counts", [1, 2])
-def test_of_several_optimizers_only_the_one_concerned_skips(
-    counts: int,
-) -> None:
+def test_of_several_optimizers_only_the_one_concerned_skips(counts: int) -> None:
     model, before = Two(), Two()
     wrappers = OptimWrapperDict(
         one=OptimWrapper(adam(model.one)),

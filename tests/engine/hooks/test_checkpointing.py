@@ -9,10 +9,7 @@ from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
-from hooktrain.engine.hooks import (
-    CallbackHook,
-    PeriodicCheckpointer,
-)
+from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from toys import Idle, LinearLoss, batches, linear_trainer
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.compat.schedulers import ReduceOnPlateauLR
+from hooktrain.compat.mmengine.schedulers import ReduceOnPlateauLR
 from hooktrain.engine import SimpleTrainer, StepTrainer, default_hooks
 from hooktrain.engine.hooks import CallbackHook, LRScheduler
 from hooktrain.engine.train_loop import STATE_PARTS
@@ -69,10 +69,7 @@ def test_a_scheduler_of_the_trainer_is_found() -> None:
 def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
     trainer = linear_trainer(lr=8.0)
     optimizer = trainer.optimizer
-    schedulers = [
-        TorchStepLR(optimizer, 1, gamma=0.5),
-        StepLR(optimizer, 2, gamma=0.5),
-    ]
+    schedulers = [TorchStepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 2, gamma=0.5)]
     trainer.epoch_length = 2
     trainer.register_hooks([LRScheduler(scheduler=schedulers, by_epoch=True)])
     trainer.train(0, 6)
@@ -198,11 +195,7 @@ def test_a_list_of_all_kinds_goes_on_bit_for_bit(at: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "schedulers", "there_are"),
-    [
-        ("", slice(1), "{'': 1}"),
-        ("", slice(3), "{'': 3}"),
-        ("a", slice(4), "{'a': 4}"),
-    ],
+    [("", slice(1), "{'': 1}"), ("", slice(3), "{'': 3}"), ("a", slice(4), "{'a': 4}")],
 )
 def test_the_state_of_other_schedulers_is_refused(
     name: str, schedulers: slice, there_are: str

@@ -208,8 +208,7 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [*({"preempted_at": i} for i in (10, 19, 30, 59)), {"broken_at": 32}],
+    "how", [*({"preempted_at": i} for i in (10, 19, 30, 59)), {"broken_at": 32}]
 )
 def test_the_files_of_a_resumed_run_are_those_of_an_undisturbed_one(
     how: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from typing import Any
 from hooktrain.compat.peers import of_peers
 from hooktrain.config import LazyConfig
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 # In an installed package they lie in its folder, and in a clone beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 

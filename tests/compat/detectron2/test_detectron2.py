@@ -24,7 +24,7 @@ IMPORTS = {
     ),
     "from fvcore.nn.precise_bn import get_bn_modules": f"{HERE} get_bn_modules",
     "from detectron2.solver import LRScheduler": (
-        "from hooktrain.compat.solver import LRScheduler"
+        "from hooktrain.compat.detectron2.solver import LRScheduler"
     ),
     "from omegaconf import OmegaConf": f"{HERE} OmegaConf",
     "from detectron2 import model_zoo as zoo": f"{HERE} model_zoo as zoo",
@@ -89,7 +89,7 @@ def test_what_scripts_import_is_in_the_flat_module(line: str) -> None:
         assert hasattr(detectron2, name)
 
 
-@pytest.mark.parametrize("module", ["detectron2", "solver"])
+@pytest.mark.parametrize("module", ["detectron2", "detectron2.solver"])
 def test_an_old_scheduler_says_where_it_is(module: str) -> None:
     with pytest.raises(
         ImportError, match=r"no 'WarmupCosineLR'.*Install detectron2 beside"

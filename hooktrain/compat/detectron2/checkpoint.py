@@ -13,7 +13,7 @@ from torch import nn
 from hooktrain import checkpoint as core
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
 from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
-from hooktrain.compat.paths import PathManager
+from hooktrain.compat.detectron2.paths import PathManager
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler
 
 from hooktrain import solver
-from hooktrain.compat.functions import of_detectron2
+from hooktrain.compat.detectron2.functions import of_detectron2
 from hooktrain.solver import *
 
 _expand_param_groups = solver.expand_param_groups

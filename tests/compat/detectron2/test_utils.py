@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hooktrain.compat import utils
 from hooktrain.compat.detectron2 import (
     CommonMetricPrinter,
     EventStorage,
@@ -17,6 +16,7 @@ from hooktrain.compat.detectron2 import (
     log_every_n,
     log_every_n_seconds,
     log_first_n,
+    utils,
 )
 
 

@@ -14,15 +14,7 @@ from hooktrain.compat import mmengine as ours
 from hooktrain.compat.mmengine import CosineRestartLR, OneCycleLR, ReduceOnPlateauLR
 from hooktrain.solver import OptimWrapper
 from hooktrain.utils.registry import PARAM_SCHEDULERS
-from scheduler_toys import (
-    SAME_EACH_TIME,
-    rates,
-    run,
-    schedulers,
-    sgd,
-    theirs,
-    values,
-)
+from scheduler_toys import SAME_EACH_TIME, rates, run, schedulers, sgd, theirs, values
 
 # MMEngine wants optimizer.step() to be called first, which needs gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")

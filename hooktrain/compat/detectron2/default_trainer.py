@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hooktrain import engine
-from hooktrain.compat.checkpoint import DetectionCheckpointer
-from hooktrain.compat.functions import of_detectron2, verify_results
-from hooktrain.compat.solver import build_lr_scheduler, build_optimizer
+from hooktrain.compat.detectron2.checkpoint import DetectionCheckpointer
+from hooktrain.compat.detectron2.functions import of_detectron2, verify_results
+from hooktrain.compat.detectron2.solver import build_lr_scheduler, build_optimizer
 from hooktrain.engine import hooks
 from hooktrain.engine.default_trainer import of_inner_trainer
 from hooktrain.engine.defaults import create_ddp_model, default_writers

@@ -7,7 +7,8 @@ import mmengine.registry
 import pytest
 from torch import nn
 
-from hooktrain.compat import mmengine as compat, mmengine_registry
+from hooktrain.compat import mmengine as compat
+from hooktrain.compat.mmengine import registry as mmengine_registry
 from hooktrain.model import BaseModel
 from hooktrain.solver import OptimWrapper, build_optim_wrapper
 from hooktrain.utils import registry

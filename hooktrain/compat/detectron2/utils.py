@@ -36,12 +36,7 @@ def log_first_n(
             messages from one line (``("caller", "message")``).
     """
     site, logger = _caller(name)
-    counted = (
-        "first",
-        lvl,
-        "caller" in key and site,
-        "message" in key and msg,
-    )
+    counted = ("first", lvl, "caller" in key and site, "message" in key and msg)
     if next(_calls[counted]) < n:
         logger.log(lvl, msg, stacklevel=2)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from hooktrain.compat.solver import (
+from hooktrain.compat.detectron2.solver import (
     LRMultiplier,
     LRScheduler,
     _expand_param_groups,

@@ -214,11 +214,7 @@ class BaseAveragedModel(models.BaseAveragedModel):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *args: Any,
-        update_buffers: bool = False,
-        **kwargs: Any,
+        self, model: nn.Module, *args: Any, update_buffers: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(model, *args, **kwargs)
         self.update_buffers = update_buffers

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from hooktrain.compat.mmengine_runner import Runner
+from hooktrain.compat.mmengine.runner import Runner
 from hooktrain.engine import HookBase
 from hooktrain.engine.hooks import EvalHook
 from hooktrain.evaluation import DatasetEvaluator

@@ -36,7 +36,7 @@ def test_without_detectron2_the_keys_of_train_are_there(tmp_path: Path) -> None:
         5,
         "./output",
     )
-    configs = Path(__file__).parents[2] / "configs"
+    configs = Path(__file__).parents[3] / "configs"
     ours = runpy.run_path(str(configs / "common" / "train.py"))["train"]
     assert train.keys() == ours.keys()
 

@@ -107,11 +107,7 @@ class OneCycleParamScheduler(GroupParamScheduler):
             )
         low = 1 / self.div_factor
         peak = self.pct_start * total - 1
-        corners = [
-            (0.0, low),
-            (peak, 1.0),
-            (total - 1, low / self.final_div_factor),
-        ]
+        corners = [(0.0, low), (peak, 1.0), (total - 1, low / self.final_div_factor)]
         if self.three_phase:
             corners.insert(2, (2 * peak, low))
         for (start, first), (end, last) in pairwise(corners):

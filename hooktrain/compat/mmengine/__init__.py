@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain import checkpoint, model as models
+from hooktrain import model as models
+from hooktrain.checkpoint import load_checkpoint as load_weights
 from hooktrain.engine import *
 from hooktrain.model import *
 from hooktrain.solver import *
@@ -30,17 +31,17 @@ from hooktrain.utils.comm import (
 
 # isort: split
 # Last, since they replace what has the same name above.
-from hooktrain.compat.mmengine_checkpoint import (
+from hooktrain.compat.mmengine.checkpoint import (
     from_mmengine as from_mmengine,
     load_checkpoint as load_checkpoint,
     to_mmengine as to_mmengine,
 )
-from hooktrain.compat.mmengine_evaluation import BaseMetric as BaseMetric
-from hooktrain.compat.mmengine_hooks import (
+from hooktrain.compat.mmengine.evaluation import BaseMetric as BaseMetric
+from hooktrain.compat.mmengine.hook import (
     Hook as Hook,
     ParamSchedulerHook as ParamSchedulerHook,
 )
-from hooktrain.compat.mmengine_model import (
+from hooktrain.compat.mmengine.model import (
     BaseAveragedModel as BaseAveragedModel,
     BatchNormXd as BatchNormXd,
     ExponentialMovingAverage as ExponentialMovingAverage,
@@ -52,19 +53,19 @@ from hooktrain.compat.mmengine_model import (
     detect_anomalous_params as detect_anomalous_params,
     revert_sync_batchnorm as revert_sync_batchnorm,
 )
-from hooktrain.compat.mmengine_registry import of_registries
-from hooktrain.compat.mmengine_runner import MessageHub as MessageHub, Runner as _Runner
-from hooktrain.compat.mmengine_strategy import (
+from hooktrain.compat.mmengine.param_rules import (
+    DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
+)
+from hooktrain.compat.mmengine.registry import of_registries
+from hooktrain.compat.mmengine.runner import MessageHub as MessageHub, Runner as _Runner
+from hooktrain.compat.mmengine.schedulers import *
+from hooktrain.compat.mmengine.strategy import (
     BaseStrategy as BaseStrategy,
     DDPStrategy as DDPStrategy,
     FSDPStrategy as FSDPStrategy,
     SingleDeviceStrategy as SingleDeviceStrategy,
 )
-from hooktrain.compat.param_rules import (
-    DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
-)
 from hooktrain.compat.peers import of_peers
-from hooktrain.compat.schedulers import *
 
 del globals()["PARAM_SCHEDULERS"]  # of a star above; __getattr__ has another
 EpochBasedTrainLoop = _Runner  # what runner.train_loop is
@@ -138,7 +139,7 @@ class BaseModule(nn.Module):
                 child.init_weights()  # type: ignore[operator]
         for each in pretrained:
             prefix = each.get("prefix") or ""
-            checkpoint.load_checkpoint(self, each["checkpoint"], prefix=prefix)
+            load_weights(self, each["checkpoint"], prefix=prefix)
         self.is_init = True
 
 

@@ -36,10 +36,7 @@ class Run:
         self.strategy = SingleDeviceStrategy(
             work_dir=work_dir, device="cpu", env_kwargs={"seed": 3}
         )
-        rules = {
-            "bias_decay_mult": 0.0,
-            "custom_keys": {"parts.1": {"lr_mult": 0.1}},
-        }
+        rules = {"bias_decay_mult": 0.0, "custom_keys": {"parts.1": {"lr_mult": 0.1}}}
         optimizer = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.5}
         model, wrapper, schedulers = self.strategy.prepare(
             Net(),

@@ -36,16 +36,16 @@ from hooktrain.utils.registry import Registry as Registry
 
 # isort: split
 # Last, since these replace what has the same names above.
-from hooktrain.compat import model_zoo as model_zoo
-from hooktrain.compat.checkpoint import *
-from hooktrain.compat.config import *
-from hooktrain.compat.data import *
-from hooktrain.compat.default_trainer import *  # type: ignore[assignment]
-from hooktrain.compat.functions import *  # type: ignore[assignment]
-from hooktrain.compat.model_zoo import get_config as get_config
-from hooktrain.compat.paths import *
-from hooktrain.compat.solver import *  # type: ignore[assignment]
-from hooktrain.compat.utils import *
+from hooktrain.compat.detectron2 import model_zoo as model_zoo
+from hooktrain.compat.detectron2.checkpoint import *
+from hooktrain.compat.detectron2.config import *
+from hooktrain.compat.detectron2.data import *
+from hooktrain.compat.detectron2.default_trainer import *  # type: ignore[assignment]
+from hooktrain.compat.detectron2.functions import *  # type: ignore[assignment]
+from hooktrain.compat.detectron2.model_zoo import get_config as get_config
+from hooktrain.compat.detectron2.paths import *
+from hooktrain.compat.detectron2.solver import *  # type: ignore[assignment]
+from hooktrain.compat.detectron2.utils import *
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 # What modules of detectron2 hold is all here, as for `from detectron2.utils import events, logger`.
