@@ -39,6 +39,7 @@ from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 from hooktrain.utils.logger import close_logger, setup_logger
+from hooktrain.utils.periods import Period
 
 
 class Model(nn.Module):
@@ -63,7 +64,9 @@ class InTurns(HookBase):
 
     def __init__(self, bare_block: Callable[[], list[float]], iterations: int) -> None:
         self.pairs: list[tuple[float, float]] = []
-        self._bare_block, self._iterations = bare_block, iterations
+        self._bare_block = bare_block
+        self._iterations = iterations
+        self._period = Period(iterations)
         self._starts: list[float] = []
 
     def before_step(self) -> None:
@@ -72,11 +75,11 @@ class InTurns(HookBase):
 
     def after_step(self) -> None:
         """At the end of a block, run the bare loop."""
-        if not self.is_due(self._iterations):
+        if not self._period.is_due(self.trainer):
             return
         blocks = (self._bare_block(), self._starts)
         bare, ours = ((b[-1] - b[0]) / (len(b) - 1) * 1e6 for b in blocks)
-        if self.trainer.iter + 1 > self._iterations:  # the first one warms up
+        if self.trainer.done > self._iterations:  # the first one warms up
             self.pairs.append((bare, ours))
         self._starts.clear()
 

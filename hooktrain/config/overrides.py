@@ -13,8 +13,8 @@ from hooktrain.config.config_dict import (
     to_config,
 )
 from hooktrain.config.plain_data import dotted_lines, to_data
-from hooktrain.utils.epochs import EPOCHS
 from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.periods import EPOCHS
 
 # As command lines and JSON write what literal_eval knows as True, False and None.
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "": ""}

@@ -20,6 +20,7 @@ from hooktrain.evaluation import inference_context
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import atomic_write, is_disk_full
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class PeriodicSampler(HookBase):
     def __init__(self, period: int, folder: str | os.PathLike[str]) -> None:
         if period < 0:
             raise ValueError(f"period must not be negative, but got {period!r}")
-        self._period = period
+        self._period = Period(period)
         self._folder = Path(folder)
 
     @contextmanager
@@ -115,7 +116,7 @@ class SampleWriter(PeriodicSampler):
 
     def after_step(self) -> None:
         """Draw and write where a period ends, and at the last iteration."""
-        if not self.is_due(self._period):
+        if not (self.trainer.is_last or self._period.is_due(self.trainer)):
             return
         with self.sampling() as model:
             images = self.draw(model)
@@ -178,11 +179,11 @@ class TextSampler(PeriodicSampler):
 
     def after_step(self) -> None:
         """Sample where a period ends, and at the last iteration."""
-        if not self.is_due(self._period):
+        if not (self.trainer.is_last or self._period.is_due(self.trainer)):
             return
         text = self.sample()
         if comm.is_main_process():
-            done = self.trainer.iter + 1
+            done = self.trainer.done
             logger.info("After %d iterations the model writes:\n%s", done, text)
             self.write(".txt", lambda path: _write(path, text))
 

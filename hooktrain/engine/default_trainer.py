@@ -26,8 +26,8 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
 from hooktrain.utils import comm
-from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.file_io import on_disk
+from hooktrain.utils.periods import in_iterations
 
 logger = logging.getLogger(__name__)
 

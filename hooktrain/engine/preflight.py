@@ -18,7 +18,7 @@ from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils import comm
-from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.periods import in_iterations
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.epochs import in_iterations
 from hooktrain.utils.names import as_list
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
@@ -75,23 +74,6 @@ class HookBase:
     def after_step(self) -> None:
         """Called after each iteration."""
 
-    def is_due(self, period: int | str, at_end: bool = True) -> bool:
-        """Whether what happens every ``period`` iterations is due after this one.
-
-        Args:
-            period: in iterations, or like ``"1 epoch"``; 0 is never due.
-            at_end: whether the last iteration always is.
-        """
-        trainer = self.trainer
-        done: int = trainer.iter + 1
-        if at_end and done == trainer.max_iter:
-            return True
-        if isinstance(period, str):
-            period = in_iterations(period, trainer.epoch_length)
-        if period < 0 or period % 1:
-            raise ValueError(f"a period is a whole number from 0 on, not {period!r}")
-        return period > 0 and done % period == 0
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in tensors and plain types."""
         return {}
@@ -115,6 +97,8 @@ class TrainerBase:
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
+        done: the number of finished iterations, with the current one from its
+            ``after_step`` on.
         start_iter: the first iteration of the run.
         max_iter: where the run ends, exclusive. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing failed. The
@@ -128,6 +112,7 @@ class TrainerBase:
     """
 
     iter: int = 0
+    done: int = 0
     start_iter: int = 0
     max_iter: int = 0
     succeeded: bool = False
@@ -139,7 +124,6 @@ class TrainerBase:
     _outer: Any = None  # the trainer around this one
     # The hooks whose before_train was called; None while nothing runs.
     _begun: list[HookBase] | None = None
-    _finished = 0  # how many iterations are done
     _broke_off = False  # inside an iteration
     _stop_request: str | None = None
     _late_error: BaseException | None = None
@@ -149,6 +133,11 @@ class TrainerBase:
         self.storage = EventStorage()
         self.meta: dict[str, Any] = {}
         self._losses = LossRecorder(self.storage)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current iteration is the last one of the run."""
+        return self.iter == self.max_iter - 1
 
     # The loop.
 
@@ -173,7 +162,7 @@ class TrainerBase:
         """
         if self._begun is not None:
             raise RuntimeError("train() is running: no hook or evaluation can call it")
-        start = self._finished if start_iter is None else start_iter
+        start = self.done if start_iter is None else start_iter
         if start_iter is None and self._broke_off:
             raise RuntimeError(
                 f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
@@ -182,7 +171,7 @@ class TrainerBase:
         max_iter = end_of_run(start, max_iter, max_epochs, self.epoch_length)
         if start < max_iter:
             logger.info("Starting training from iteration %d", start)
-        if start != self._finished:
+        if start != self.done:
             self.storage = EventStorage(start)
         self.iter = self.start_iter = start
         self.max_iter = max_iter
@@ -235,7 +224,7 @@ class TrainerBase:
         self.stop_reason = None
         self._stop_request = None
         self._late_error = None
-        self._finished = self.start_iter
+        self.done = self.start_iter
         self._losses = LossRecorder(self.storage, self.start_iter)
         self.sync_period = self._steps.sync_period
         self.epoch_length = self.epoch_length or self._steps.epoch_length
@@ -294,9 +283,8 @@ class TrainerBase:
 
     def after_step(self) -> None:
         """Exchange metrics where a period ends, then call the hooks."""
-        done = self.iter + 1
-        self._finished = done
-        if done % self.sync_period == 0 or done == self.max_iter:
+        self.done = self.iter + 1
+        if self.done % self.sync_period == 0 or self.is_last:
             self.synchronize()
             self._steps.end_period()
         for hook in self._hooks:
@@ -306,7 +294,7 @@ class TrainerBase:
             self._late_error = None
             self._broke_off = False
             raise error
-        self.succeeded = done == self.max_iter
+        self.succeeded = self.is_last
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran; the first error wins."""
@@ -357,11 +345,11 @@ class TrainerBase:
         """Exchange metrics and requests, and check the losses. A collective."""
         if comm.get_world_size() > 1:
             asks = self._stop_request is not None
-            rank = self._losses.exchange(self._finished, asks)
+            rank = self._losses.exchange(self.done, asks)
             if rank >= 0 and self.stop_reason is None:
                 self.stop_reason = comm.broadcast(self._stop_request, rank)
                 logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
-        self._losses.check(self._finished)
+        self._losses.check(self.done)
 
     def prepare_save(self) -> None:
         """Raise the errors of :meth:`state_dict` on every rank, before a save. A collective."""
@@ -370,7 +358,7 @@ class TrainerBase:
             on_all_ranks(self._check_finite)
 
     def _check_finite(self) -> None:
-        self._losses.check(self._finished)
+        self._losses.check(self.done)
         self._steps.check_weights()
 
     # What a trainer with steps of its own overrides.
@@ -435,7 +423,7 @@ class TrainerBase:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         return {
-            "iteration": self._finished - 1,
+            "iteration": self.done - 1,
             "hooks": hooks,
             "storage": self.storage.state_dict(),
             "seed": self.seed,
@@ -484,7 +472,7 @@ class TrainerBase:
         there = state_dict.keys() & only
         if "iteration" in there:
             self.iter = int(state_dict["iteration"])
-            self._finished = self.iter + 1
+            self.done = self.iter + 1
             self._broke_off = False
             self.storage.iter = max(self.iter, 0)
         if "storage" in there:

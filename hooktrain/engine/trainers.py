@@ -17,7 +17,7 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.solver import build_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 
 

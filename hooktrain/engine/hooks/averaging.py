@@ -12,6 +12,7 @@ from hooktrain.data.batches import Batches
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import EventStorage
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class EMA(HookBase):
 
     def after_step(self) -> None:
         """Take the new weights in."""
-        if self.trainer.iter + 1 < self.begin_iter:
+        if self.trainer.done < self.begin_iter:
             self.average.reset(self._model)
         else:
             self.average.update_parameters(self._model)
@@ -120,7 +121,7 @@ class PreciseBN(HookBase):
         data_loader: Iterable[Any],
         num_iter: int,
     ) -> None:
-        self._period = period
+        self._period = Period(period)
         self._model = model
         self._batches = Batches(data_loader, "data of PreciseBN")
         self._num_iter = num_iter
@@ -136,7 +137,7 @@ class PreciseBN(HookBase):
 
     def after_step(self) -> None:
         """Measure where a period ends, and at the last iteration."""
-        if self.is_due(self._period):
+        if self.trainer.is_last or self._period.is_due(self.trainer):
             self.update_stats()
 
     def update_stats(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
 from hooktrain.engine.hooks.averaging import is_trained
 from hooktrain.engine.train_loop import HookBase, TrainerBase
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,12 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         if self.trainer is None:
             super().step(iteration, **extra)
             return
-        is_due = self.is_due(self.period)
+        trainer = self.trainer
+        is_due = trainer.is_last or Period(self.period).is_due(trainer)
         if not (is_due or self._is_put_off):
             return
         is_late = is_due and self._is_put_off
-        is_last = iteration + 1 == self.max_iter
-        self._is_put_off = not (self.trainer.can_save or is_late or is_last)
+        self._is_put_off = not (trainer.can_save or is_late or trainer.is_last)
         if not self._is_put_off:
             self._save(iteration, **extra)
 

@@ -20,6 +20,7 @@ from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,15 @@ class EvalHook(HookBase):
             raise TypeError(
                 f"eval_function, after the period, must be callable: {eval_function!r}"
             )
-        self._period = eval_period
+        self._period = Period(eval_period)
         self._func = eval_function
         self._eval_after_train = eval_after_train
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
-        is_last = self.trainer.iter + 1 == self.trainer.max_iter
-        if is_last and self._eval_after_train:
+        if self.trainer.is_last and self._eval_after_train:
             return
-        if self.is_due(self._period, at_end=False):
+        if self._period.is_due(self.trainer):
             self._do_eval()
 
     def after_train(self) -> None:
@@ -242,7 +242,7 @@ class BestCheckpointer(HookBase):
         ema: EMA | None = None,
     ) -> None:
         checkpointer.check_name(file_prefix)
-        self._period = eval_period
+        self._period = Period(eval_period)
         self._checkpointer = checkpointer
         self._val_metric = val_metric
         self._mode = choose_mode(val_metric, mode or self._default_mode)
@@ -278,8 +278,7 @@ class BestCheckpointer(HookBase):
 
     def after_step(self) -> None:
         """Look at the metric after an evaluation."""
-        is_last = self.trainer.iter + 1 == self.trainer.max_iter
-        if not is_last and self.is_due(self._period):
+        if not self.trainer.is_last and self._period.is_due(self.trainer):
             self._best_checking()
 
     def after_train(self) -> None:
@@ -310,7 +309,7 @@ class BestCheckpointer(HookBase):
             latest, best = comm.broadcast((latest, best))
         self.best_metric, self.best_iter = best
         value, measured_at = latest
-        iteration = min(self.trainer.iter, self.trainer.max_iter - 1)
+        iteration = self.trainer.done - 1
         if measured_at < iteration:
             if self.trainer._late_error is None:  # else the evaluation has failed
                 self._explain_old(measured_at)

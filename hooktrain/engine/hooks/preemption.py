@@ -95,9 +95,9 @@ class Preemption(HookBase):
     def after_step(self) -> None:
         """Save and exit where the ranks agree on it."""
         trainer = self.trainer
-        if trainer.iter + 1 == trainer.max_iter:  # the run comes to its end anyhow
+        if trainer.is_last:  # the run comes to its end anyhow
             return
-        self._number = self._number or self._ask(trainer.iter + 1)
+        self._number = self._number or self._ask(trainer.done)
         if not self._number or not trainer.can_save:
             return
         name = signal.Signals(self._number).name

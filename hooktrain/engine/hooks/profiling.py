@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class TorchMemoryStats(HookBase):
     """
 
     def __init__(self, period: int | str = 20, max_runs: int = 10) -> None:
-        self._period = period
+        self._period = Period(period)
         self._max_runs = max_runs
 
     def before_train(self) -> None:
@@ -131,8 +132,8 @@ class TorchMemoryStats(HookBase):
     def after_step(self) -> None:
         """Log where a period ends, and at the last iteration."""
         device = device_module()
-        is_over = self._runs == self._max_runs
-        if device is None or is_over or not self.is_due(self._period):
+        is_due = self.trainer.is_last or self._period.is_due(self.trainer)
+        if device is None or self._runs == self._max_runs or not is_due:
             return
         self._runs += 1
         sizes = []

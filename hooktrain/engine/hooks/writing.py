@@ -10,6 +10,7 @@ from hooktrain.events import CommonMetricPrinter, EventWriter
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.names import as_list
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class IterationTimer(HookBase):
         """Record the time of the step, and move the bar."""
         now = time.perf_counter()
         seconds = now - self._step_start
-        done = self._storage.iter + 1
+        done = self.trainer.done
         if done > self._warmup_iter:
             self._storage.put_scalar("time", seconds)
         if done <= self._timed_from:
@@ -92,7 +93,7 @@ class PeriodicWriter(HookBase):
 
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
         self._writers = as_list(writers, EventWriter, "writers")
-        self._period = period
+        self._period = Period(period)
 
     def before_train(self) -> None:
         """Let the writers go on where the run starts."""
@@ -103,7 +104,7 @@ class PeriodicWriter(HookBase):
 
     def after_step(self) -> None:
         """Write where a period ends."""
-        if self.is_due(self._period):
+        if self.trainer.is_last or self._period.is_due(self.trainer):
             for writer in self._writers:
                 self._write(writer)
 

@@ -1,8 +1,10 @@
-"""Numbers of iterations that are given in epochs."""
+"""Periods in iterations and in epochs."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from hooktrain.utils.epochs import in_iterations
+from hooktrain.utils.periods import Period, in_iterations
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,30 @@ def test_another_text_and_an_unknown_length_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         in_iterations(text, length)
+
+
+@pytest.mark.parametrize(
+    ("every", "length", "due"),
+    [
+        (20, None, [20, 40, 60]),
+        ("1 epoch", 23, [23, 46]),
+        ("0.5 epochs", 23, [12, 24, 36, 48, 60]),
+        (1.0, None, [*range(1, 61)]),
+        (0, 23, []),
+    ],
+)
+def test_a_period_is_due_where_it_ends(
+    every: int | str, length: int | None, due: list[int]
+) -> None:
+    trainers = [SimpleNamespace(done=n, epoch_length=length) for n in range(1, 61)]
+    assert [t.done for t in trainers if Period(every).is_due(t)] == due
+
+
+@pytest.mark.parametrize("every", [-1, 0.5, "10 minutes", ""])
+def test_an_impossible_period_is_refused_at_once(every: int | str) -> None:
+    with pytest.raises(ValueError, match="iterations"):
+        Period(every)
+
+
+def test_periods_of_equal_length_are_equal() -> None:
+    assert Period("1 epoch") == Period("1 epoch") != Period(1)

@@ -1,0 +1,101 @@
+"""Periods in iterations, or in epochs as ``"1 epoch"``."""
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Protocol
+
+EPOCHS = re.compile(r"(\d+|\d*\.\d+) epochs?")  # the text of a number of epochs
+
+
+class Progress(Protocol):
+    """What a period asks a trainer for.
+
+    Attributes:
+        done: the number of finished iterations.
+        epoch_length: the iterations of an epoch; None if that is not known.
+    """
+
+    done: int
+    epoch_length: int | None
+
+
+@dataclass(frozen=True)
+class Period:
+    """How often something happens, such as a checkpoint.
+
+    Example::
+
+        class Save(HookBase):
+            period = Period("1 epoch")
+
+            def after_step(self):
+                if self.trainer.is_last or self.period.is_due(self.trainer):
+                    ...
+
+    Args:
+        every: a number of iterations, or a text such as ``"1 epoch"`` or ``"0.5 epochs"``. 0 is
+            never due.
+
+    Raises:
+        ValueError: for a negative number or a fraction of an iteration, or another text.
+    """
+
+    every: int | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, str):
+            _epochs_in(self.every)
+        elif self.every < 0 or self.every % 1:
+            raise ValueError(
+                f"a period is a whole number of iterations from 0 on, not {self.every!r}"
+            )
+
+    def in_iterations(self, epoch_length: int | None) -> int:
+        """The number of iterations; see :func:`in_iterations`."""
+        return in_iterations(self.every, epoch_length)
+
+    def is_due(self, trainer: Progress) -> bool:
+        """Whether a period ends with the last finished iteration of a trainer.
+
+        Raises:
+            ValueError: for a period in epochs, if their length is not known.
+        """
+        iterations = in_iterations(self.every, trainer.epoch_length)
+        return iterations > 0 and trainer.done % iterations == 0
+
+
+@lru_cache  # periods ask after each iteration
+def in_iterations(number: int | str, epoch_length: int | None) -> int:
+    """The iterations that a number of iterations, or a text such as ``"0.5 epochs"``, stands for.
+
+    >>> in_iterations(20, None), in_iterations("1 epoch", 23), in_iterations("0.5 epochs", 23)
+    (20, 23, 12)
+
+    Args:
+        number: iterations, or epochs as a text.
+        epoch_length: the iterations of an epoch; None if that is not known.
+
+    Raises:
+        ValueError: for another text, or for epochs if their length is not known.
+    """
+    if not isinstance(number, str):
+        return number
+    epochs = _epochs_in(number)
+    if epoch_length is None:
+        raise ValueError(
+            f"nobody knows how many iterations {number!r} are: the loader has no length. "
+            "Set trainer.epoch_length, or train.epoch_length"
+        )
+    return math.ceil(epochs * epoch_length)
+
+
+def _epochs_in(text: str) -> Fraction:
+    match = EPOCHS.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"give a number of iterations, or a text like '1 epoch', not {text!r}"
+        )
+    return Fraction(match[1])
