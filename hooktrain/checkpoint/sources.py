@@ -1,21 +1,32 @@
 """Local files for addresses such as ``https://...`` and ``s3://...``."""
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
+from typing import IO, Any
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import torch
 
+from hooktrain.checkpoint.files import CorruptCheckpointError, verify_file
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
-from hooktrain.utils.file_io import AnyPath, is_address
+from hooktrain.utils.file_io import AnyPath, atomic_write, is_address
+
+logger = logging.getLogger(__name__)
 
 # As torch.hub names files: resnet18-f37072fd.pth, with the first digits of the SHA-256. Decimal
 # digits alone are the date in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
+_HTTP = ("http://", "https://")
+_SILENT_SECONDS = 60.0  # of a server, until a download fails
+_CHUNK_BYTES = 16 << 20
 
 Loader = Callable[[str], AnyPath]
 """Takes an address and returns the path of a local file."""
@@ -43,12 +54,13 @@ def register_scheme(prefix: str, loader: Loader) -> None:
 
 
 def local_path(address: AnyPath, *, alone: bool = False) -> str:
-    """The path of a local file for an address; fetched, if it has to be.
+    """The path of a local file for an address, which is downloaded if that is necessary.
 
-    Files are downloaded into torch.hub's folder: ``http://`` and ``https://`` once, by
-    :mod:`torch.hub`, and all schemes that fsspec knows, such as ``s3://``, again when they have
-    changed. What was added by :func:`register_scheme` goes first. Anything else is a path, which
-    is not looked at here.
+    A file is downloaded into torch.hub's folder: from ``http://`` and ``https://`` once, and from
+    all other schemes that fsspec knows, such as ``s3://``, again when it has changed there. It
+    gets its name in that folder when it is complete and verified: by the digest in its name, if
+    there is one, and by its own checksums, if it is a ``.pth`` file. What was added by
+    :func:`register_scheme` goes first. Anything else is a path, which is not looked at here.
 
     Collective, unless it is a path: one process of each machine fetches, and the others wait.
 
@@ -59,15 +71,16 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     Raises:
         ValueError: if it begins with a scheme that nobody knows.
         ImportError: if a package for it is not installed; it says which.
-        OSError: on every rank, if the file cannot be fetched.
-        RuntimeError: on every rank, if it does not have the digest that its name tells.
+        OSError: on every rank, if the file cannot be downloaded, or ends too early.
+        CorruptCheckpointError: on every rank, if it is broken, or does not have the digest that
+            its name tells.
     """
     address = os.fspath(address)
     if not is_address(address):
         return os.path.expanduser(address)
     known = [prefix for prefix in _loaders if address.startswith(prefix)]
     longest = max(known, key=len, default="")
-    loader = _loaders.get(longest, _by_fsspec)
+    loader = _loaders.get(longest, _download)
     if alone or comm.get_world_size() == 1:
         return os.fspath(loader(address))
     local_rank = comm.get_local_rank()
@@ -82,29 +95,67 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     return paths[comm.get_rank() - local_rank]
 
 
-def _by_torch(url: str) -> str:
-    """Download by HTTP, or find what was downloaded before."""
-    name = Path(urlsplit(url).path).name
-    path = Path(torch.hub.get_dir(), "checkpoints", name)
-    digest = _DIGEST.search(name)
-    if digest is None:
-        # The files of two addresses may have one name, which torch.hub takes for the same.
-        of_url = hashlib.sha256(url.encode()).hexdigest()
-        path = path.parent / of_url[:16] / name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        expected = digest[1] if digest else None
-        torch.hub.download_url_to_file(url, str(path), expected, progress=False)
+def _download(address: str) -> str:
+    """Download a file, or find what was downloaded before."""
+    name, version = _identify(address)
+    folder = Path(torch.hub.get_dir(), "checkpoints")
+    expected = _DIGEST.search(name)
+    if expected is None:
+        # The files of two addresses may have one name, and a file may be replaced by another.
+        key = hashlib.sha256(f"{address}{version}".encode()).hexdigest()
+        folder = folder / key[:16]
+    path = folder / name
+    if path.exists():
+        return str(path)
+    logger.info("Downloading %s to %s", address, path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        digest = _copy(address, file)
+        if expected and not digest.startswith(expected[1]):
+            raise CorruptCheckpointError(f"the SHA-256 of {address} is {digest}")
+        if path.suffix == ".pth":
+            file.flush()
+            verify_file(file.name)
     return str(path)
 
 
-def _by_fsspec(address: str) -> str:
+def _identify(address: str) -> tuple[str, str]:
+    """The name of a remote file, and its version in a store."""
+    if address.startswith(_HTTP):
+        return Path(urlsplit(address).path).name, ""
     import fsspec
 
-    folder = os.path.join(torch.hub.get_dir(), "fsspec")
-    options = {"cache_storage": folder, "check_files": True}
-    path: str = fsspec.open_local(f"filecache::{address}", filecache=options)
-    return path
+    system, path = fsspec.url_to_fs(address)
+    return Path(path).name, system.ukey(path)
 
 
-register_scheme("http", _by_torch)  # and https
+def _copy(address: str, target: IO[bytes]) -> str:
+    """Write a remote file to an open one; its SHA-256."""
+    digest = hashlib.sha256()
+    with _opened(address) as (source, size):
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            target.write(chunk)
+    if size not in (None, target.tell()):
+        raise OSError(f"{address} has ended after {target.tell()} of {size} bytes")
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(address: str) -> Iterator[tuple[Any, int | None]]:
+    """A remote file, open for reading, and its size if that is known."""
+    if not address.startswith(_HTTP):
+        import fsspec
+
+        system, path = fsspec.url_to_fs(address)
+        with system.open(path, "rb", block_size=_CHUNK_BYTES) as file:
+            yield file, system.size(path)
+        return
+    # For these fsspec would need aiohttp, which does not come with torch.
+    request = Request(address, headers={"User-Agent": "hooktrain"})
+    try:
+        with urlopen(request, timeout=_SILENT_SECONDS) as response:
+            size = response.headers["Content-Length"]
+            yield response, None if size is None else int(size)
+    except HTTPException as error:
+        raise OSError(f"the download of {address} failed: {error!r}") from error

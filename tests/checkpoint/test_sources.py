@@ -82,19 +82,29 @@ def test_one_process_of_each_machine_fetches(tmp_path: Path) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """``/cut/...`` ends too early, ``/missing/...`` is not there, ``/other/...`` differs."""
+    """The first folder of an address says what is wrong; the server may be mended."""
 
     def do_GET(self) -> None:
         self.server.requests.append(self.path)  # type: ignore[attr-defined]
         kind = self.path.split("/")[1]
+        if self.server.is_mended:  # type: ignore[attr-defined]
+            kind = "good"
         if kind == "missing":
             self.send_error(404)
             return
-        body = weights(5) if kind == "other" else GOOD
+        body = GOOD
+        if kind in ("other", "altered"):
+            body = weights(5)
+        if kind == "page":
+            body = b"<html>Please log in</html>"
+        size = len(body)
+        if kind == "cut":
+            body = body[:-100]
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        if kind != "chunked":
+            self.send_header("Content-Length", str(size))
         self.end_headers()
-        self.wfile.write(body[:-100] if kind == "cut" else body)
+        self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None: ...
 
@@ -106,11 +116,16 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         http.requests = []  # type: ignore[attr-defined]
+        http.is_mended = False  # type: ignore[attr-defined]
         serve = partial(http.serve_forever, poll_interval=0.01)
         thread = threading.Thread(target=serve)
         thread.start()
         host, port = http.server_address[:2]
-        yield SimpleNamespace(url=f"http://{host!s}:{port}", requests=http.requests)  # type: ignore[attr-defined]
+        yield SimpleNamespace(
+            url=f"http://{host!s}:{port}",
+            requests=http.requests,  # type: ignore[attr-defined]
+            mend=lambda: setattr(http, "is_mended", True),
+        )
         http.shutdown()
         thread.join()
 
@@ -134,19 +149,29 @@ def test_a_file_with_a_digest_lies_where_torch_hub_has_it(
     assert path == str(tmp_path / "home" / "hub" / "checkpoints" / name)
 
 
+@pytest.mark.parametrize("kind", ["a", "chunked"])
+def test_a_file_of_known_or_unknown_size_is_downloaded(kind: str, server: Any) -> None:
+    assert loaded(f"{server.url}/{kind}/model.pth") == 3
+
+
 @pytest.mark.parametrize(
     ("address", "kind", "message"),
     [
         ("missing/a.pth", OSError, "404"),
-        (f"a/m-{'0f' * 4}.pth", RuntimeError, DIGEST),
-        ("cut/a.pth", CorruptCheckpointError, r"a\.pth is no intact checkpoint"),
+        ("cut/a.pth", OSError, "bytes"),
+        ("cut/a.txt", OSError, "bytes"),
+        ("page/a.pth", CorruptCheckpointError, "begins with"),
+        (f"altered/m-{DIGEST[:32]}.pth", CorruptCheckpointError, "SHA-256"),
     ],
 )
-def test_a_download_that_fails_is_an_error(
-    address: str, kind: type[Exception], message: str, server: Any
+def test_a_bad_download_is_an_error_and_is_not_kept(
+    address: str, kind: type[Exception], message: str, server: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=message):
-        loaded(f"{server.url}/{address}")
+        local_path(f"{server.url}/{address}")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    server.mend()
+    assert Path(local_path(f"{server.url}/{address}")).read_bytes() == GOOD
 
 
 @pytest.fixture
@@ -167,3 +192,12 @@ def test_a_file_of_a_store_is_downloaded_again_when_it_was_replaced(
     assert loaded(address) == 3
     bucket.pipe_file("/bucket/run/model.pth", weights(5))
     assert loaded(address) == 5
+
+
+def test_a_broken_file_of_a_store_is_not_kept(
+    bucket: MemoryFileSystem, tmp_path: Path
+) -> None:
+    bucket.pipe_file("/bucket/run/model.pth", GOOD[:-100])
+    with pytest.raises(CorruptCheckpointError, match="zip"):
+        local_path("memory://bucket/run/model.pth")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
