@@ -15,10 +15,6 @@ logger = logging.getLogger(__name__)
 
 # Each generator of the CPU takes 32 bits.
 _FOUR_SEEDS = Struct("<IIII")
-# As np.random.seed and random.seed, which first look at types at some length.
-_seed_numpy = np.random.mtrand._rand.seed
-_python_generator = random._inst
-_seed_python = super(random.Random, _python_generator).seed
 
 
 def seed_all_rng(seed: int | None = None) -> int:
@@ -59,9 +55,8 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
     for_torch, for_numpy, for_python, for_device = _FOUR_SEEDS.unpack(hashed.digest())
     # torch.manual_seed visits every kind of device, which takes longer than a small step.
     torch.default_generator.manual_seed(for_torch)
-    _seed_numpy(for_numpy)
-    _seed_python(for_python)
-    _python_generator.gauss_next = None  # type: ignore[attr-defined]
+    np.random.seed(for_numpy)
+    random.seed(for_python)
     return for_device  # type: ignore[no-any-return]
 
 
