@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer, default_hooks
+from hooktrain.events import CommonMetricPrinter, JSONWriter
 from hooktrain.solver import CosineParamScheduler
-from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

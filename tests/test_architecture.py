@@ -18,7 +18,6 @@ FLOORS = {
     "hooktrain.utils": 0,
     "hooktrain.config": 1,
     "hooktrain.events": 1,
-    "hooktrain.utils.events": 2,  # the name that detectron2's users know
     "hooktrain.data": 2,
     "hooktrain.model": 2,
     "hooktrain.solver": 3,

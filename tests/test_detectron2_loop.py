@@ -35,10 +35,10 @@ from hooktrain.evaluation import (
     inference_on_dataset,
     print_csv_format,
 )
+from hooktrain.events import EventStorage, load_json_metrics
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import CosineParamScheduler, LRMultiplier, WarmupParamScheduler
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage, load_json_metrics
 from hooktrain.utils.logger import close_logger
 
 BASE_RATE = 0.05

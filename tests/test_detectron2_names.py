@@ -43,7 +43,7 @@ SIGNATURES = {
         "main_func, num_gpus_per_machine, num_machines=1, machine_rank=0, dist_url=None, args=(), "
         "timeout=DEFAULT_TIMEOUT"
     ),
-    "engine.hooks.AutogradProfiler": "enable_predicate, output_dir, *, use_cuda=True",
+    "compat.detectron2.AutogradProfiler": "enable_predicate, output_dir, *, use_cuda=True",
     "engine.hooks.BestCheckpointer": (
         "eval_period, checkpointer, val_metric, mode=None, file_prefix='model_best'"
     ),
@@ -59,38 +59,38 @@ SIGNATURES = {
     ),
     "engine.hooks.PeriodicWriter": "writers, period=20",
     "engine.hooks.PreciseBN": "period, model, data_loader, num_iter",
-    "engine.hooks.TorchMemoryStats": "period=20, max_runs=10",
+    "compat.detectron2.TorchMemoryStats": "period=20, max_runs=10",
     "engine.hooks.TorchProfiler": (
         "enable_predicate, output_dir, *, activities=None, save_tensorboard=True"
     ),
-    "utils.events.CommonMetricPrinter": "max_iter=None, window_size=20",
-    "utils.events.EventStorage": "start_iter=0",
-    "utils.events.EventStorage.count_samples": "self, name, window_size=20",
-    "utils.events.EventStorage.history": "self, name",
-    "utils.events.EventStorage.latest_with_smoothing_hint": "self, window_size=20",
-    "utils.events.EventStorage.name_scope": "self, name",
-    "utils.events.EventStorage.put_histogram": "self, hist_name, hist_tensor, bins=1000",
-    "utils.events.EventStorage.put_image": "self, img_name, img_tensor",
-    "utils.events.EventStorage.put_scalar": "self, name, value, smoothing_hint=True, cur_iter=None",
-    "utils.events.EventStorage.put_scalars": (
+    "events.CommonMetricPrinter": "max_iter=None, window_size=20",
+    "events.EventStorage": "start_iter=0",
+    "events.EventStorage.count_samples": "self, name, window_size=20",
+    "events.EventStorage.history": "self, name",
+    "events.EventStorage.latest_with_smoothing_hint": "self, window_size=20",
+    "events.EventStorage.name_scope": "self, name",
+    "events.EventStorage.put_histogram": "self, hist_name, hist_tensor, bins=1000",
+    "events.EventStorage.put_image": "self, img_name, img_tensor",
+    "events.EventStorage.put_scalar": "self, name, value, smoothing_hint=True, cur_iter=None",
+    "events.EventStorage.put_scalars": (
         "self, *, smoothing_hint=True, cur_iter=None, **kwargs"
     ),
-    "utils.events.HistoryBuffer": "max_length=1000000",
-    "utils.events.HistoryBuffer.avg": "self, window_size",
-    "utils.events.HistoryBuffer.median": "self, window_size",
-    "utils.events.HistoryBuffer.update": "self, value, iteration=None",
-    "utils.events.JSONWriter": "json_file, window_size=20",
-    "utils.events.TensorboardXWriter": "log_dir, window_size=20, **kwargs",
+    "events.HistoryBuffer": "max_length=1000000",
+    "events.HistoryBuffer.avg": "self, window_size",
+    "events.HistoryBuffer.median": "self, window_size",
+    "events.HistoryBuffer.update": "self, value, iteration=None",
+    "events.JSONWriter": "json_file, window_size=20",
+    "events.TensorboardXWriter": "log_dir, window_size=20, **kwargs",
     "utils.comm.all_gather": "data, group=None",
     "utils.comm.create_local_process_group": "num_workers_per_machine",
-    "utils.comm.gather": "data, dst=0, group=None",
-    "utils.comm.reduce_dict": "input_dict, average=True",
+    "compat.detectron2.gather": "data, dst=0, group=None",
+    "compat.detectron2.reduce_dict": "input_dict, average=True",
     "utils.env.seed_all_rng": "seed=None",
     "compat.detectron2.create_small_table": "small_dict",
     "compat.detectron2.log_every_n": "lvl, msg, n=1, *, name=None",
     "compat.detectron2.log_every_n_seconds": "lvl, msg, n=1, *, name=None",
     "compat.detectron2.log_first_n": "lvl, msg, n=1, *, name=None, key='caller'",
-    "utils.logger.setup_logger": (
+    "compat.detectron2.setup_logger": (
         "output=None, distributed_rank=0, *, color=True, name='hooktrain', abbrev_name=None, "
         "enable_propagation=False, configure_stdout=True"
     ),
@@ -128,9 +128,11 @@ SIGNATURES = {
         "weight_decay_bias=None, lr_factor_func=None, overrides=None"
     ),
     "solver.build.get_default_optimizer_params": "model, base_lr=None",
-    "data.DatasetFromList": "lst, copy=True, serialize=True",
+    "compat.detectron2.DatasetFromList": "lst, copy=True, serialize=True",
     "data.MapDataset": "dataset, map_func",
-    "data.ToIterableDataset": "dataset, sampler, shard_sampler=True, shard_chunk_size=1",
+    "compat.detectron2.ToIterableDataset": (
+        "dataset, sampler, shard_sampler=True, shard_chunk_size=1"
+    ),
     "compat.detectron2.data.GroupedBatchSampler": "sampler, group_ids, batch_size",
     "data.samplers.InferenceSampler": "size",
     "compat.detectron2.data.RepeatFactorTrainingSampler": (
@@ -165,15 +167,15 @@ engine.TrainerBase: state_dict
 engine.SimpleTrainer: run_step
 engine.DefaultTrainer: train build_hooks build_writers
 engine.hooks.PreciseBN: update_stats
-utils.events.EventStorage: clear_histograms clear_images histories latest smoothing_hints step
-utils.events.EventWriter: close write
-utils.events.HistoryBuffer: global_avg latest values
+events.EventStorage: clear_histograms clear_images histories latest smoothing_hints step
+events.EventWriter: close write
+events.HistoryBuffer: global_avg latest values
 compat.detectron2.Timer: avg_seconds is_paused pause reset resume seconds
 checkpoint.Checkpointer: get_all_checkpoint_files get_checkpoint_file has_checkpoint
 evaluation.DatasetEvaluator: evaluate reset
 """
 FUNCTIONS = """
-utils.events: get_event_storage has_event_storage
+events: get_event_storage has_event_storage
 utils.comm: get_local_process_group get_local_rank get_local_size get_rank get_world_size
 utils.comm: is_main_process shared_random_seed synchronize
 utils.collect_env: collect_env_info
@@ -190,7 +192,7 @@ OTHER_DEFAULTS = {
     ("engine.SimpleTrainer", "gather_metric_period"): 20,
     ("engine.AMPTrainer", "gather_metric_period"): 20,
     # Ten thousand values of each metric are more than any writer or user reads back.
-    ("utils.events.HistoryBuffer", "max_length"): 10_000,
+    ("events.HistoryBuffer", "max_length"): 10_000,
     # None stands for "on the main process", which is right on one process and on many.
     ("checkpoint.Checkpointer", "save_to_disk"): None,
 }
@@ -241,7 +243,7 @@ def test_a_call_written_for_detectron2_is_understood(name: str) -> None:
         ("engine.launch", "DEFAULT_TIMEOUT launch"),
         ("engine.defaults", "create_ddp_model default_argument_parser default_setup"),
         ("engine.defaults", "default_writers DefaultTrainer"),
-        ("utils.events", "EventStorage EventWriter JSONWriter get_event_storage"),
+        ("events", "EventStorage EventWriter JSONWriter get_event_storage"),
         ("solver.build", "get_default_optimizer_params reduce_param_groups"),
     ],
 )

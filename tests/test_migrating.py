@@ -18,6 +18,7 @@ from hooktrain import (
     data,
     engine,
     evaluation,
+    events,
     model,
     solver,
     strategy,
@@ -25,7 +26,7 @@ from hooktrain import (
 from hooktrain.compat import detectron2, mmengine
 from hooktrain.engine import hooks
 from hooktrain.solver import param_scheduler
-from hooktrain.utils import comm, env, events, logger, registry
+from hooktrain.utils import comm, env, logger, registry
 from processes import run_program
 from toys import linear_trainer
 

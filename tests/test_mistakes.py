@@ -36,6 +36,7 @@ from hooktrain.evaluation import (
     DatasetEvaluator,
     inference_on_dataset,
 )
+from hooktrain.events import CommonMetricPrinter, JSONWriter, get_event_storage
 from hooktrain.model import BaseModel
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -43,7 +44,6 @@ from hooktrain.solver import (
     MultiStepParamScheduler,
     OptimWrapper,
 )
-from hooktrain.utils.events import CommonMetricPrinter, JSONWriter, get_event_storage
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.registry import OPTIMIZERS
 from toys import Counter, sgd

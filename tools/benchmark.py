@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from hooktrain.demos.text import Block, TextGPT
 from hooktrain.engine import HookBase, SimpleTrainer, hooks, launch
+from hooktrain.events import CommonMetricPrinter, JSONWriter
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
-from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 from hooktrain.utils.logger import close_logger, setup_logger
 from hooktrain.utils.periods import Period
 

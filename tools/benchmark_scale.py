@@ -56,10 +56,10 @@ from hooktrain.checkpoint.folders import copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, hooks
+from hooktrain.events import CommonMetricPrinter, JSONWriter
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.strategy.environment import join_processes, leave_processes
 from hooktrain.utils import comm
-from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 from hooktrain.utils.logger import close_logger, setup_logger
 
 PERIOD = 20

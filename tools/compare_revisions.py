@@ -36,9 +36,9 @@ def train(name: str, folder: str) -> None:
     """Train on this rank, with the package that it finds, and save what is compared."""
     from hooktrain.config import LazyConfig
     from hooktrain.engine import DefaultTrainer, HookBase, hooks
+    from hooktrain.events import load_json_metrics
     from hooktrain.utils import comm
     from hooktrain.utils.env import seed_all_rng
-    from hooktrain.utils.events import load_json_metrics
 
     class Seed(HookBase):
         def before_step(self) -> None:

@@ -37,8 +37,8 @@ from tabulate import tabulate
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
 from hooktrain.engine import launch
+from hooktrain.events import load_json_metrics
 from hooktrain.utils import comm
-from hooktrain.utils.events import load_json_metrics
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -12,6 +12,5 @@ s/^([[:space:]]*)from detectron2\.solver(\.(build|lr_scheduler))? import /\1from
 s/^([[:space:]]*)from detectron2\.utils(\.(collect_env|comm|env|events|file_io|logger|memory|registry))? import /\1from hooktrain.compat.detectron2 import /
 s/^([[:space:]]*)from fvcore\.common\.(checkpoint|file_io|history_buffer|param_scheduler|registry|timer) import /\1from hooktrain.compat.detectron2 import /
 s/^([[:space:]]*)from (fvcore\.nn\.precise_bn|iopath\.common\.file_io|omegaconf) import /\1from hooktrain.compat.detectron2 import /
-s/(^|[^.A-Za-z0-9_])detectron2\.engine\.hooks/\1hooktrain.compat.detectron2/g
-s/(^|[^.A-Za-z0-9_])detectron2\.(utils\.(comm|events|logger))/\1hooktrain.\2/g
+s/(^|[^.A-Za-z0-9_])detectron2\.(engine\.hooks|utils\.(comm|events|logger))/\1hooktrain.compat.detectron2/g
 s/getLogger\((["'])(detectron2|fvcore|d2)(["'.])/getLogger(\1hooktrain\3/

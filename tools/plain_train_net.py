@@ -21,10 +21,10 @@ from hooktrain.engine import (
     launch,
 )
 from hooktrain.evaluation import inference_on_dataset, print_csv_format
+from hooktrain.events import EventStorage
 from hooktrain.solver import LRMultiplier
 from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage
 from hooktrain.utils.tensors import mover_to
 
 logger = logging.getLogger("hooktrain.plain_train_net")

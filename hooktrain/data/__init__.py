@@ -1,10 +1,6 @@
 """Data: samplers, data sets, and loaders that resume."""
 
-from hooktrain.data.dataset import (
-    DatasetFromList as DatasetFromList,
-    MapDataset as MapDataset,
-    ToIterableDataset as ToIterableDataset,
-)
+from hooktrain.data.dataset import MapDataset as MapDataset
 from hooktrain.data.loader import (
     TrainLoader as TrainLoader,
     build_test_loader as build_test_loader,

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hooktrain.events.storage import EventStorage, get_event_storage
@@ -50,8 +49,6 @@ class TensorboardXWriter(ScalarWriter):
             # A file that follows a close() belongs to the same run.
             self._arguments.pop("purge_step", None)
         return self._open
-
-    _writer = property(attrgetter("summary_writer"))  # its name in detectron2
 
     def write(self) -> None:
         """Append what is new to the event file.

@@ -127,18 +127,6 @@ def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def gather(data: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T]:
-    """As ``all_gather``, but to rank ``dst``; others get an empty list. Collective."""
-    if get_world_size() == 1:
-        return [data]
-    group = group or object_group()
-    gathered: list[Any] = []
-    if get_rank() == dst:
-        gathered = [None] * dist.get_world_size(group)
-    dist.gather_object(data, gathered or None, dst=dst, group=group)
-    return gathered
-
-
 def broadcast(obj: T, src: int = 0) -> T:
     """Give every rank the object of rank ``src``. Collective."""
     if get_world_size() == 1:
@@ -168,25 +156,6 @@ def any_rank(flag: bool) -> bool:
 def shared_random_seed() -> int:
     """A number in [0, 2^31) from numpy's global generator of rank 0. Collective."""
     return broadcast(int(np.random.randint(2**31)))
-
-
-def reduce_dict(
-    input_dict: dict[str, Tensor], average: bool = True
-) -> dict[str, Tensor]:
-    """Average, or sum, tensors of one shape and device over all ranks. Collective.
-
-    The keys are the same on every rank; the new dictionary has them sorted.
-    """
-    if not input_dict:
-        return {}
-    # Ranks may have filled their dictionaries in different orders.
-    names = sorted(input_dict)
-    values = torch.stack([input_dict[name].detach() for name in names])
-    if get_world_size() > 1:
-        dist.all_reduce(values)
-    if average:
-        values = values / get_world_size()
-    return dict(zip(names, values.unbind(), strict=True))
 
 
 def object_group(timeout: Any = None) -> ProcessGroup:

@@ -70,8 +70,6 @@ def setup_logger(
     *,
     color: bool = True,
     name: str = "hooktrain",
-    abbrev_name: str | None = None,
-    enable_propagation: bool = False,
     configure_stdout: bool = True,
     level: str = "normal",
 ) -> logging.Logger:
@@ -89,8 +87,6 @@ def setup_logger(
         color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR
             decide).
         name: of the logger; "" is the root of all loggers.
-        abbrev_name: of detectron2, and ignored: names are shown in full, in the file.
-        enable_propagation: also pass records on to the loggers above.
         configure_stdout: False writes nothing to the terminal.
         level: what the terminal shows: ``"quiet"`` is warnings and errors, ``"normal"``
             is from INFO on, and ``"debug"`` is everything.
@@ -106,7 +102,7 @@ def setup_logger(
     close_logger(name)
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG)
-    logger.propagate = enable_propagation
+    logger.propagate = False
     if configure_stdout and distributed_rank == 0:
         terminal = _TerminalHandler(color)
         terminal.setLevel(LEVELS[level])

@@ -2,12 +2,11 @@ import logging
 import pickle
 from collections.abc import Iterator
 from pickle import PicklingError
-from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from hooktrain.data import DatasetFromList, MapDataset, ToIterableDataset
+from hooktrain.data import MapDataset
 
 
 def drop_odd(x: int) -> int | None:
@@ -51,35 +50,3 @@ def test_a_function_that_a_spawned_worker_could_not_import_is_refused() -> None:
     torch_says = pytest.warns(UserWarning, match="not picklable")
     with pytest.raises((PicklingError, AttributeError), match="<lambda>"), torch_says:
         iter(loader)
-
-
-@pytest.mark.parametrize("serialize", [True, False])
-def test_dataset_from_list_gives_copies(serialize: bool) -> None:
-    items: list[Any] = [{"a": [1]}, "b", None]
-    dataset = DatasetFromList(items, serialize=serialize)
-    dataset[0]["a"].append(2)
-    assert [dataset[i] for i in range(3)] == [{"a": [1]}, "b", None]
-    assert dataset[-1] is None
-    with pytest.raises(IndexError):
-        dataset[3]
-    assert len(DatasetFromList([], serialize=serialize)) == 0
-    assert DatasetFromList(items, copy=False, serialize=False)[0] is items[0]
-
-
-def test_workers_read_each_sample_once() -> None:
-    order = SequentialSampler(range(10))
-    for dataset, workers in (
-        (ToIterableDataset(list(range(10)), order), 0),
-        (ToIterableDataset(list(range(10)), order, shard_chunk_size=2), 2),
-    ):
-        loader = DataLoader(dataset, batch_size=2, num_workers=workers)
-        assert [batch.tolist() for batch in loader] == [
-            [0, 1],
-            [2, 3],
-            [4, 5],
-            [6, 7],
-            [8, 9],
-        ]
-    whole = ToIterableDataset([0, 1], SequentialSampler(range(2)), shard_sampler=False)
-    read = [int(x) for x in DataLoader(whole, batch_size=None, num_workers=2)]
-    assert sorted(read) == [0, 0, 1, 1]

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from test_dataset import Stream
 from torch import Tensor
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -26,9 +24,7 @@ from torch.utils.data import (
 from gloo import run_ranks
 from hooktrain.compat.detectron2.data import RepeatFactorTrainingSampler
 from hooktrain.data import (
-    DatasetFromList,
     InferenceSampler,
-    ToIterableDataset,
     TrainingSampler,
     TrainLoader,
     build_test_loader,
@@ -237,7 +233,7 @@ def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
 
 
 def test_the_test_loader_reads_each_sample_once() -> None:
-    data = DatasetFromList(list(range(10)))
+    data = list(range(10))
     batches = [batch.tolist() for batch in build_test_loader(data, batch_size=4)]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     mapped = build_test_loader(data, mapper=lambda i: 2 * i)
@@ -375,22 +371,3 @@ def test_options_of_the_workers_reach_them() -> None:
         prefetch_factor=1,
     )
     assert take(told, 3)[:, 0].tolist() == [10, 11, 10]
-
-
-def first_of_a_spawned_worker() -> Any:
-    data = ToIterableDataset(
-        DatasetFromList(list(range(100))),
-        TrainingSampler(100, shuffle=False, seed=0),
-        shard_chunk_size=2,
-    )
-    # Of rank 1 only: a new interpreter takes seconds.
-    spawn = (
-        {"num_workers": 1, "multiprocessing_context": "spawn"}
-        if dist.get_rank() == 1
-        else {}
-    )
-    return next(iter(DataLoader(data, batch_size=2, **spawn))).tolist()  # type: ignore[arg-type]
-
-
-def test_workers_that_are_spawned_read_the_share_of_their_rank() -> None:
-    assert run_ranks(first_of_a_spawned_worker, 2) == [[0, 2], [1, 3]]

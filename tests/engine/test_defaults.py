@@ -29,6 +29,7 @@ from hooktrain.engine import (
     default_writers,
     hooks,
 )
+from hooktrain.events import CommonMetricPrinter, JSONWriter
 from hooktrain.model import SeparateDistributedDataParallel
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -37,7 +38,6 @@ from hooktrain.solver import (
     OptimWrapperDict,
 )
 from hooktrain.strategy import build_strategy
-from hooktrain.utils.events import CommonMetricPrinter, JSONWriter
 from hooktrain.utils.logger import close_logger, setup_logger
 from toys import LinearLoss, Pairs, StopOnce, ToyModel
 

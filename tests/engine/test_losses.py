@@ -16,8 +16,8 @@ from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook, IterationTimer
 from hooktrain.engine.losses import LossRecorder
+from hooktrain.events import EventStorage
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage
 from toys import batches, sgd
 
 MAXIMUM = SUM = "allreduce_"

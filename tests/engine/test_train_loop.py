@@ -16,8 +16,8 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase, hooks
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.train_loop import EVENTS
+from hooktrain.events import EventStorage, get_event_storage
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage, get_event_storage
 from toys import Net, batches, sgd
 
 

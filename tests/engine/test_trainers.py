@@ -31,6 +31,7 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
+from hooktrain.events import EventStorage, EventWriter, JSONWriter, get_event_storage
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import (
     AmpOptimWrapper,
@@ -40,12 +41,6 @@ from hooktrain.solver import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.events import (
-    EventStorage,
-    EventWriter,
-    JSONWriter,
-    get_event_storage,
-)
 from hooktrain.utils.tensors import local_tensor
 from toys import (
     LinearLoss,

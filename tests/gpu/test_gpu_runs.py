@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from card import CARD, CUDA, DEVICE, Perceptron, needs_card, now, pinned, register_all
 from equality import assert_equal, assert_same_end
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat.detectron2 import TorchMemoryStats
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA, TorchMemoryStats, TorchProfiler
+from hooktrain.engine.hooks import EMA, TorchProfiler
 from hooktrain.solver import AmpOptimWrapper
 from processes import run_program
 from toys import StopOnce, Stream, sgd

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharding_toys as sharded
 from gloo import run_ranks
+from hooktrain.events import EventStorage
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from hooktrain.utils.events import EventStorage
 from hooktrain.utils.tensors import full_tensors
 from toys import LinearLoss, batches, sgd
 

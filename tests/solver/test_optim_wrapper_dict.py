@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from hooktrain.events import EventStorage
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from hooktrain.utils.events import EventStorage
 from toys import LinearLoss, batches, sgd
 
 

@@ -17,12 +17,6 @@ def exchange() -> None:
     assert (comm.get_world_size(), comm.is_main_process()) == (4, rank == 0)
     everybody = [{"rank": r, "text": "x" * r} for r in range(4)]
     assert comm.all_gather(everybody[rank]) == everybody
-    for dst in (0, 2):
-        assert comm.gather(rank * 10, dst=dst) == (
-            [0, 10, 20, 30] if rank == dst else []
-        )
-    with pytest.raises((ValueError, RuntimeError), match="invalid root rank: 4"):
-        comm.gather(rank, dst=4)
     assert comm.broadcast(f"from {rank}", src=3) == "from 3"
     values = torch.tensor([1.0, float(rank)], dtype=torch.float64)
     assert comm.all_reduce(values) is values
@@ -38,34 +32,10 @@ def exchange() -> None:
     for members, group in groups.items():
         if rank in members:
             assert comm.all_gather(rank, group) == [*members]
-            gathered = comm.gather(rank, dst=members[1], group=group)
-            assert gathered == ([*members] if rank == members[1] else [])
 
 
 def test_collectives_reach_the_ranks_of_the_run_or_a_group() -> None:
     run_ranks(exchange, WORLD_SIZE)
-
-
-def reduce_dicts() -> None:
-    """The same keys on every rank, in another order on odd ones."""
-    rank = comm.get_rank()
-    losses = {
-        "b": torch.tensor(float(rank)),
-        "a": torch.tensor(rank * 10.0, requires_grad=True),
-    }
-    losses = losses if rank % 2 == 0 else dict(reversed(losses.items()))
-    mean = comm.reduce_dict(losses)
-    assert mean == {"a": torch.tensor(15.0), "b": torch.tensor(1.5)}
-    assert not mean["a"].requires_grad
-    whole = comm.reduce_dict(losses, average=False)
-    assert whole == {"a": torch.tensor(60.0), "b": torch.tensor(6.0)}
-    assert comm.reduce_dict({"n": torch.tensor(rank)}) == {"n": torch.tensor(1.5)}
-    assert losses["a"].item() == rank * 10
-    assert losses["a"].requires_grad
-
-
-def test_reduce_dict_averages_or_sums_whatever_the_order_of_keys() -> None:
-    run_ranks(reduce_dicts, WORLD_SIZE)
 
 
 def visit_local_groups() -> None:
@@ -146,7 +116,6 @@ def test_a_single_process_is_rank_0_of_1() -> None:
 def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     obj = object()
     assert comm.all_gather(obj) == [obj]
-    assert comm.gather(obj) == [obj]
     assert comm.broadcast(obj) is obj
     values = torch.ones(2)
     assert comm.all_reduce(values) is values
@@ -154,7 +123,3 @@ def test_collectives_of_a_single_process_hand_back_what_they_got() -> None:
     assert comm.any_rank(True)
     assert not comm.any_rank(False)
     comm.synchronize()
-    assert comm.reduce_dict({}) == {}
-    reduced = comm.reduce_dict({"loss": torch.tensor(2.0, requires_grad=True)})
-    assert reduced == {"loss": torch.tensor(2.0)}
-    assert not reduced["loss"].requires_grad

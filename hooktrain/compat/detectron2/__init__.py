@@ -26,7 +26,6 @@ from hooktrain.model import (
     update_bn_stats as update_bn_stats,
 )
 from hooktrain.solver import *
-from hooktrain.utils import comm as comm
 from hooktrain.utils.collect_env import collect_env_info as collect_env_info
 from hooktrain.utils.comm import *
 from hooktrain.utils.env import seed_all_rng as seed_all_rng
@@ -38,19 +37,21 @@ from hooktrain.utils.registry import Registry as Registry
 # Last, since these replace what has the same names above.
 from hooktrain.compat.detectron2 import model_zoo as model_zoo
 from hooktrain.compat.detectron2.checkpoint import *
+from hooktrain.compat.detectron2.collectives import *
 from hooktrain.compat.detectron2.config import *
 from hooktrain.compat.detectron2.data import *
 from hooktrain.compat.detectron2.default_trainer import *  # type: ignore[assignment]
 from hooktrain.compat.detectron2.functions import *  # type: ignore[assignment]
 from hooktrain.compat.detectron2.model_zoo import get_config as get_config
 from hooktrain.compat.detectron2.paths import *
+from hooktrain.compat.detectron2.profiling import *
 from hooktrain.compat.detectron2.solver import *  # type: ignore[assignment]
-from hooktrain.compat.detectron2.utils import *
+from hooktrain.compat.detectron2.utils import *  # type: ignore[assignment]
 from hooktrain.engine.hooks import LRScheduler as LRScheduler
 
 # What modules of detectron2 hold is all here, as for `from detectron2.utils import events, logger`.
 _here: Any = sys.modules[__name__]
-build = collect_env = defaults = env = events = file_io = hooks = logger = _here
+build = collect_env = comm = defaults = env = events = file_io = hooks = logger = _here
 memory = registry = samplers = train_loop = _here
 
 

@@ -12,9 +12,46 @@ from typing import Any
 from tabulate import tabulate
 
 from hooktrain import events
+from hooktrain.utils import logger as core
+from hooktrain.utils.file_io import AnyPath
 
 _calls: defaultdict[object, Iterator[int]] = defaultdict(count)
 _last_logged_at: dict[object, float] = {}
+
+
+def setup_logger(
+    output: AnyPath | None = None,
+    distributed_rank: int = 0,
+    *,
+    color: bool = True,
+    name: str = "hooktrain",
+    abbrev_name: str | None = None,
+    enable_propagation: bool = False,
+    configure_stdout: bool = True,
+) -> logging.Logger:
+    """Call :func:`hooktrain.utils.logger.setup_logger` with two more arguments of detectron2's.
+
+    Args:
+        output: see there.
+        distributed_rank: see there.
+        color: see there.
+        name: see there.
+        abbrev_name: is ignored: the file shows names in full, the terminal shows none.
+        enable_propagation: whether the loggers above this one get its records too.
+        configure_stdout: see there.
+
+    Returns:
+        The logger.
+    """
+    logger = core.setup_logger(
+        output,
+        distributed_rank,
+        color=color,
+        name=name,
+        configure_stdout=configure_stdout,
+    )
+    logger.propagate = enable_propagation
+    return logger
 
 
 def log_first_n(
@@ -104,6 +141,14 @@ class CommonMetricPrinter(events.CommonMetricPrinter):
     def _get_eta(self, storage: events.EventStorage) -> str:
         shown = self._eta(storage, self.max_iter or 0)
         return "".join(shown).removeprefix("eta: ")
+
+
+class TensorboardXWriter(events.TensorboardXWriter):
+    """A :class:`hooktrain.events.TensorboardXWriter` with the name that subclasses read."""
+
+    @property
+    def _writer(self) -> Any:
+        return self.summary_writer
 
 
 class Timer:

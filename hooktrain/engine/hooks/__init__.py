@@ -16,11 +16,7 @@ from hooktrain.engine.hooks.evaluation import (
 )
 from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.engine.hooks.preemption import Preemption as Preemption
-from hooktrain.engine.hooks.profiling import (
-    AutogradProfiler as AutogradProfiler,
-    TorchMemoryStats as TorchMemoryStats,
-    TorchProfiler as TorchProfiler,
-)
+from hooktrain.engine.hooks.profiling import TorchProfiler as TorchProfiler
 from hooktrain.engine.hooks.writing import (
     IterationTimer as IterationTimer,
     PeriodicWriter as PeriodicWriter,

@@ -27,8 +27,8 @@ from hooktrain.compat.detectron2 import (
     hooks,
     verify_results,
 )
+from hooktrain.events import EventStorage, load_json_metrics
 from hooktrain.utils import comm
-from hooktrain.utils.events import EventStorage, load_json_metrics
 from hooktrain.utils.logger import close_logger
 
 

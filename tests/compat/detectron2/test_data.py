@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
+import torch.distributed as dist
+from torch.utils.data import DataLoader, SequentialSampler
 
+from gloo import run_ranks
 from hooktrain.compat.detectron2 import (
     DatasetFromList,
     GroupedBatchSampler,
@@ -16,6 +18,7 @@ from hooktrain.compat.detectron2 import (
     MapDataset,
     RepeatFactorTrainingSampler,
     ToIterableDataset,
+    TrainingSampler,
     build_test_loader,
     trivial_batch_collator,
     worker_init_reset_seed,
@@ -104,3 +107,54 @@ def test_grouped_batches_hold_one_group_each() -> None:
 def test_a_stream_from_a_position_is_the_rest_of_it(start: int) -> None:
     sampler = RepeatFactorTrainingSampler([0.5, 1.0, 2.5, 0.0], seed=3)
     assert take(sampler.stream(start), 20) == take(sampler.stream(), start + 20)[start:]
+
+
+@pytest.mark.parametrize("serialize", [True, False])
+def test_dataset_from_list_gives_copies(serialize: bool) -> None:
+    items: list[Any] = [{"a": [1]}, "b", None]
+    dataset = DatasetFromList(items, serialize=serialize)
+    dataset[0]["a"].append(2)
+    assert [dataset[i] for i in range(3)] == [{"a": [1]}, "b", None]
+    assert dataset[-1] is None
+    with pytest.raises(IndexError):
+        dataset[3]
+    assert len(DatasetFromList([], serialize=serialize)) == 0
+    assert DatasetFromList(items, copy=False, serialize=False)[0] is items[0]
+
+
+def test_workers_read_each_sample_once() -> None:
+    order = SequentialSampler(range(10))
+    for dataset, workers in (
+        (ToIterableDataset(list(range(10)), order), 0),
+        (ToIterableDataset(list(range(10)), order, shard_chunk_size=2), 2),
+    ):
+        loader = DataLoader(dataset, batch_size=2, num_workers=workers)
+        assert [batch.tolist() for batch in loader] == [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+            [6, 7],
+            [8, 9],
+        ]
+    whole = ToIterableDataset([0, 1], SequentialSampler(range(2)), shard_sampler=False)
+    read = [int(x) for x in DataLoader(whole, batch_size=None, num_workers=2)]
+    assert sorted(read) == [0, 0, 1, 1]
+
+
+def first_of_a_spawned_worker() -> Any:
+    data = ToIterableDataset(
+        DatasetFromList(list(range(100))),
+        TrainingSampler(100, shuffle=False, seed=0),
+        shard_chunk_size=2,
+    )
+    # Of rank 1 only: a new interpreter takes seconds.
+    spawn = (
+        {"num_workers": 1, "multiprocessing_context": "spawn"}
+        if dist.get_rank() == 1
+        else {}
+    )
+    return next(iter(DataLoader(data, batch_size=2, **spawn))).tolist()  # type: ignore[arg-type]
+
+
+def test_workers_that_are_spawned_read_the_share_of_their_rank() -> None:
+    assert run_ranks(first_of_a_spawned_worker, 2) == [[0, 2], [1, 3]]

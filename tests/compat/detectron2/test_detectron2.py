@@ -16,9 +16,9 @@ IMPORTS = {
     "    from detectron2.engine.defaults import DefaultTrainer": f"    {HERE} DefaultTrainer",
     "from detectron2.engine.train_loop import HookBase": f"{HERE} HookBase",
     "from detectron2.utils import comm": f"{HERE} comm",
-    "import detectron2.utils.comm as comm": "import hooktrain.utils.comm as comm",
+    "import detectron2.utils.comm as comm": "import hooktrain.compat.detectron2 as comm",
     "import detectron2.engine.hooks as h": "import hooktrain.compat.detectron2 as h",
-    "rank = detectron2.utils.comm.get_rank()": "rank = hooktrain.utils.comm.get_rank()",
+    "rank = detectron2.utils.comm.get_rank()": "rank = hooktrain.compat.detectron2.get_rank()",
     "from detectron2.data.samplers.distributed_sampler import TrainingSampler": (
         f"{HERE} TrainingSampler"
     ),

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,15 @@ import pytest
 from hooktrain.compat.detectron2 import (
     CommonMetricPrinter,
     EventStorage,
+    TensorboardXWriter,
     Timer,
+    close_logger,
     create_small_table,
     get_event_storage,
     log_every_n,
     log_every_n_seconds,
     log_first_n,
+    setup_logger,
     utils,
 )
 
@@ -25,6 +29,16 @@ def _undo() -> Iterator[None]:
     yield
     utils._calls.clear()
     utils._last_logged_at.clear()
+
+
+def test_a_logger_may_pass_its_records_on(caplog: pytest.LogCaptureFixture) -> None:
+    for is_passed_on in (True, False):
+        logger = setup_logger(
+            name="of_detectron2", abbrev_name="d2", enable_propagation=is_passed_on
+        )
+        logger.info("%s", is_passed_on)
+    close_logger("of_detectron2")
+    assert caplog.messages == ["True"]
 
 
 def test_a_small_table_has_the_keys_on_top() -> None:
@@ -131,3 +145,9 @@ def test_a_printer_of_ones_own_knows_the_end_and_the_time_left(
             printer.write()
         assert storage.latest()["eta_seconds"][1] == 2
     assert caplog.messages == ["eta:  iter: 0", "eta: 0:00:00 iter: 2"]
+
+
+def test_a_writer_has_the_name_that_subclasses_read(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(str(tmp_path))
+    assert writer._writer is writer.summary_writer
+    writer.close()

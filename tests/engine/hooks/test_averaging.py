@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import EMA, CallbackHook, PreciseBN
+from hooktrain.events import get_event_storage
 from hooktrain.model import BaseModel, StochasticWeightAverage
-from hooktrain.utils.events import get_event_storage
 from toys import LinearLoss, linear_trainer
 
 

@@ -27,7 +27,7 @@ from hooktrain.engine.hooks import (
     RunSummary,
     writing,
 )
-from hooktrain.utils.events import (
+from hooktrain.events import (
     CommonMetricPrinter,
     EventWriter,
     JSONWriter,
