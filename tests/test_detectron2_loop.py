@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.compat.detectron2 import PeriodicCheckpointer
+from hooktrain.compat.detectron2 import PeriodicCheckpointer, comm
 from hooktrain.config import ConfigDict
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.samplers import TrainingSampler
@@ -38,7 +38,6 @@ from hooktrain.evaluation import (
 from hooktrain.events import EventStorage, load_json_metrics
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import CosineParamScheduler, LRMultiplier, WarmupParamScheduler
-from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
 
 BASE_RATE = 0.05

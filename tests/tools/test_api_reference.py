@@ -18,7 +18,7 @@ def test_the_page_of_a_package_has_what_people_import_from_it() -> None:
     names = reference.exports(engine)
     assert {"SimpleTrainer", "HookBase", "hooks", "train_loop"} <= {*names}
     assert len(names) == len({*names})
-    assert {"comm", "events"} <= {*reference.exports(utils)}
+    assert {"comm", "logger"} <= {*reference.exports(utils)}
 
 
 def test_references_name_what_there_is() -> None:
