@@ -104,11 +104,11 @@ SIGNATURES = {
     "checkpoint.Checkpointer.load": "self, path, checkpointables=None",
     "checkpoint.Checkpointer.resume_or_load": "self, path, *, resume=True",
     "checkpoint.Checkpointer.save": "self, name, **kwargs",
-    "checkpoint.PeriodicCheckpointer": (
+    "compat.detectron2.PeriodicCheckpointer": (
         "checkpointer, period, max_iter=None, max_to_keep=None, file_prefix='model'"
     ),
-    "checkpoint.PeriodicCheckpointer.save": "self, name, **kwargs",
-    "checkpoint.PeriodicCheckpointer.step": "self, iteration, **kwargs",
+    "compat.detectron2.PeriodicCheckpointer.save": "self, name, **kwargs",
+    "compat.detectron2.PeriodicCheckpointer.step": "self, iteration, **kwargs",
     "solver.CompositeParamScheduler": "schedulers, lengths, interval_scaling",
     "solver.ConstantParamScheduler": "value",
     "solver.CosineParamScheduler": "start_value, end_value",

@@ -14,7 +14,6 @@ from hooktrain.checkpoint.loading import (
     revise_names as revise_names,
     take_prefix as take_prefix,
 )
-from hooktrain.checkpoint.periodic import PeriodicCheckpointer as PeriodicCheckpointer
 from hooktrain.checkpoint.resume import files_to_delete as files_to_delete
 from hooktrain.checkpoint.sources import (
     local_path as local_path,

@@ -22,7 +22,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk, publish
+from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 
@@ -94,7 +94,6 @@ class Checkpointer:
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
-        self._has_begun = False
         self._worker = BackgroundWorker("checkpoint")
         self._rooms: Any = {}
         self._group: ProcessGroup | None = None
@@ -131,13 +130,11 @@ class Checkpointer:
             RuntimeError: another run is using the folder.
             OSError: it cannot be made.
         """
-        self._has_begun = True
         storable(self._states())
         if not (self.save_to_disk and self.save_dir):
             return
         os.makedirs(self.save_dir, exist_ok=True)
         lock_folder(self.save_dir)
-        publish(self.save_dir, "config.json")  # of default_setup
         names = checkpoint_names(self.save_dir)
         if is_new and names:
             self.logger.warning(

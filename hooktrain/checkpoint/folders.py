@@ -125,12 +125,13 @@ def save_folder(
         on_main_process(complete, group)
 
 
-def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
+def verify_folder(folder: AnyPath, rank: int = 0, world_size: int = 1) -> None:
     """Compare the files of a sharded checkpoint with its manifest.
 
     Args:
         folder: of :func:`save_folder`.
-        part: of the files, sorted by name.
+        rank: which part of the files to read, if the ranks divide them among themselves.
+        world_size: the number of such parts.
 
     Raises:
         CorruptCheckpointError: naming the first file that is missing, truncated or altered, or
@@ -139,7 +140,7 @@ def verify_folder(folder: AnyPath, part: slice = slice(None)) -> None:
     folder = Path(folder)
     with reading(folder):
         files = load_file(folder / MANIFEST)["files"]
-        for name in sorted(files)[part]:
+        for name in sorted(files)[rank::world_size]:
             if Path(name).name != name:
                 raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
             found = _digest(folder / name)

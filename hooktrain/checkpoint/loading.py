@@ -32,12 +32,13 @@ State = dict[str, Any]
 Shape = tuple[int, ...]
 
 
-def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
+def verify_checkpoint(path: str, rank: int = 0, world_size: int = 1) -> None:
     """Read all of a file or a folder, and compare it with its checksums.
 
     Args:
         path: of the file or folder.
-        part: of a folder's files, sorted by name.
+        rank: which part of a folder's files to read, if the ranks divide them among themselves.
+        world_size: the number of such parts.
 
     Raises:
         CorruptCheckpointError: if it is broken.
@@ -46,7 +47,7 @@ def verify_checkpoint(path: str, part: slice = slice(None)) -> None:
     if is_folder(path):
         from hooktrain.checkpoint.folders import verify_folder
 
-        verify_folder(path, part)
+        verify_folder(path, rank, world_size)
     elif os.path.isdir(path):
         raise IsADirectoryError(
             f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
@@ -85,8 +86,8 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
         OSError: on every rank, if one cannot open it.
     """
-    part = slice(comm.get_rank(), None, comm.get_world_size())
-    on_all_ranks(lambda: verify_checkpoint(path, part))
+    rank, world_size = comm.get_rank(), comm.get_world_size()
+    on_all_ranks(lambda: verify_checkpoint(path, rank, world_size))
     states: list[State] = []
     on_all_ranks(lambda: states.append(_read(path, model)))
     return states[0]

@@ -11,11 +11,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
+from hooktrain.checkpoint.files import (
+    MANIFEST,
+    STATE,
+    CorruptCheckpointError,
+    is_folder,
+    verify_file,
+)
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import (
     AnyPath,
     atomic_write,
+    delete,
     first_free,
     lock_folder,
     unlock_folder,
@@ -132,6 +139,40 @@ def files_to_delete(
     pointed = read_pointer(save_dir)
     old = ours[:-max_to_keep]
     return [name for _, name in old if name != pointed]
+
+
+def delete_old(newest: str, *, prefix: str, max_to_keep: int, iteration: int) -> None:
+    """Delete the checkpoints that are too old, if the one just saved is intact.
+
+    What cannot be deleted is logged.
+
+    Args:
+        newest: the path of the one just saved, a file or a folder.
+        prefix: of the names.
+        max_to_keep: how many to keep; see :func:`files_to_delete`.
+        iteration: of the one just saved.
+    """
+    folder = os.path.dirname(newest)
+    old = files_to_delete(folder, prefix, max_to_keep, iteration)
+    if not old:
+        return
+    files = [newest]
+    if is_folder(newest):
+        # Each rank has read its shards again when they were saved.
+        files = [os.path.join(newest, file) for file in (STATE, MANIFEST)]
+    try:
+        for file in files:
+            verify_file(file)
+    except (OSError, CorruptCheckpointError) as error:
+        logger.error(
+            "Keeping all older checkpoints, since the newest is broken: %s", error
+        )
+        return
+    for name in old:
+        try:
+            delete(os.path.join(folder, name))
+        except OSError as error:
+            logger.warning("Cannot delete the old checkpoint: %s", error)
 
 
 def set_folder_aside(folder: AnyPath) -> Path | None:

@@ -159,7 +159,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if folder and comm.is_main_process() and not eval_only:
-        # The file of a run that resumes is replaced when that begins (Checkpointer.begin_run).
+        # PeriodicCheckpointer replaces the file of a run that resumes, when that begins.
         written = temporary_path(path) if earlier else path
         LazyConfig.save(cfg, written)
         _log_changes(earlier, _read(written))

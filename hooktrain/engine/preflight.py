@@ -2,11 +2,11 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex
 
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -62,6 +62,23 @@ def end_of_run(
     return max_iter
 
 
+def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
+    """Why something does not belong to the model that a trainer trains, or "".
+
+    Args:
+        owner: what has the parameters, such as ``"the optimizer"``.
+        parameters: it is well if the model has one of them, or none at all.
+        trained: the trainer's model.
+    """
+    own = set(trained.parameters())
+    if not own or not own.isdisjoint(parameters):
+        return ""
+    return (
+        f"{owner} has the parameters of another model than the trainer: build it from the "
+        "model that is trained"
+    )
+
+
 def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
     """Refuse what cannot be meant, and warn of what can. Nothing is computed.
 
@@ -76,11 +93,9 @@ def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
     wrappers = wrappers_by_name(optim_wrapper).values()
     groups = [group for each in wrappers for group in each.param_groups]
     trained = {p for group in groups for p in group["params"]}
-    if names and trained.isdisjoint(names):
-        raise ValueError(
-            "the optimizer has the parameters of another model than the trainer: build "
-            "it from the model that is trained"
-        )
+    problem = another_model("the optimizer", trained, model)
+    if problem:
+        raise ValueError(problem)
     unsaved = len(trained - names.keys())
     if unsaved:
         logger.warning(

@@ -30,7 +30,6 @@ from gloo import run_ranks
 from hooktrain.checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
-    PeriodicCheckpointer,
     checkpointer,
     checkpointer as checkpointer_module,
     folders,
@@ -39,7 +38,7 @@ from hooktrain.checkpoint import (
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as PeriodicHook
+from hooktrain.engine.hooks import EMA, PeriodicCheckpointer
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full, sweep
 from hooktrain.utils.tensors import full_tensors
@@ -534,7 +533,7 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
         raise PermissionError(errno.EACCES, "not yours", path)
 
     run(tmp_path, 0, 10, period=10)
-    monkeypatch.setattr("hooktrain.checkpoint.periodic.delete", fail)
+    monkeypatch.setattr("hooktrain.checkpoint.resume.delete", fail)
     run(tmp_path, 10, 20, period=10, max_to_keep=1)
     assert "not yours" in caplog.text
     assert names(tmp_path)[1:] == ["model_0000009", "model_0000019"]
@@ -771,7 +770,7 @@ def test_ranks_with_disks_of_their_own_load_the_same_or_fail_alike(
 def make_trainer(model: nn.Module, folder: Path, **options: Any) -> SimpleTrainer:
     trainer = SimpleTrainer(model, [own_part(batches(1)[0])], make_wrapper(model))
     saver = Checkpointer(model, folder, trainer=trainer, **options)
-    periodic = PeriodicHook(saver, period=1, max_to_keep=1)
+    periodic = PeriodicCheckpointer(saver, period=1, max_to_keep=1)
     trainer.register_hooks([EMA(model), periodic])
     saver.resume_or_load("")
     return trainer

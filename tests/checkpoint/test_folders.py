@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from equality import assert_equal
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, PeriodicCheckpointer, folders
+from hooktrain.checkpoint import Checkpointer, folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, write_file
 from hooktrain.checkpoint.folders import (
     copy_to_host,
@@ -30,6 +30,7 @@ from hooktrain.checkpoint.folders import (
     verify_folder,
 )
 from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
+from hooktrain.engine.hooks import PeriodicCheckpointer
 from hooktrain.utils import comm
 
 FILES = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]

@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hooktrain.checkpoint import (
-    Checkpointer,
-    CorruptCheckpointError,
-    PeriodicCheckpointer,
-    save_file,
-)
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, save_file
 from hooktrain.checkpoint.resume import files_to_delete, set_folder_aside
+from hooktrain.engine.hooks import PeriodicCheckpointer
 from hooktrain.utils.file_io import lock_folder
 
 

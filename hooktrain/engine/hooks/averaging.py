@@ -9,6 +9,7 @@ from torch import nn
 
 from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.data.batches import Batches
+from hooktrain.engine.preflight import another_model
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import EventStorage
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
@@ -156,15 +157,8 @@ class PreciseBN(HookBase):
         self._batches.load_state_dict(state_dict)
 
 
-def is_trained(model: nn.Module, trainer: Any) -> bool:
-    """Whether a model shares parameters with a trainer's, if that has a model."""
-    trained = set(getattr(trainer, "model", model).parameters())
-    return not trained.isdisjoint(model.parameters())
-
-
 def _refuse_another(hook: HookBase, model: nn.Module) -> None:
-    if not is_trained(model, hook.trainer):
-        raise ValueError(
-            f"{type(hook).__name__} has the parameters of another model than the trainer: build "
-            "it from the model that is trained"
-        )
+    trained = getattr(hook.trainer, "model", model)
+    problem = another_model(type(hook).__name__, model.parameters(), trained)
+    if problem:
+        raise ValueError(problem)

@@ -1,43 +1,89 @@
-"""Saves checkpoints while training."""
+"""Saves checkpoints every so often, in a trainer or in a loop of your own."""
 
 import logging
+from functools import partial
 from typing import Any
 
-from hooktrain.checkpoint import PeriodicCheckpointer as PlainPeriodicCheckpointer
-from hooktrain.engine.hooks.averaging import is_trained
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint.resume import delete_old
+from hooktrain.engine.preflight import another_model
 from hooktrain.engine.train_loop import HookBase, TrainerBase
+from hooktrain.utils.file_io import publish
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
 
-class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
-    """:class:`hooktrain.checkpoint.PeriodicCheckpointer` as a hook, with the same arguments.
+class PeriodicCheckpointer(HookBase):
+    """Saves where a period ends, and at the end of the run.
 
-    Register it last, so that the checkpoint holds what the other hooks did in the iteration.
-    What is saved in the background is complete when ``train()`` returns.
+    The last iteration is saved as ``{file_prefix}_final.pth``, others as
+    ``{file_prefix}_0000099.pth``; folders of shards are named so, without ``.pth``. Old ones are
+    deleted when a newer one is there and was verified: in the background, if it is saved there.
+
+    If the disk is full, that is logged as an error, the older files stay, and the next period
+    tries again; only the last save of the run raises. When that one returns, it is on the disk,
+    also if the checkpointer saves in the background.
+
+    Register it last, so that the checkpoint holds what the other hooks did in the iteration. A
+    loop without a trainer calls :meth:`step` after each iteration, on all ranks or on one.
 
     Gradients are not saved: where a model's own step accumulates over several iterations, a
     save is put off to the end of the accumulation, for a period at most.
+
+    Args:
+        checkpointer: what saves.
+        period: in iterations, at least 1; in a trainer also like ``"1 epoch"``.
+        max_iter: the number of iterations of the run, which a trainer sets. None if the end is not
+            known, so that no final file is written.
+        max_to_keep: how many numbered ones to keep, at least 1; None keeps all. The count is that
+            of files and folders in ``save_dir``, also after a resume; the final one and others
+            without a number are neither counted nor deleted.
+        file_prefix: of the file names.
+
+    Raises:
+        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
+            impossible ``file_prefix``.
     """
 
-    @property
-    def needs_every_rank(self) -> bool:  # type: ignore[override]
-        """Each writes its shards."""
-        return self.checkpointer.sharded
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        period: int | str,
+        max_iter: int | None = None,
+        max_to_keep: int | None = None,
+        file_prefix: str = "model",
+    ) -> None:
+        for key, number in (("period", period), ("max_to_keep", max_to_keep)):
+            if isinstance(number, int | float) and (number < 1 or number % 1):
+                raise ValueError(
+                    f"{key} must be a whole number of at least 1, got {number!r}"
+                )
+        checkpointer.check_name(file_prefix)
+        self.checkpointer = checkpointer
+        self.period = Period(period)
+        self.max_iter = max_iter
+        self.max_to_keep = max_to_keep
+        self.file_prefix = file_prefix
+        self.needs_every_rank = checkpointer.sharded  # each writes its shards
+        self._has_begun = False
+        self._is_put_off = False
 
     def before_train(self) -> None:
         """Learn where the run ends; warn of what would not be saved."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
-        self.checkpointer.begin_run(is_new=self.trainer.start_iter == 0)
+        self._begin(is_new=self.trainer.start_iter == 0)
         saved = self.checkpointer.checkpointables.values()
         if not any(isinstance(each, TrainerBase) for each in saved):
             logger.warning(
                 "Checkpoints have no trainer: give Checkpointer(..., trainer=trainer)"
             )
-        if not is_trained(self.checkpointer.model, self.trainer):
-            logger.warning("Checkpoints have another model than the trainer's")
+        model = self.checkpointer.model
+        trained = getattr(self.trainer, "model", model)
+        problem = another_model("Checkpointer", model.parameters(), trained)
+        if problem:
+            logger.warning(problem)
         hooks = self.trainer._hooks
         later = hooks[hooks.index(self) + 1 :]
         late = [type(hook).__name__ for hook in later if hook.state_dict()]
@@ -48,23 +94,48 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
                 type(self).__name__,
             )
 
+    def _begin(self, *, is_new: bool) -> None:
+        self._has_begun = True
+        self.checkpointer.begin_run(is_new=is_new)
+        # A resume was not refused, so the configuration of default_setup is that of the run now.
+        publish(self.checkpointer.save_dir, "config.json")
+
     def after_step(self) -> None:
         """Call :meth:`step`."""
         self.step(self.trainer.iter)
 
     def step(self, iteration: int, **extra: Any) -> None:
-        """Save if ``iteration`` ends a period or the run; also without a trainer."""
+        """Save if the iteration ends a period or the run.
+
+        Args:
+            iteration: the one just finished, from 0; saved as ``"iteration"``.
+            extra: more entries of the file, of tensors and plain types.
+
+        Raises:
+            OSError: if the disk is full at the last save, or fails otherwise at any.
+        """
         if self.trainer is None:
-            super().step(iteration, **extra)
-            return
+            if not self._has_begun:
+                self._begin(is_new=iteration == 0)
+            period = self.period.in_iterations(None)
+            is_time = (iteration + 1) % period == 0 or self._is_last(iteration)
+        else:
+            is_time = self._is_time()
+        if is_time:
+            self._save(iteration, **extra)
+
+    def _is_last(self, iteration: int) -> bool:
+        return self.max_iter is not None and iteration >= self.max_iter - 1
+
+    def _is_time(self) -> bool:
+        """Whether to save after this iteration of the trainer."""
         trainer = self.trainer
-        is_due = trainer.is_last or Period(self.period).is_due(trainer)
+        is_due = trainer.is_last or self.period.is_due(trainer)
         if not (is_due or self._is_put_off):
-            return
+            return False
         is_late = is_due and self._is_put_off
         self._is_put_off = not (trainer.can_save or is_late or trainer.is_last)
-        if not self._is_put_off:
-            self._save(iteration, **extra)
+        return not self._is_put_off
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait for the disk."""
@@ -72,12 +143,42 @@ class PeriodicCheckpointer(PlainPeriodicCheckpointer, HookBase):
         if not trainer.succeeded:
             self.checkpointer.give_up()
             return
-        if trainer.max_iter != self.max_iter and trainer.iter > trainer.start_iter:
+        is_shorter = trainer.max_iter != self.max_iter
+        if is_shorter and trainer.done > trainer.start_iter:
             self.max_iter = trainer.max_iter
-            self._save(trainer.max_iter - 1)
+            self._save(trainer.done - 1)
         self.checkpointer.wait()
 
+    def save(self, name: str, **extra: Any) -> None:
+        """The same as ``checkpointer.save``: at any time, under any name."""
+        self.checkpointer.save(name, **extra)
+
     def _save(self, iteration: int, **extra: Any) -> None:
-        if self.on_every_rank:
+        if self.trainer is not None and self.on_every_rank:
             self.trainer.prepare_save()
-        self.save_at(iteration, **extra)
+        if self._is_last(iteration):
+            final = f"{self.file_prefix}_final"
+            self.checkpointer.save(final, iteration=iteration, **extra)
+            self.checkpointer.wait()
+            return
+        on_saved = None
+        if self.max_to_keep is not None:
+            on_saved = partial(
+                delete_old,
+                prefix=self.file_prefix,
+                max_to_keep=int(self.max_to_keep),
+                iteration=iteration,
+            )
+        self.checkpointer.save(
+            f"{self.file_prefix}_{iteration:07d}",
+            on_saved=on_saved,
+            on_full=self._go_on,
+            iteration=iteration,
+            **extra,
+        )
+
+    def _go_on(self, error: OSError) -> None:
+        # The error names the path.
+        logger.error(
+            "NOT SAVED: %s. Training goes on; the next period tries again", error
+        )
