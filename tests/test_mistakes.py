@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
-from hooktrain import solver
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import choose_parts
+from hooktrain.compat.mmengine import PolyLR
+from hooktrain.compat.mmengine.registry import OPTIMIZERS
 from hooktrain.config import ConfigDict, LazyCall, instantiate
 from hooktrain.data import build_train_loader
 from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer, default_writers
@@ -45,7 +46,6 @@ from hooktrain.solver import (
     OptimWrapper,
 )
 from hooktrain.utils.logger import close_logger
-from hooktrain.utils.registry import OPTIMIZERS
 from toys import Counter, sgd
 
 ROOT = Path(__file__).parent.parent
@@ -275,16 +275,14 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, r"0.1 x 0.1 = 0.01: "),
     (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3: .* multipliers"),
     (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
-    (schedule(None), TypeError, "LRScheduler.* needs a schedule.*None"),
+    (schedule(None), TypeError, "needs a ParamScheduler.*None"),
     (beside_a_multiplier(StepLR), ValueError, "a multiplier and another schedule"),
+    (schedule({"type": "PolyLR"}), TypeError, "compat.mmengine.*'PolyLR'"),
     (
-        beside_a_multiplier(solver.StepLR),
-        ValueError,
-        "a multiplier .*give one, not .*StepLR",
+        schedule([lambda where: 1 - where]),
+        TypeError,
+        "needs a ParamScheduler.*not <function",
     ),
-    (lambda: solver.PolyLR(sgd(Net())), ValueError, "max_epochs or max_iters, or end"),
-    (schedule({"type": "PolyLR"}), TypeError, "build_param_scheduler .*'PolyLR'"),
-    (schedule([lambda where: 1 - where]), TypeError, "needs a schedule.*not <function"),
     (lambda: OptimWrapper(sgd(Net()), 1, 1.0), TypeError, "'max_norm': 1.0.*got 1.0"),  # type: ignore[arg-type]
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
@@ -370,6 +368,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     # Configurations
     (lambda: ConfigDict(train={}).trian, AttributeError, "did you mean 'train'"),
     (lambda: OPTIMIZERS.get("Adamw"), KeyError, "did you mean 'AdamW'"),
+    (lambda: PolyLR(sgd(Net())), ValueError, "max_epochs or max_iters, or end"),
     (lambda: instantiate(LazyCall(Net)(ouput=1)), TypeError, "did you mean 'output'"),
 ]
 

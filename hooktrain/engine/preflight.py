@@ -9,7 +9,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import unwrap_model
@@ -153,10 +153,11 @@ def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> N
         TypeError: for what is no schedule, such as a configuration.
         ValueError: for a plateau without the metric that it watches.
     """
-    if not isinstance(schedule, ParamScheduler) and not hasattr(schedule, "step"):
+    if not isinstance(schedule, ParamScheduler | LRScheduler):
         raise TypeError(
-            "LRScheduler(scheduler=...) needs a schedule, or what build_param_scheduler "
-            f"makes of a configuration, not {schedule!r}"
+            "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
+            "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
+            f"{schedule!r}"
         )
     if isinstance(schedule, ReduceLROnPlateau) and metric is None:
         raise ValueError(

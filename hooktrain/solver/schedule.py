@@ -359,8 +359,6 @@ class LRMultiplier(LRScheduler):
         last_iter: the last finished step of a run to continue; -1 starts a new one.
     """
 
-    by_epoch = False
-
     def __init__(
         self,
         optimizer: Optimizer,

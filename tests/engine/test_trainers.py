@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
@@ -33,12 +33,7 @@ from hooktrain.engine.hooks import (
 )
 from hooktrain.events import EventStorage, EventWriter, JSONWriter, get_event_storage
 from hooktrain.model.sharding import shard_model
-from hooktrain.solver import (
-    AmpOptimWrapper,
-    ExponentialLR,
-    LinearParamScheduler,
-    OptimWrapper,
-)
+from hooktrain.solver import AmpOptimWrapper, LinearParamScheduler, OptimWrapper
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.tensors import local_tensor
@@ -709,7 +704,7 @@ def test_a_run_that_broke_off_goes_on_exactly_from_a_checkpoint(event: str) -> N
     def trained(**interrupt: Any) -> SimpleTrainer:
         trainer = net_trainer(Stream())
         trainer.seed = 3
-        schedule = ExponentialLR(trainer.optim_wrapper, 0.5, by_epoch=False)
+        schedule = ExponentialLR(trainer.optimizer, 0.5)
         trainer.register_hooks(
             [CallbackHook(**interrupt), LRScheduler(scheduler=schedule)]
         )

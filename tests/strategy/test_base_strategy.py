@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import hooktrain.compat.mmengine  # noqa: F401  # has rules for parameters
 from equality import assert_equal
 from hooktrain.checkpoint import load_file
+from hooktrain.compat.mmengine import SingleDeviceStrategy, StepLR
 from hooktrain.config import LazyCall
-from hooktrain.solver import OptimWrapper, StepLR
-from hooktrain.strategy import SingleDeviceStrategy
+from hooktrain.solver import OptimWrapper
 from hooktrain.utils.env import seed_step
 from sharding_toys import batches, make_model
 from toys import SGD, Regression, batch, train_steps

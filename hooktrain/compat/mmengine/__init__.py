@@ -17,8 +17,6 @@ from hooktrain.checkpoint import load_checkpoint as load_weights
 from hooktrain.engine import *
 from hooktrain.model import *
 from hooktrain.solver import *
-from hooktrain.solver.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
-from hooktrain.solver.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
 from hooktrain.utils import comm
@@ -31,6 +29,10 @@ from hooktrain.utils.comm import (
 
 # isort: split
 # Last, since they replace what has the same name above.
+from hooktrain.compat.mmengine.build import (
+    build_optim_wrapper as build_optim_wrapper,
+    build_param_scheduler as build_param_scheduler,
+)
 from hooktrain.compat.mmengine.checkpoint import (
     from_mmengine as from_mmengine,
     load_checkpoint as load_checkpoint,
@@ -41,6 +43,7 @@ from hooktrain.compat.mmengine.hook import (
     Hook as Hook,
     ParamSchedulerHook as ParamSchedulerHook,
 )
+from hooktrain.compat.mmengine.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.compat.mmengine.model import (
     BaseAveragedModel as BaseAveragedModel,
     BatchNormXd as BatchNormXd,
@@ -53,9 +56,16 @@ from hooktrain.compat.mmengine.model import (
     detect_anomalous_params as detect_anomalous_params,
     revert_sync_batchnorm as revert_sync_batchnorm,
 )
-from hooktrain.compat.mmengine.param_rules import (
+from hooktrain.compat.mmengine.optim_wrapper import (
+    AmpOptimWrapper as AmpOptimWrapper,
+    OptimWrapper as OptimWrapper,
+    OptimWrapperDict as OptimWrapperDict,
+)
+from hooktrain.compat.mmengine.param_rules import (  # type: ignore[assignment]
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
+from hooktrain.compat.mmengine.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
+from hooktrain.compat.mmengine.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.compat.mmengine.registry import of_registries
 from hooktrain.compat.mmengine.runner import MessageHub as MessageHub, Runner as _Runner
 from hooktrain.compat.mmengine.schedulers import *
@@ -67,7 +77,6 @@ from hooktrain.compat.mmengine.strategy import (
 )
 from hooktrain.compat.peers import of_peers
 
-del globals()["PARAM_SCHEDULERS"]  # of a star above; __getattr__ has another
 EpochBasedTrainLoop = _Runner  # what runner.train_loop is
 MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
 

@@ -224,9 +224,9 @@ class Hook(HookBase, DatasetEvaluator):
 
 
 class ParamSchedulerHook(Hook):
-    """To derive a schedule of one's own from. ``hooks.LRScheduler`` steps schedulers."""
+    """To derive a schedule of one's own from. :class:`LRScheduler` steps schedulers."""
 
     def before_run(self, runner: Any) -> None:
-        """Refuse to take the place of ``hooks.LRScheduler``."""
+        """Refuse to take the place of :class:`LRScheduler`."""
         if type(self) is ParamSchedulerHook:
-            raise TypeError("in place of ParamSchedulerHook take hooks.LRScheduler")
+            raise TypeError("in place of ParamSchedulerHook take LRScheduler")

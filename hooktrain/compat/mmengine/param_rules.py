@@ -1,7 +1,4 @@
-"""MMEngine's rules for parameters: ``paramwise_cfg``, and the constructor that has them.
-
-Importing ``hooktrain.compat.mmengine`` registers the constructor in place of the core's.
-"""
+"""MMEngine's constructor of an optimizer in its wrapper, and its rules for parameters."""
 
 import logging
 from collections.abc import Mapping
@@ -11,17 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain import solver
+from hooktrain.compat.mmengine.optim_wrapper import OptimWrapper
+from hooktrain.compat.mmengine.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.param_groups import (
     NORMS,
     ParamGroup,
     group_trainable,
     walk_parameters,
 )
-from hooktrain.utils.names import did_you_mean, refuse_overrides
-from hooktrain.utils.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from hooktrain.utils.names import call, did_you_mean, refuse_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +31,13 @@ _MULTIPLIED = {"lr_mult": "lr", "decay_mult": "weight_decay"}
 RULES = ("custom_keys", "bypass_duplicate", "bias_lr_mult", *_DECAYS)
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
-class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
-    """:class:`hooktrain.solver.DefaultOptimWrapperConstructor` with rules for parameters.
+class DefaultOptimWrapperConstructor:
+    """Called with a model, it gives a wrapper around a new optimizer of its parameters.
 
-    With rules the optimizer has the parameters that are trainable, each once, in as few groups
-    as there are different settings. A subclass may override :meth:`add_params`, which rules
-    ask for, and then have rules of its own in ``paramwise_cfg``.
+    Without rules the optimizer has one group of all parameters. With rules it has the parameters
+    that are trainable, each once, in as few groups as there are different settings. A subclass may
+    override :meth:`param_groups`; or :meth:`add_params`, which rules ask for, and then have rules
+    of its own in ``paramwise_cfg``.
 
     A parameter that a custom key matches has the settings of that key and of no other rule.
     For the others the multipliers apply; of several multipliers of the weight decay that would
@@ -58,11 +56,15 @@ class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
       them; otherwise it is an error if they lead to different settings.
 
     Args:
-        optim_wrapper_cfg: as there.
+        optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
+            ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the
+            optimizer. ``type`` is the class of the wrapper, by default
+            :class:`OptimWrapper`, and the other items are its arguments. It is not changed.
         paramwise_cfg: the rules.
 
     Raises:
         TypeError: when a subclass is defined that overrides what only MMEngine calls.
+        ValueError: without ``optimizer``, or if that is no dict with ``type``.
 
     Example::
 
@@ -80,15 +82,36 @@ class DefaultOptimWrapperConstructor(solver.DefaultOptimWrapperConstructor):
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Rules | None = None
     ) -> None:
-        super().__init__(optim_wrapper_cfg)
+        # Plain containers: what an optimizer gets, a checkpoint must hold.
+        self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
+        self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
+        if "type" not in (self.optimizer_cfg or {}):
+            raise ValueError(
+                f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}"
+            )
         self.paramwise_cfg = instantiate(paramwise_cfg or {})
         self.base_lr = self.optimizer_cfg.get("lr")
         self.base_wd = self.optimizer_cfg.get("weight_decay")
 
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """The wrapper of a new optimizer.
+
+        Raises:
+            KeyError: if there is no optimizer or wrapper of the ``type``.
+            TypeError: if the optimizer or the wrapper does not take its arguments.
+        """
+        options = dict(self.optimizer_cfg)
+        kind = OPTIMIZERS.find(options.pop("type"))
+        # By position: not all call it "params".
+        optimizer = call(kind, [self.param_groups(model)], options, "as 'optimizer'")
+        return OPTIM_WRAPPERS.build(  # type: ignore[no-any-return]
+            self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
+        )
+
     def param_groups(self, model: nn.Module) -> list[ParamGroup]:
         """The parameter groups of a model, which may be wrapped."""
         if not self.paramwise_cfg:
-            return super().param_groups(model)
+            return [{"params": [*parameter_names(model)]}]
         groups: list[ParamGroup] = []
         self.add_params(groups, unwrap_model(model))
         return groups

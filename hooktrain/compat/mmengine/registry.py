@@ -11,7 +11,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from hooktrain.utils import registry
+from hooktrain.compat.registry import Registry
+from hooktrain.utils.registry import (
+    MODEL_WRAPPERS as MODEL_WRAPPERS,
+    MODELS as MODELS,
+    STRATEGIES as STRATEGIES,
+)
 
 APART = (
     "MODEL_WRAPPERS",
@@ -22,12 +27,26 @@ APART = (
 )
 
 
+class ScopedRegistry(Registry):
+    """A registry that also knows the names of MMEngine's, in the default scope."""
+
+    def find(self, kind: Any) -> Any:
+        """See :meth:`hooktrain.compat.registry.Registry.find`."""
+        return _find(self.name, self, kind)
+
+
+OPTIMIZERS = ScopedRegistry("OPTIMIZERS")
+OPTIM_WRAPPERS = ScopedRegistry("OPTIM_WRAPPERS")
+OPTIM_WRAPPER_CONSTRUCTORS = ScopedRegistry("OPTIM_WRAPPER_CONSTRUCTORS")
+PARAM_SCHEDULERS = ScopedRegistry("PARAM_SCHEDULERS")
+
+
 @cache
 def of_registries(name: str) -> Any:
     """What ``from mmengine.registry import name`` gives: a registry, their class, or None."""
-    ours: Any = getattr(registry, name, None)
+    ours: Any = globals().get(name)
     if find_spec("mmengine") is None:
-        return ours or registry.Registry(name.lower())
+        return ours or Registry(name)
     theirs: Any = import_module("mmengine.registry")
     if name not in APART:
         return getattr(theirs, name, None)
@@ -37,17 +56,16 @@ def of_registries(name: str) -> Any:
     return root
 
 
-def _find(name: str, kind: Any) -> Any:
-    """What a registry of the core finds, or MMEngine's in the default scope."""
-    ours = getattr(registry, name)
+def _find(name: str, ours: Any, kind: Any) -> Any:
     if isinstance(kind, str) and kind not in ours and find_spec("mmengine"):
         root = of_registries(name)
         with suppress(RuntimeError), root.switch_scope_and_registry(None) as scoped:
-            if found := scoped.get(kind):
+            found = scoped.get(kind)
+            if found:
                 return found
-    return registry.Registry.find(ours, kind)
+    return Registry.find(ours, kind)
 
 
-for _name, _registry in vars(registry).items():
-    if isinstance(_registry, registry.Registry):
-        _registry.find = partial(_find, _name)  # type: ignore[method-assign]
+for _name in ("MODELS", "MODEL_WRAPPERS", "STRATEGIES"):
+    _registry: Any = globals()[_name]
+    _registry.find = partial(_find, _name, _registry)

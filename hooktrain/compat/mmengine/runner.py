@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hooktrain.checkpoint.files import storable
+from hooktrain.compat.mmengine.optim_wrapper import as_mmengine
 from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
@@ -64,6 +65,8 @@ class Runner:
         if name.startswith("_"):  # hooks read what MMEngine calls private, too
             return getattr(self, name[1:])
         ours = _OURS.get(name, name)
+        if name == "optim_wrapper":
+            return as_mmengine(self.trainer.optim_wrapper)
         if hasattr(self.trainer, ours):
             return getattr(self.trainer, ours)
         if name in _MORE:

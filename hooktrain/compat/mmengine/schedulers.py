@@ -1,7 +1,6 @@
-"""MMEngine's schedulers that the core has not: restarts, one cycle, plateaus, the momentum.
+"""MMEngine's other schedulers: restarts, one cycle, plateaus, and all of the momentum.
 
-Importing ``hooktrain.compat.mmengine`` registers them. Those of the momentum schedule the
-first of Adam's betas where there is no momentum.
+Those of the momentum schedule the first of Adam's betas where there is no momentum.
 """
 
 import math
@@ -11,10 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch.optim import Optimizer
-
-from hooktrain.solver import OptimWrapper
-from hooktrain.solver.param_scheduler import (
+from hooktrain.compat.mmengine.param_scheduler import (
     ConstantParamScheduler,
     CosineAnnealingParamScheduler,
     ExponentialParamScheduler,
@@ -24,10 +20,10 @@ from hooktrain.solver.param_scheduler import (
     LRSchedulerMixin,
     MultiStepParamScheduler,
     PolyParamScheduler,
+    Schedulable,
     StepParamScheduler,
     half_cosine,
 )
-from hooktrain.utils.registry import PARAM_SCHEDULERS
 
 
 @dataclass(eq=False)
@@ -265,9 +261,7 @@ class MomentumSchedulerMixin:
     says what it is.
     """
 
-    def __init__(
-        self, optimizer: Optimizer | OptimWrapper, *args: Any, **kwargs: Any
-    ) -> None:
+    def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
     def _read(self, group: dict[str, Any]) -> Any:
@@ -322,9 +316,3 @@ class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler)
 
 class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
     """:class:`ReduceOnPlateauParamScheduler` of the momentum."""
-
-
-for _name, _member in [*globals().items()]:
-    is_ours = getattr(_member, "__module__", None) == __name__
-    if is_ours and _name.endswith(("LR", "ParamScheduler", "Momentum")):
-        PARAM_SCHEDULERS.register(_member)

@@ -5,7 +5,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from hooktrain import strategy
+from hooktrain.compat.mmengine.build import (
+    Schedulers,
+    Wrappers,
+    build_optim_wrapper,
+    build_param_scheduler,
+)
 from hooktrain.utils import names
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.logger import setup_logger
@@ -72,6 +80,20 @@ class BaseStrategy(strategy.BaseStrategy):
         if self._experiment_name is None:
             return self.timestamp
         return f"{self._experiment_name}_{self.timestamp}"
+
+    def build_optim_wrapper(
+        self, optim_wrapper: Any, model: nn.Module | None = None
+    ) -> Wrappers:
+        """The optimizer; see :func:`hooktrain.compat.mmengine.build_optim_wrapper`."""
+        return build_optim_wrapper(model, optim_wrapper)
+
+    def build_param_scheduler(
+        self, scheduler: Any, optim_wrapper: Wrappers
+    ) -> Schedulers:
+        """The schedulers; see :func:`hooktrain.compat.mmengine.build_param_scheduler`."""
+        names = ("epoch_length", "max_epochs", "max_iters")
+        known = {name: self.dispatch_kwargs.get(name) for name in names}
+        return build_param_scheduler(scheduler, optim_wrapper, known)
 
     def build_logger(
         self,

@@ -1,8 +1,8 @@
-"""Steps the schedules of the learning rate and other parameters, and records the rate."""
+"""Steps the schedules of the learning rate, and records the rate."""
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,8 +12,6 @@ from hooktrain.engine.hooks.evaluation import new_value
 from hooktrain.engine.preflight import check_schedule
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
-from hooktrain.solver.build import load_scheduler_states, scheduler_states
-from hooktrain.solver.param_scheduler import INF
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +23,10 @@ class LRScheduler(HookBase):
 
     - a :class:`hooktrain.solver.ParamScheduler`, which multiplies the optimizer's learning rate
       over the whole run;
-    - one of MMEngine's family, such as :class:`hooktrain.solver.LinearLR`. It steps at the end of
-      each epoch if it has ``by_epoch``, and ``ReduceOnPlateauLR`` of
-      ``hooktrain.compat.mmengine`` also after each new value of its ``monitor``;
     - a scheduler of torch.
 
-    An iteration counts also where a scaler skipped its update.
+    Those of MMEngine are for the ``LRScheduler`` of ``hooktrain.compat.mmengine``. An iteration
+    counts also where a scaler skipped its update.
 
     Args:
         optimizer: the optimizer whose rate is recorded, and multiplied; or several by name. None
@@ -43,6 +39,7 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs, not iterations. The log says which.
 
     Raises:
+        TypeError: when training starts, for what is no schedule.
         ValueError: when training starts, if a schedule is of another optimizer, is there twice,
             lacks its metric, or counts epochs and the trainer has no ``epoch_length``; if a state
             of other schedulers was loaded; in a run, if a metric is not there after the first
@@ -88,14 +85,14 @@ class LRScheduler(HookBase):
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             schedules = given if isinstance(given, list | tuple) else [given]
-            self._schedulers[name] = [self._begin(s, optimizer) for s in schedules]
+            self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
         self._refuse_twice()
         if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
             # detectron2's is the state of the only scheduler.
             states = self._loaded.get("schedulers", {"": [self._loaded]})
-            load_scheduler_states(self._schedulers, states)
+            self._load(states)
             self._seen_iters = dict(self._loaded.get("seen_iters", {}))
             self._loaded = {}
 
@@ -105,44 +102,60 @@ class LRScheduler(HookBase):
         found = self._optimizer or wrapper or self.trainer.optimizer
         return found if isinstance(found, Mapping) else {"": found}
 
-    def _begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
-        """Decide when a schedule steps. Returns it, or the multiplier that is made of it."""
+    def begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
+        """Decide when a schedule steps; a subclass may know other kinds of schedules.
+
+        Returns:
+            The schedule, or the multiplier that is made of it.
+        """
         check_schedule(scheduler, optimizer, self._metric)
         if isinstance(scheduler, ParamScheduler):
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
             last = self.trainer.iter - 1
             scheduler = LRMultiplier(optimizer, scheduler, length, last)
-        if _unwrapped(getattr(scheduler, "optimizer", optimizer)) is not optimizer:
-            raise ValueError(f"{scheduler!r} is made for another optimizer")
-        key = getattr(scheduler, "param_name", "lr")
-        self._driven.append(((optimizer, key), scheduler))
-        # A plateau of MMEngine's family names its metric.
-        metric = getattr(scheduler, "monitor", None)
-        if metric is not None:
-            self._watched.append(
-                (metric, lambda value: scheduler.step({metric: value}))
-            )
-            if (scheduler.begin, scheduler.end) == (0, INF):  # it needs no epochs
-                return scheduler
+        self.drive(scheduler, optimizer, "lr")
         if isinstance(scheduler, ReduceLROnPlateau):
-            self._watched.append((self._metric, scheduler.step))
+            self.watch(str(self._metric), scheduler.step)
+        elif isinstance(scheduler, LRMultiplier):
+            self.step_every(scheduler, by_epoch=False)
         else:
-            self._steps.append((self._period_of(scheduler), scheduler.step))
+            period = self.step_every(scheduler, self._by_epoch)
+            logger.info(
+                "%s steps every %d iterations", type(scheduler).__name__, period
+            )
         return scheduler
 
-    def _period_of(self, scheduler: Any) -> int:
-        by_epoch = getattr(scheduler, "by_epoch", self._by_epoch)
+    def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:
+        """Note which setting of which optimizer a schedule changes.
+
+        Raises:
+            ValueError: if the schedule was made for another optimizer.
+        """
+        if _unwrapped(scheduler.optimizer) is not optimizer:
+            raise ValueError(f"{scheduler!r} is made for another optimizer")
+        self._driven.append(((optimizer, key), scheduler))
+
+    def watch(self, metric: str, step: Callable[[float], Any]) -> None:
+        """Call a function with each new value of a metric."""
+        self._watched.append((metric, step))
+
+    def step_every(self, scheduler: Any, by_epoch: bool) -> int:
+        """Step a schedule after each epoch, or each iteration.
+
+        Returns:
+            How many iterations that is.
+
+        Raises:
+            ValueError: if the length of an epoch is needed, and not known.
+        """
         period = self.trainer.epoch_length if by_epoch else 1
         if not period:
             raise ValueError(
                 f"{scheduler!r} counts epochs, and the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
-        if not hasattr(scheduler, "by_epoch"):  # of torch
-            logger.info(
-                "%s steps every %d iterations", type(scheduler).__name__, period
-            )
+        self._steps.append((period, scheduler.step))
         return period
 
     def _refuse_twice(self) -> None:
@@ -194,14 +207,25 @@ class LRScheduler(HookBase):
         """The schedulers' states, by the names of their optimizers."""
         if self._loaded or not self._schedulers:
             return dict(self._loaded)
-        return {
-            "schedulers": scheduler_states(self._schedulers),
-            "seen_iters": dict(self._seen_iters),
-        }
+        states = {}
+        for name, schedulers in self._schedulers.items():
+            states[name] = [scheduler.state_dict() for scheduler in schedulers]
+        return {"schedulers": states, "seen_iters": dict(self._seen_iters)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, when training starts."""
         self._loaded = dict(state_dict)
+
+    def _load(self, states: Mapping[str, list[Any]]) -> None:
+        here = {name: len(each) for name, each in self._schedulers.items()}
+        saved = {name: len(each) for name, each in states.items()}
+        if here != saved:
+            raise ValueError(
+                f"the state has so many schedulers: {saved}, and this run: {here}"
+            )
+        for name, schedulers in self._schedulers.items():
+            for scheduler, state in zip(schedulers, states[name], strict=True):
+                scheduler.load_state_dict(state)
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -54,7 +54,7 @@ is_main_process MMLogger is_model_wrapper load_checkpoint master_only print_log 
 def test_what_models_and_scripts_import_is_there() -> None:
     assert [name for name in NAMES.split() if not hasattr(mmengine, name)] == []
     scheduler = mmengine.ConstantParamScheduler
-    assert scheduler.__module__ == "hooktrain.solver.param_scheduler"
+    assert scheduler.__module__ == "hooktrain.compat.mmengine.param_scheduler"
 
 
 @pytest.mark.parametrize("name", ["Runner", "LoggerHook", "kaiming_init"])

@@ -46,7 +46,7 @@ class Run:
         self.ema = hooks.EMA(model, decay=0.5, warmup=False)
         data = [(part,) for part in torch.randn(2, 4, 2)]
         self.trainer = StepTrainer(model, data, wrapper)
-        schedules = hooks.LRScheduler(scheduler=schedulers)
+        schedules = mmengine.LRScheduler(scheduler=schedulers)
         self.trainer.register_hooks([schedules, self.ema])
         self.checkpointer = Checkpointer(model, work_dir, trainer=self.trainer)
 

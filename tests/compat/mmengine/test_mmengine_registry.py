@@ -8,10 +8,9 @@ import pytest
 from torch import nn
 
 from hooktrain.compat import mmengine as compat
-from hooktrain.compat.mmengine import registry as mmengine_registry
+from hooktrain.compat.mmengine import build_optim_wrapper, registry
 from hooktrain.model import BaseModel
-from hooktrain.solver import OptimWrapper, build_optim_wrapper
-from hooktrain.utils import registry
+from hooktrain.solver import OptimWrapper
 from mmengine_toys import without_mmengine
 from toys import LinearLoss
 
@@ -34,14 +33,14 @@ class Model(BaseModel):
 @pytest.fixture(autouse=True)
 def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it."""
-    mmengine_registry.of_registries.cache_clear()
+    registry.of_registries.cache_clear()
     theirs = [mmengine.registry.MODELS, mmengine.registry.DATASETS]
     for each in (*theirs, registry.MODELS, registry.OPTIM_WRAPPER_CONSTRUCTORS):
         for name in ("_objects", "_module_dict", "_children"):
             if hasattr(each, name):
                 monkeypatch.setattr(each, name, {**getattr(each, name)})
     yield
-    mmengine_registry.of_registries.cache_clear()
+    registry.of_registries.cache_clear()
 
 
 def scope(name: str, parent: str = "MODELS") -> Any:

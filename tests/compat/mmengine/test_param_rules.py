@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings as examples, strategies as s
 from torch import nn
 
 from group_toys import Net, Tied
-from hooktrain.compat.mmengine import DefaultOptimWrapperConstructor
+from hooktrain.compat.mmengine import (
+    DefaultOptimWrapperConstructor,
+    build_optim_wrapper,
+)
 from hooktrain.config import ConfigDict
-from hooktrain.solver import build_optim_wrapper
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from hooktrain.compat import mmengine as ours
 from hooktrain.compat.mmengine import CosineRestartLR, OneCycleLR, ReduceOnPlateauLR
+from hooktrain.compat.mmengine.registry import PARAM_SCHEDULERS
 from hooktrain.solver import OptimWrapper
-from hooktrain.utils.registry import PARAM_SCHEDULERS
 from scheduler_toys import SAME_EACH_TIME, rates, run, schedulers, sgd, theirs, values
 
 # MMEngine wants optimizer.step() to be called first, which needs gradients.

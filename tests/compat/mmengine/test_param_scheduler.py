@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hooktrain.compat import mmengine as ours
-from hooktrain.solver.param_scheduler import (
+from hooktrain.compat.mmengine.param_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
@@ -23,7 +23,7 @@ from hooktrain.solver.param_scheduler import (
     PolyLR,
     StepLR,
 )
-from hooktrain.utils.registry import PARAM_SCHEDULERS
+from hooktrain.compat.mmengine.registry import PARAM_SCHEDULERS
 from scheduler_toys import (
     SAME_EACH_TIME,
     chains,

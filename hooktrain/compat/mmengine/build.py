@@ -1,0 +1,228 @@
+"""Optimizers, wrappers and schedulers from MMEngine's configurations, dicts with ``type``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hooktrain import solver
+from hooktrain.compat.mmengine import param_scheduler, schedulers
+from hooktrain.compat.mmengine.optim_wrapper import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+)
+from hooktrain.compat.mmengine.param_rules import DefaultOptimWrapperConstructor
+from hooktrain.compat.mmengine.param_scheduler import (
+    INF,
+    GroupParamScheduler,
+    Schedulable,
+)
+from hooktrain.compat.mmengine.registry import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+)
+from hooktrain.config import instantiate
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.optim_wrapper import Options
+
+Wrappers = solver.OptimWrapper | solver.OptimWrapperDict
+Built = GroupParamScheduler | LRScheduler | solver.ParamScheduler
+# Of one optimizer, or by the names of several.
+Schedulers = list[Any] | dict[str, list[Any]]
+
+for _found in vars(torch.optim).values():
+    is_class = isinstance(_found, type) and _found is not Optimizer
+    if is_class and issubclass(_found, Optimizer):
+        OPTIMIZERS.register(_found)
+# MMEngine's name.
+OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
+OPTIM_WRAPPERS.register(OptimWrapper)
+OPTIM_WRAPPERS.register(AmpOptimWrapper)
+OPTIM_WRAPPER_CONSTRUCTORS.register(DefaultOptimWrapperConstructor)
+
+for _module in (param_scheduler, schedulers):
+    for _name, _member in vars(_module).items():
+        is_ours = getattr(_member, "__module__", None) == _module.__name__
+        is_kind = _name.endswith(("LR", "ParamScheduler", "Momentum"))
+        if is_ours and is_kind and _member is not GroupParamScheduler:
+            PARAM_SCHEDULERS.register(_member)
+
+
+def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
+    """Build the optimizer wrapper of a model.
+
+    ``cfg`` is one of
+
+    - a wrapper, which is returned, or a torch optimizer, which is wrapped;
+    - a dict whose ``optimizer`` is a torch optimizer; its ``type`` is the class of the
+      wrapper, by default :class:`OptimWrapper`, and the other items are its arguments;
+    - the same with a configuration as ``optimizer``: a dict with ``type`` (a name, a
+      class, or its dotted name) and its arguments. ``constructor`` is what builds it, by
+      default :class:`DefaultOptimWrapperConstructor`;
+    - a dict of several of these by name. A configuration is for the parameters of the
+      submodule of that name::
+
+        build_optim_wrapper(gan, dict(
+            generator=dict(optimizer=dict(type="Adam", lr=2e-4)),
+            discriminator=dict(
+                type="AmpOptimWrapper", optimizer=dict(type="Adam", lr=1e-4)
+            ),
+        ))
+
+    Args:
+        model: may be wrapped; may be None where only built optimizers are wrapped.
+        cfg: see above. It is not changed.
+
+    Raises:
+        TypeError: for anything else, or for arguments that an optimizer or a wrapper
+            does not take.
+        KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
+        ValueError: if a configuration needs a model or an optimizer that is missing.
+        AttributeError: if the model has no submodule of a name.
+    """
+    return _build_wrapper(model, "", instantiate(cfg))
+
+
+def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
+    """The wrapper of the optimizer of a submodule, whose name is ``""`` for the model."""
+    if isinstance(cfg, Wrappers):
+        return cfg
+    if isinstance(cfg, Optimizer):
+        return OptimWrapper(cfg)
+    if not isinstance(cfg, Mapping):
+        raise TypeError(
+            f"expected a torch optimizer, hooktrain's OptimWrapper or a dict, but got {cfg!r} "
+            f"of {type(cfg)}"
+        )
+    if isinstance(cfg.get("optimizer"), Optimizer):
+        return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
+    if cfg and {"type", "optimizer", "constructor"}.isdisjoint(cfg):
+        each: Any = {name: _build_wrapper(model, name, cfg[name]) for name in cfg}
+        return OptimWrapperDict(**each)
+    if model is None:
+        raise ValueError(f"a model is needed to build an optimizer for, from {cfg!r}")
+    rest = dict(cfg)
+    kind = rest.pop("constructor", "DefaultOptimWrapperConstructor")
+    rules = rest.pop("paramwise_cfg", None)
+    target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
+    constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
+    module = unwrap_model(model).get_submodule(part)
+    return constructor(module)  # type: ignore[no-any-return]
+
+
+def build_param_scheduler(
+    scheduler: Any,
+    optim_wrapper: Schedulable | solver.OptimWrapperDict,
+    default_args: Options | None = None,
+) -> Schedulers:
+    """Build schedulers of one or several optimizers, as the ``LRScheduler`` hook takes them.
+
+    Args:
+        scheduler: a configuration, or a scheduler that is built already, or a list of
+            these. A configuration is a dict with ``type``, the name or the class of a
+            scheduler, and its arguments without the optimizer. By default its ``end`` is
+            the end of the run. With ``convert_to_iter_based=True`` its arguments count
+            epochs, and it steps in iterations. With several optimizers, each gets its own
+            of the configurations; or give a dict of these by the name of the optimizer.
+        optim_wrapper: an optimizer or a wrapper, or several by name.
+        default_args: what is known of the run, ``max_epochs``, ``max_iters`` and
+            ``epoch_length`` (the iterations of an epoch); and arguments that a
+            configuration may overrule.
+
+    Returns:
+        A list of schedulers; with several optimizers, a dict of lists by name.
+
+    Raises:
+        TypeError: for something that is neither a configuration nor a scheduler.
+        KeyError: for an unknown ``type``, or if the names are not those of the optimizers.
+        ValueError: if the end of a schedule is not known though it needs one, or for
+            arguments out of range.
+    """
+    if not isinstance(optim_wrapper, solver.OptimWrapperDict):
+        each = scheduler
+        if not isinstance(scheduler, list | tuple):
+            each = [scheduler]
+        defaults = default_args or {}
+        return [_build_scheduler(one, optim_wrapper, defaults) for one in each]
+    by_name: Mapping[str, Any] = dict.fromkeys(optim_wrapper, scheduler)
+    if isinstance(scheduler, Mapping) and "type" not in scheduler:
+        by_name = scheduler
+    if by_name.keys() != optim_wrapper.keys():
+        names = [*optim_wrapper]
+        raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
+    built: Any = {
+        name: build_param_scheduler(by_name[name], wrapper, default_args)
+        for name, wrapper in optim_wrapper.items()
+    }
+    return built  # type: ignore[no-any-return]
+
+
+def scheduler_states(schedulers: Schedulers) -> Any:
+    """The states of schedulers, in a list or in lists by name, as these are.
+
+    A pure function of progress has none, which is an empty dict.
+    """
+    if isinstance(schedulers, dict):
+        return {name: scheduler_states(each) for name, each in schedulers.items()}
+    return [getattr(each, "state_dict", dict)() for each in schedulers]
+
+
+def check_scheduler_states(schedulers: Schedulers, states: Any) -> None:
+    """Raise a ValueError for states of more or fewer schedulers, or of others by name."""
+    here = _counts(schedulers)
+    saved = _counts(states)
+    if here != saved:
+        raise ValueError(
+            f"the state has so many schedulers: {saved}, and this run: {here}"
+        )
+
+
+def _counts(given: Any) -> Any:
+    if isinstance(given, dict):
+        return {name: len(each) for name, each in given.items()}
+    return len(given)
+
+
+def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
+    """Give the schedulers what :func:`scheduler_states` gave.
+
+    Raises:
+        ValueError: as :func:`check_scheduler_states`.
+    """
+    check_scheduler_states(schedulers, states)
+    if isinstance(schedulers, dict):
+        for name, each in schedulers.items():
+            load_scheduler_states(each, states[name])
+        return
+    for scheduler, state in zip(schedulers, states, strict=True):
+        if state:
+            scheduler.load_state_dict(state)
+
+
+def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> Any:
+    if isinstance(config, Built):
+        return config
+    if not isinstance(config, Mapping) or "type" not in config:
+        raise TypeError(
+            f"expected a scheduler or a dict with 'type', but got {config!r}"
+        )
+    arguments = {"optimizer": optimizer, **defaults, **config}
+    max_epochs = arguments.pop("max_epochs", None)
+    max_iters = arguments.pop("max_iters", None)
+    epoch_length = arguments.pop("epoch_length", None)
+    target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
+    # Those of MMEngine's family have a range, which ends with the run.
+    is_ranged = isinstance(target, type) and issubclass(target, GroupParamScheduler)
+    if is_ranged and arguments.get("end") is None:
+        length = max_epochs if arguments.get("by_epoch", True) else max_iters
+        arguments["end"] = length or INF
+    if arguments.pop("convert_to_iter_based", False):
+        target = target.build_iter_from_epoch
+        arguments["epoch_length"] = epoch_length
+    return PARAM_SCHEDULERS.build({"type": target, **arguments})

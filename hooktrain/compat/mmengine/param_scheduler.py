@@ -1,0 +1,450 @@
+"""Schedulers of the parameters of an optimizer's groups, with MMEngine's names and values.
+
+Several of them on one optimizer, stepped in order, compose: one range after the other
+chains, overlapping ranges multiply, and in a gap the value stays::
+
+    schedulers = [
+        LinearLR(optimizer, start_factor=0.001, by_epoch=False, begin=0, end=500),
+        CosineAnnealingLR(optimizer, by_epoch=False, begin=500, end=10_000),
+    ]
+    for scheduler in schedulers:  # after each iteration
+        scheduler.step()
+
+Each kind has three classes: ``XxxParamScheduler`` for any number that the parameter groups
+hold, ``XxxLR`` for the learning rate, and ``XxxMomentum``. Five of the first have the names of
+pure functions of progress in ``hooktrain.solver``, which are others. ``schedulers.py`` has the
+momenta, and OneCycle, CosineRestart and ReduceOnPlateau.
+
+Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
+value where the range begins. The arguments that all schedulers have are those of
+:class:`GroupParamScheduler`; the range is given by
+keyword.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hooktrain import solver
+from hooktrain.solver.param_groups import ParamGroup
+
+logger = logging.getLogger(__name__)
+
+Schedulable = Optimizer | solver.OptimWrapper
+
+INF = 10**9  # The end of a range without one.
+
+half_cosine = solver.CosineParamScheduler(1.0, 0.0)
+
+# The arguments that count steps.
+STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
+
+
+@dataclass(eq=False)
+class GroupParamScheduler:
+    """Schedules one parameter of an optimizer's groups in a range of steps.
+
+    At step ``k`` of the range the value is ``floor + (base - floor) * share(k)``. Whoever
+    else changes the value in between changes the base with it, so that schedulers
+    compose. MMEngine multiplies the current value at each step, which is the same where
+    nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
+    A tensor is multiplied on its device without a synchronisation.
+
+    To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
+
+    Args:
+        optimizer: a torch optimizer or an :class:`hooktrain.solver.OptimWrapper`.
+        param_name: what the groups call the parameter, such as ``"weight_decay"``.
+        begin: the first step of the range, at least 0.
+        end: the step after the last one of the range; from then on the value stays.
+        last_step: the last finished step inside the range, of a run that goes on without
+            a saved state. The groups then have their ``initial_<param_name>``. -1 starts
+            a new run.
+        by_epoch: whether a step is an epoch, not an iteration, for the caller of
+            ``step``.
+        verbose: log each change.
+
+    Attributes:
+        global_step: the current step. The constructor makes step 0.
+        last_step: the current or last step inside the range, from its beginning.
+        base_values: the value of each group when it was scheduled for the first time.
+        start_values: the base of each group.
+        written_values: what this scheduler set last; None before, and for tensors.
+
+    Raises:
+        TypeError: for something else than an optimizer.
+        ValueError: for an argument out of range, an empty range, or one without an end
+            where the values depend on it.
+        KeyError: if a group does not have the parameter; or, with ``last_step``, its
+            initial value.
+    """
+
+    # These arguments must lie in [0, 1].
+    SHARES: ClassVar[tuple[str, ...]] = ()
+    optimizer: Schedulable = field(repr=False)
+    param_name: str
+    _: KW_ONLY
+    begin: int = 0
+    end: int = INF
+    last_step: int = -1
+    by_epoch: bool = True
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Schedulable):
+            raise TypeError(
+                f"optimizer must be a torch optimizer or an OptimWrapper: {self.optimizer!r}"
+            )
+        self._check_arguments()
+        groups = self.optimizer.param_groups
+        self.base_values = [self._base_value(group) for group in groups]
+        self.start_values = [*self.base_values]
+        self.written_values: list[float | None] = [None] * len(groups)
+        self.global_step = -1
+        if self.last_step >= 0:
+            self.global_step = self.begin + self.last_step
+        self.step()
+
+    def _check_arguments(self) -> None:
+        """Refuse impossible arguments, before anything is written."""
+        for name in self.SHARES:
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in [0, 1]: {value!r}")
+        if not 0 <= self.begin < self.end or self.last_step < -1:
+            raise ValueError(
+                f"0 <= begin < end and last_step >= -1 must hold, but not in {self!r}"
+            )
+
+    def _read(self, group: ParamGroup) -> Any:
+        """The value of a group, a number or a tensor."""
+        return group[self.param_name]
+
+    def _write(self, group: ParamGroup, value: Any) -> float | None:
+        """Set the value of a group. Returns it, but None where it is in a tensor."""
+        if self.verbose:
+            logger.info(
+                "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
+            )
+        old = self._read(group)
+        if isinstance(old, Tensor):
+            old.fill_(value)  # In place, for captured graphs; no synchronisation.
+            return None
+        group[self.param_name] = value
+        return float(value)
+
+    def _base_value(self, group: ParamGroup) -> float:
+        key = f"initial_{self.param_name}"
+        if self.last_step < 0:
+            # Synchronises with the device once, if the value is a tensor there.
+            group.setdefault(key, float(self._read(group)))
+        return float(group[key])
+
+    @classmethod
+    def build_iter_from_epoch(
+        cls,
+        optimizer: Schedulable,
+        *,
+        epoch_length: int | None = None,
+        by_epoch: bool = True,
+        **kwargs: Any,
+    ) -> "GroupParamScheduler":
+        """Make a scheduler that steps in iterations from arguments that count epochs.
+
+        Args:
+            optimizer: as for the constructor.
+            epoch_length: the number of iterations of an epoch.
+            by_epoch: as the arguments count now.
+            kwargs: the others of the constructor.
+
+        Raises:
+            ValueError: if ``by_epoch`` is False, or ``epoch_length`` is not at least 1.
+        """
+        if not epoch_length or not by_epoch:
+            raise ValueError(
+                f"epochs of {cls.__name__} become iterations with epoch_length of at least "
+                f"1 and by_epoch=True, but got {epoch_length=}, {by_epoch=}"
+            )
+        for name in STEPS:
+            value = kwargs.get(name)
+            if isinstance(value, Sequence):
+                kwargs[name] = [int(number * epoch_length) for number in value]
+            elif value is not None:
+                kwargs[name] = int(value * epoch_length)
+        return cls(optimizer, by_epoch=False, **kwargs)
+
+    def step(self) -> None:
+        """Go on by one step; inside the range, set the values.
+
+        Raises:
+            ValueError: if parameter groups were added or removed.
+        """
+        self.global_step += 1
+        if not self.begin <= self.global_step < self.end:
+            return
+        self.last_step = self.global_step - self.begin
+        values = self._get_value()
+        pairs = zip(self._groups(), values, strict=True)
+        self.written_values = [self._write(group, value) for group, value in pairs]
+
+    def _get_value(self) -> list[Any]:
+        """The value of each group at step ``last_step`` of the range."""
+        share = self._share(self.last_step)
+        values = []
+        for i, group in enumerate(self._groups()):
+            base = self._base(i, self._read(group))
+            if not isinstance(base, Tensor):
+                self.start_values[i] = base
+            # This form gives exactly the base at 1, and exactly the floor at 0.
+            floor = self._floor(i)
+            value = base * share + floor * (1 - share)
+            values.append(value)
+        return values
+
+    def _share(self, k: int) -> float:
+        """The share of the base that is left at step ``k`` of the range, from 0."""
+        raise NotImplementedError
+
+    def _where(self, k: int) -> float:
+        """How far step ``k`` is in the range: 0 at its first step, 1 at its last."""
+        last = self._length() - 1
+        return k / max(last, 1)
+
+    def _length(self) -> int:
+        """The steps of the range, where the values depend on that."""
+        if self.end == INF:
+            raise ValueError(
+                f"give the run's max_epochs or max_iters, or end: {self!r}"
+            )
+        return self.end - self.begin
+
+    def _floor(self, i: int) -> float:
+        """The value of group ``i`` where the share is 0."""
+        return 0.0
+
+    def _base(self, i: int, value: Any) -> Any:
+        """The base of group ``i``, whose value is now ``value``; a tensor if that is one."""
+        if self.last_step == 0:
+            # Synchronises with the device once, if it is a tensor there.
+            return float(value)
+        share = self._share(self.last_step - 1)
+        # A tensor counts as changed: comparing it would synchronise with the device.
+        is_ours = not isinstance(value, Tensor) and value == self.written_values[i]
+        if is_ours or share == 0:
+            return self.start_values[i]
+        floor = self._floor(i)
+        return floor + (value - floor) / share
+
+    def _groups(self) -> list[ParamGroup]:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_values):
+            raise ValueError(
+                f"there are {len(groups)} parameter groups now: make a new {self!r}"
+            )
+        return groups
+
+    def get_last_value(self) -> list[float]:
+        """The current value of each group; waits for the device of those in tensors."""
+        return [float(self._read(group)) for group in self._groups()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current step and the values, not the arguments."""
+        return {
+            "param_name": self.param_name,
+            "by_epoch": self.by_epoch,
+            "base_values": self.base_values,
+            "start_values": [*self.start_values],
+            "written_values": self.written_values,
+            "_global_step": self.global_step,
+            "last_step": self.last_step,
+            "_last_value": self.get_last_value(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where the state was taken, and give the groups their values of then.
+
+        The arguments stay those of this scheduler. If the optimizer has another number of
+        groups than then, they keep the values that its own state has given them, and what
+        lies ahead follows from these. States of MMEngine's schedulers load too.
+
+        Raises:
+            KeyError: if an entry is missing.
+            ValueError: if the state is of another parameter, or counts iterations where
+                this scheduler counts epochs. Nothing is loaded then.
+        """
+        for key in ("param_name", "by_epoch"):
+            if state_dict[key] != getattr(self, key):
+                raise ValueError(
+                    f"the state has {key}={state_dict[key]!r}, and this is {self!r}"
+                )
+        self.global_step = state_dict["_global_step"]
+        reached = min(self.global_step, self.end - 1)
+        self.last_step = max(reached - self.begin, -1)
+        groups = self._groups()
+        self.written_values = [None] * len(groups)
+        values = state_dict["_last_value"]
+        if len(values) != len(groups):
+            logger.warning("%r had %d parameter groups when saved", self, len(values))
+            return
+        for group, value in zip(groups, values, strict=True):
+            self._write(group, value)
+        # MMEngine's states lack some of these: they follow from the values.
+        self.base_values = state_dict.get("base_values", self.base_values)
+        self.start_values = [*state_dict.get("start_values", self.base_values)]
+        self.written_values = state_dict.get("written_values", self.written_values)
+
+
+_ParamScheduler = GroupParamScheduler  # MMEngine's name
+
+
+@dataclass(eq=False)
+class ConstantParamScheduler(GroupParamScheduler):
+    """``base * factor``, and the base at the last step."""
+
+    SHARES = ("factor",)
+
+    factor: float = 1.0 / 3
+
+    def _share(self, k: int) -> float:
+        is_last = 0 < k == self.end - self.begin - 1
+        return 1.0 if is_last else self.factor
+
+
+@dataclass(eq=False)
+class LinearParamScheduler(GroupParamScheduler):
+    """A line from ``base * start_factor`` to ``base * end_factor``."""
+
+    SHARES = ("start_factor", "end_factor")
+
+    start_factor: float = 1.0 / 3
+    end_factor: float = 1.0
+
+    def _share(self, k: int) -> float:
+        where = self._where(k)
+        return self.start_factor * (1 - where) + self.end_factor * where
+
+
+@dataclass(eq=False)
+class StepParamScheduler(GroupParamScheduler):
+    """``base * gamma ** (k // step_size)``."""
+
+    step_size: int
+    gamma: float = 0.1
+
+    def _share(self, k: int) -> float:
+        decays = k // self.step_size
+        return float(self.gamma**decays)
+
+
+@dataclass(eq=False)
+class MultiStepParamScheduler(GroupParamScheduler):
+    """``base * gamma ** n`` after ``n`` milestones, in any order; one may be there twice."""
+
+    milestones: Sequence[int]
+    gamma: float = 0.1
+
+    def _share(self, k: int) -> float:
+        reached = sum(milestone <= k for milestone in self.milestones)
+        return float(self.gamma**reached)
+
+
+@dataclass(eq=False)
+class ExponentialParamScheduler(GroupParamScheduler):
+    """``base * gamma ** k``."""
+
+    gamma: float
+
+    def _share(self, k: int) -> float:
+        return float(self.gamma**k)
+
+
+class Falling(GroupParamScheduler):
+    """Its floor is ``eta_min``, or ``eta_min_ratio`` times the first value; 0 by default."""
+
+    eta_min: float | None
+    eta_min_ratio: float | None = None
+
+    def _floor(self, i: int) -> float:
+        if self.eta_min is not None:
+            return self.eta_min
+        ratio = self.eta_min_ratio or 0.0
+        return self.base_values[i] * ratio
+
+
+@dataclass(eq=False)
+class PolyParamScheduler(Falling):
+    """``eta_min + (base - eta_min) * (1 - k / T) ** power``, where ``T`` is the last step."""
+
+    eta_min: float = 0
+    power: float = 1.0
+
+    def _share(self, k: int) -> float:
+        left = 1 - self._where(k)
+        return float(left**self.power)
+
+
+@dataclass(eq=False)
+class CosineAnnealingParamScheduler(Falling):
+    """``floor + (base - floor) * (1 + cos(pi * k / T_max)) / 2``.
+
+    It rises again after ``T_max``, which is the length of the range by default. The floor is
+    ``eta_min``, or ``eta_min_ratio`` times the first value.
+    """
+
+    T_max: int | None = None
+    eta_min: float | None = None
+    eta_min_ratio: float | None = field(default=None, kw_only=True)
+
+    def _share(self, k: int) -> float:
+        length = self.T_max or self._length()
+        return half_cosine(k / length)
+
+
+@dataclass(eq=False)
+class LRSchedulerMixin:
+    """Makes the scheduler that follows it among the bases one of the learning rate."""
+
+    param_name: str = field(default="lr", init=False, repr=False)
+
+    def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
+        # Only for classes that are no dataclasses, as users of MMEngine write them.
+        super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
+
+
+@dataclass(eq=False)
+class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
+    """:class:`ConstantParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class LinearLR(LRSchedulerMixin, LinearParamScheduler):
+    """:class:`LinearParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class StepLR(LRSchedulerMixin, StepParamScheduler):
+    """:class:`StepParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
+    """:class:`MultiStepParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
+    """:class:`ExponentialParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
+    """:class:`CosineAnnealingParamScheduler` of the learning rate."""
+
+
+@dataclass(eq=False)
+class PolyLR(LRSchedulerMixin, PolyParamScheduler):
+    """:class:`PolyParamScheduler` of the learning rate."""

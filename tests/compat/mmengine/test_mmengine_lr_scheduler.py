@@ -1,0 +1,199 @@
+"""The hook that steps MMEngine's schedulers, alone and together with others."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import (
+    ExponentialLR as TorchExponentialLR,
+    ReduceLROnPlateau,
+    StepLR as TorchStepLR,
+)
+
+from hooktrain.compat.mmengine import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceOnPlateauLR,
+    StepLR,
+)
+from hooktrain.engine import SimpleTrainer, StepTrainer
+from hooktrain.engine.hooks import CallbackHook
+from hooktrain.solver import LinearParamScheduler, OptimWrapper, OptimWrapperDict
+from toys import LinearLoss, Two, linear_trainer, sgd
+
+
+def recorded(trainer: Any, name: str = "lr") -> list[float]:
+    return [value for value, _ in trainer.storage.history(name).values()]
+
+
+def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
+    trainer = linear_trainer(lr=8.0)
+    optimizer = trainer.optimizer
+    schedulers = [TorchStepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 2, gamma=0.5)]
+    trainer.epoch_length = 2
+    trainer.register_hooks([LRScheduler(scheduler=schedulers, by_epoch=True)])
+    trainer.train(0, 6)
+    assert recorded(trainer) == [8.0, 8.0, 4.0, 4.0, 1.0, 1.0]
+
+
+def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
+    return CallbackHook(
+        after_step=lambda t: (
+            t.iter in values and t.storage.put_scalar(name, values[t.iter])
+        )
+    )
+
+
+def test_plateaus_step_after_each_new_value_of_their_metric() -> None:
+    trainer = linear_trainer(measure({1: 1.0, 3: 1.0, 5: 1.0}), lr=1.0)
+    schedulers = [
+        ReduceOnPlateauLR(trainer.optimizer, "val", factor=0.5, patience=1),
+        ReduceLROnPlateau(trainer.optimizer, factor=0.25, patience=0),
+    ]
+    trainer.register_hooks([LRScheduler(scheduler=schedulers, metric="val")])
+    trainer.train(0, 8)
+    assert recorded(trainer) == [1.0] * 4 + [0.25] * 2 + [0.25 * 0.5 * 0.25] * 2
+
+
+def test_a_plateau_with_a_range_counts_epochs() -> None:
+    trainer = linear_trainer(measure(dict.fromkeys(range(8), 1.0)), lr=1.0)
+    scheduler = ReduceOnPlateauLR(
+        trainer.optimizer, "val", factor=0.5, patience=0, begin=2, end=3
+    )
+    trainer.epoch_length = 2
+    trainer.register_hooks([LRScheduler(scheduler=scheduler)])
+    trainer.train(0, 8)
+    # Epoch 2 begins after iteration 3, whose value is the first to count.
+    assert recorded(trainer) == [1.0] * 5 + [0.5] * 3
+
+
+def test_several_optimizers_have_schedulers_by_name() -> None:
+    model = Two()
+    one = OptimWrapper(sgd(model.one, lr=0.5))
+    wrappers = OptimWrapperDict(one=one, two=OptimWrapper(sgd(model.two, lr=2.0)))
+    trainer = StepTrainer(model, [torch.zeros(2, 4)], wrappers)
+    warm_up = [
+        LinearLR(one, 0.25, by_epoch=False, end=4),
+        StepLR(one, 2, gamma=0.5, by_epoch=False, begin=4),
+    ]
+    schedulers = {"one": warm_up, "two": LinearParamScheduler(1.0, 0.0)}
+    trainer.register_hooks([LRScheduler(scheduler=schedulers)])
+    trainer.train(0, 8)
+    warming = [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.25, 0.25]
+    assert recorded(trainer, "one.lr") == warming
+    assert recorded(trainer, "two.lr") == [2.0 * (1 - k / 8) for k in range(8)]
+
+
+def all_kinds(trainer: Any) -> list[Any]:
+    optimizer = trainer.optimizer
+    return [
+        LinearLR(optimizer, 0.0, by_epoch=False, end=4),
+        CosineAnnealingLR(optimizer, T_max=7, eta_min=0.01),
+        TorchExponentialLR(optimizer, 0.9),
+        ReduceOnPlateauLR(optimizer, "val", factor=0.5, patience=1),
+    ]
+
+
+def make() -> Any:
+    trainer = linear_trainer(measure(dict.fromkeys(range(0, 20, 2), 1.0)), lr=0.5)
+    trainer.epoch_length = 3
+    trainer.register_hooks([LRScheduler(scheduler=all_kinds(trainer))])
+    return trainer
+
+
+@pytest.mark.parametrize("at", [1, 5, 6, 13])
+def test_a_list_of_all_kinds_goes_on_bit_for_bit(at: int) -> None:
+    whole, first, second = make(), make(), make()
+    whole.train(0, 20)
+    first.train(0, at)
+    second.load_state_dict(first.state_dict())
+    second.train(max_iter=20)
+    assert recorded(second)[-(20 - at) :] == recorded(whole)[at:]
+
+
+def test_without_the_state_of_the_hooks_a_schedule_begins_anew() -> None:
+    def make() -> Any:
+        trainer = linear_trainer(lr=8.0)
+        optimizer = trainer.optimizer
+        schedule = StepLR(optimizer, 2, 0.5, by_epoch=False)
+        trainer.register_hooks([LRScheduler(scheduler=schedule)])
+        return trainer
+
+    first, second = make(), make()
+    first.train(0, 4)
+    second.load_state_dict(first.state_dict(), only={"optimizer"})
+    second.train(max_iter=4)
+    assert recorded(second) == recorded(first)
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [
+        LinearLR(optimizer, start_factor=0.25, by_epoch=False, end=3),
+        CosineAnnealingLR(optimizer, by_epoch=False, begin=3, end=12, eta_min=0.125),
+        MultiStepLR(optimizer, milestones=[8], by_epoch=False),
+    ]
+
+
+def make_of_groups(split: bool) -> SimpleTrainer:
+    model = LinearLoss()
+    named = {"weight": model.fc.weight, "bias": model.fc.bias}
+    names = [["weight"], ["bias"]] if split else [["weight", "bias"]]
+    groups = [{"params": [named[n] for n in group]} for group in names]
+    optimizer = torch.optim.SGD(groups, lr=8.0)
+    trainer = SimpleTrainer(model, [torch.zeros(1, 4)], optimizer)
+    trainer.register_hooks([LRScheduler(scheduler=warmed_up(optimizer))])
+    return trainer
+
+
+@pytest.mark.parametrize("split_first", [True, False])
+@pytest.mark.parametrize("stop", [2, 6, 9])
+def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
+    split_first: bool, stop: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_of_groups(split_first)
+    whole.train(0, 12)
+    first = make_of_groups(split_first)
+    stop_there = CallbackHook(before_step=lambda t: 1 // (t.iter != stop))
+    first.register_hooks([stop_there])
+    with pytest.raises(ZeroDivisionError):
+        first.train(0, 12)
+    second = make_of_groups(not split_first)
+    second.load_state_dict(first.state_dict())
+    second.train(max_iter=12)
+    rates = recorded(second)[-(12 - stop) :]
+    assert rates == pytest.approx(recorded(whole)[stop:], rel=1e-12)
+    assert "groups" in caplog.text
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: StepLR(o, 2), lambda o: ReduceOnPlateauLR(o, begin=2)]
+)
+def test_epochs_without_a_length_are_refused_before_the_first_step(make: Any) -> None:
+    trainer = linear_trainer()
+    trainer.epoch_length = None
+    trainer.register_hooks([LRScheduler(scheduler=make(trainer.optimizer))])
+    with pytest.raises(ValueError, match=r"counts epochs, .*set trainer.epoch_length"):
+        trainer.train(0, 1)
+    assert "total_loss" not in trainer.storage.histories()
+
+
+def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
+    trainer = linear_trainer()
+    trainer.register_hooks([LRScheduler(scheduler=StepLR(trainer.optimizer, 2))])
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=4.0)
+    with pytest.raises(ValueError, match="another optimizer"):
+        trainer.train(0, 2)
+
+
+def test_a_rate_with_a_multiplier_and_another_schedule_is_refused() -> None:
+    trainer = linear_trainer()
+    schedules = [LinearParamScheduler(1.0, 0.0), StepLR(trainer.optimizer, 2)]
+    trainer.epoch_length = 2
+    trainer.register_hooks([LRScheduler(scheduler=schedules)])
+    with pytest.raises(ValueError, match="a rate has a multiplier"):
+        trainer.train(0, 2)
