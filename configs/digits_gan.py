@@ -4,6 +4,8 @@ The images that it draws are in samples/ of the output folder, and in TensorBoar
 the real digits judges them at the end.
 """
 
+import torch
+
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.demos import (
@@ -15,6 +17,7 @@ from hooktrain.demos import (
     fixed_latents,
     trained_digits_cnn,
 )
+from hooktrain.solver import LinearParamScheduler, get_default_optimizer_params
 
 from .common.train import train
 
@@ -38,25 +41,22 @@ dataloader = dict(
     ),
 )
 
-# Each network has its own optimizer, precision and schedule.
-optim_wrapper = dict(
-    generator=dict(
-        type="OptimWrapper", optimizer=dict(type="Adam", lr=7e-4, betas=(0.0, 0.99))
+# Each network has its own optimizer and schedule.
+optimizer = dict(
+    generator=L(torch.optim.Adam)(
+        params=L(get_default_optimizer_params)(), lr=7e-4, betas=(0.0, 0.99)
     ),
-    discriminator=dict(
-        type="OptimWrapper", optimizer=dict(type="Adam", lr=7e-4, betas=(0.0, 0.99))
+    discriminator=L(torch.optim.Adam)(
+        params=L(get_default_optimizer_params)(), lr=7e-4, betas=(0.0, 0.99)
     ),
 )
-param_scheduler = dict(
-    generator=dict(type="LinearLR", start_factor=1.0, end_factor=0.0, by_epoch=False),
-    discriminator=dict(
-        type="LinearLR", start_factor=1.0, end_factor=0.0, by_epoch=False
-    ),
+lr_multiplier = dict(
+    generator=L(LinearParamScheduler)(start_value=1.0, end_value=0.0),
+    discriminator=L(LinearParamScheduler)(start_value=1.0, end_value=0.0),
 )
 
 train.output_dir = "./output/digits_gan"
 train.max_iter = 5000
-train.ddp.type = "SeparateDistributedDataParallel"
 train.ema = dict(enabled=True, decay=0.998)
 train.checkpointer.period = 1000
 train.checkpointer.max_to_keep = 2

@@ -1,7 +1,6 @@
 """The default writers and hooks, and the trainer that a configuration describes."""
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -149,12 +148,10 @@ class DefaultTrainer(TrainerBase):
     ``dataloader.{train,test,evaluator}`` and ``train``; ``train`` has all keys of
     ``configs/common/train.py``. Without ``lr_multiplier`` the rate stays as it is, and without
     test data or an evaluator nothing is evaluated. With a dict of several test loaders the
-    results are by their names, as in ``val/classification/accuracy``. In place of ``optimizer`` and
-    ``lr_multiplier`` it may have ``optim_wrapper`` and ``param_scheduler``, as
-    :func:`hooktrain.solver.build_optim_wrapper` and
-    :func:`hooktrain.solver.build_param_scheduler` take them: for several optimizers, or
-    for schedules of anything but the learning rate. ``hooks`` is a list of further hooks,
-    which run right before the evaluation; ``writers`` is a list of further writers.
+    results are by their names, as in ``val/classification/accuracy``. For several optimizers see
+    :meth:`build_optimizer`; ``lr_multiplier`` is one for all, or a dict by name. ``hooks`` is a
+    list of further hooks, which run right before the evaluation; ``writers`` is a list of further
+    writers.
 
     To change one part, override the method that builds it. To change more, write the dozen
     lines yourself: ``tools/plain_train_net.py`` shows the other extreme.
@@ -267,37 +264,39 @@ class DefaultTrainer(TrainerBase):
     def build_optimizer(
         cls, cfg: Any, model: nn.Module
     ) -> OptimWrapper | OptimWrapperDict:
-        """The optimizer in its wrapper: precision, accumulation and clipping."""
-        if "optim_wrapper" in cfg:
-            return solver.build_optim_wrapper(model, instantiate(cfg.optim_wrapper))
-        # A copy with the model in it: the configuration stays plain data.
-        params = {**cfg.optimizer.params, "model": model}
-        optimizer = instantiate({**cfg.optimizer, "params": params})
-        train = cfg.train
-        options = {
-            "accumulative_counts": train.accumulative_counts,
-            "clip_grad": train.clip_grad,
-        }
-        if train.amp.enabled:
-            dtype = instantiate(train.amp.dtype)  # in a saved file, a call
-            return solver.AmpOptimWrapper(optimizer, dtype, **options)
-        return OptimWrapper(optimizer, **options)
+        """The optimizer of a model in its wrapper: precision, accumulation, clipping.
+
+        ``cfg.optimizer`` is one of
+
+        - a ``LazyCall`` of an optimizer, whose ``params`` is a call that gets the ``model``, such
+          as :func:`hooktrain.solver.get_default_optimizer_params`;
+        - a dict of these by name: each is for the submodule of that name;
+        - a ``LazyCall`` without ``params``: a function that gets the ``model``, and returns an
+          optimizer, or several by name. It may return wrappers, which are used as they are.
+        """
+        described = cfg.optimizer
+        if "_target_" in described:
+            optimizer = _instantiate_for(described, model)
+        else:
+            optimizer = {
+                name: _instantiate_for(each, model.get_submodule(name))
+                for name, each in described.items()
+            }
+        if isinstance(optimizer, OptimWrapperDict):
+            return optimizer
+        if isinstance(optimizer, Mapping):
+            wrappers = {
+                name: _wrap(cfg.train, each) for name, each in optimizer.items()
+            }
+            return OptimWrapperDict(**wrappers)
+        return _wrap(cfg.train, optimizer)
 
     @classmethod
     def build_lr_scheduler(
         cls, cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict
     ) -> Any:
-        """The schedule: a multiplier of the learning rate, or what ``param_scheduler`` lists."""
-        if "param_scheduler" not in cfg:
-            return instantiate(cfg.get("lr_multiplier", []))
-        run = {"max_iters": cfg.train.max_iter}
-        length = cfg.train.epoch_length
-        if length:
-            run["epoch_length"] = length
-            run["max_epochs"] = math.ceil(cfg.train.max_iter / length)
-        return solver.build_param_scheduler(
-            instantiate(cfg.param_scheduler), optim_wrapper, run
-        )
+        """The multiplier of the learning rate; of several optimizers, one for all or by name."""
+        return instantiate(cfg.get("lr_multiplier", []))
 
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Iterable[Any]:
@@ -429,10 +428,27 @@ def _check_keys(cfg: Any) -> None:
             "Nothing here reads %s of train; configs/common/train.py has what it can hold",
             unknown,
         )
-    pairs = {"optimizer": "optim_wrapper", "lr_multiplier": "param_scheduler"}
-    for key, other in pairs.items():
-        if key in cfg and other in cfg:
-            raise ValueError(f"the configuration has both {key} and {other}")
+
+
+def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
+    """The optimizer of a model. The configuration stays plain data: a copy gets the model."""
+    if "params" not in described:
+        return instantiate({**described, "model": model})
+    params = {**described["params"], "model": model}
+    return instantiate({**described, "params": params})
+
+
+def _wrap(train: Any, optimizer: Any) -> OptimWrapper:
+    if isinstance(optimizer, OptimWrapper):
+        return optimizer
+    options = {
+        "accumulative_counts": train.accumulative_counts,
+        "clip_grad": train.clip_grad,
+    }
+    if train.amp.enabled:
+        dtype = instantiate(train.amp.dtype)  # in a saved file, a call
+        return solver.AmpOptimWrapper(optimizer, dtype, **options)
+    return OptimWrapper(optimizer, **options)
 
 
 def _batch_size(loader: Any) -> int | None:

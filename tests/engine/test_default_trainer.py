@@ -16,7 +16,6 @@ from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
 from hooktrain.engine import DefaultTrainer, HookBase
 from hooktrain.engine.default_trainer import _TRAIN_KEYS
-from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
@@ -204,25 +203,18 @@ def digits(folder: Path, *overrides: str) -> Any:
     return LazyConfig.apply_overrides(cfg, [*options, *overrides])
 
 
-class MuonAndAdamW:
-    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any) -> None:
-        self.cfg = optim_wrapper_cfg
-
-    def __call__(self, model: nn.Module) -> OptimWrapperDict:
-        matrices = [p for p in model.parameters() if p.ndim == 2]
-        others = [p for p in model.parameters() if p.ndim != 2]
-        muon = torch.optim.Muon(matrices, **self.cfg["muon"])
-        adamw = torch.optim.AdamW(others, **self.cfg["adamw"])
-        return OptimWrapperDict(muon=OptimWrapper(muon), adamw=OptimWrapper(adamw))
+def muon_and_adamw(model: nn.Module, lr: float) -> dict[str, torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return {
+        "muon": torch.optim.Muon(matrices, lr=lr),
+        "adamw": torch.optim.AdamW(others, lr=lr / 20),
+    }
 
 
 def test_a_configuration_gives_one_loss_to_several_optimizers(tmp_path: Path) -> None:
-    cfg = digits(tmp_path, "train.max_iter=6", "train.device=cpu", "~optimizer")
-    cfg.optim_wrapper = {
-        "constructor": MuonAndAdamW,
-        "muon": {"lr": 0.02},
-        "adamw": {"lr": 1e-3},
-    }
+    cfg = digits(tmp_path, "train.max_iter=6", "train.device=cpu")
+    cfg.optimizer = LazyCall(muon_and_adamw)(lr=0.02)
     LazyConfig.save(cfg, tmp_path / "config.json")
     trainer = DefaultTrainer(LazyConfig.load(str(tmp_path / "config.json")))
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}

@@ -395,19 +395,6 @@ def test_a_configuration_may_count_in_epochs(folder: Path) -> None:
     assert [iteration for _, iteration in history] == [11, 18]
 
 
-def test_schedules_of_a_configuration_count_the_epochs_of_its_loader(
-    folder: Path,
-) -> None:
-    cfg = config(folder, "~lr_multiplier", "dataloader.train.total_batch_size=512")
-    assert cfg.train.epoch_length is None  # 1437 digits are 3 batches of 512
-    cfg.param_scheduler = [{"type": "StepLR", "step_size": 1, "gamma": 0.5}]
-    trainer = DefaultTrainer(cfg)
-    trainer.train()
-    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
-    assert rates == [0.1, 0.1, 0.1, 0.05]
-    assert cfg.train.epoch_length is None  # another batch size makes another length
-
-
 def test_the_optimizer_wrapper_is_built_of_the_configuration(folder: Path) -> None:
     more = ["train.amp.enabled=true", "train.amp.dtype=bfloat16"]
     more += ["train.accumulative_counts=2"]
@@ -463,20 +450,26 @@ def gan(folder: Path, *overrides: str) -> Any:
 
 
 def test_several_optimizers_come_from_the_configuration(folder: Path) -> None:
-    faster = "optim_wrapper.generator.optimizer.lr=8.0"
-    slower = "optim_wrapper.discriminator.optimizer.lr=4.0"
-    amp = "optim_wrapper.generator.type=AmpOptimWrapper"
-    trainer = DefaultTrainer(gan(folder, amp, faster, slower))
+    faster = ["optimizer.generator.lr=9.0", "optimizer.discriminator.lr=4.5"]
+    amp = ["train.amp.enabled=true", "train.amp.dtype=bfloat16"]
+    constant = ["lr_multiplier.discriminator.end_value=1.0"]
+    cfg = gan(folder, *amp, *faster, *constant)
+    trainer = DefaultTrainer(cfg)
     wrappers = trainer.optim_wrapper
     assert isinstance(wrappers, OptimWrapperDict)
-    assert isinstance(wrappers["generator"], AmpOptimWrapper)
-    assert type(wrappers["discriminator"]) is OptimWrapper
+    for name, wrapper in wrappers.items():
+        assert isinstance(wrapper, AmpOptimWrapper)
+        (group,) = wrapper.param_groups
+        part = trainer.model.get_submodule(name)
+        assert set(group["params"]) == set(part.parameters())
+    assert "model" not in cfg.optimizer.generator.params  # it stays plain data
     trainer.train()
     assert [w.inner_count for w in wrappers.values()] == [3, 6]
     rates = {
         n: [v for v, _ in trainer.storage.history(f"{n}.lr").values()] for n in wrappers
     }
-    assert rates == {"generator": [8.0, 4.0, 0.0], "discriminator": [4.0, 2.0, 0.0]}
+    assert rates["generator"] == pytest.approx([9.0, 6.0, 3.0])
+    assert rates["discriminator"] == [4.5, 4.5, 4.5]
     assert {"loss_generator", "loss_discriminator"} <= set(trainer.storage.latest())
 
 
@@ -491,27 +484,25 @@ def test_hooks_of_the_configuration_run_right_before_the_evaluation(
     assert list((folder / "samples").glob("*.png"))
 
 
-@pytest.mark.parametrize(
-    ("key", "other"),
-    [("optimizer", "optim_wrapper"), ("lr_multiplier", "param_scheduler")],
-)
-def test_two_ways_to_say_one_thing_are_refused(
-    key: str, other: str, folder: Path
-) -> None:
-    cfg = gan(folder)
-    cfg[key] = cfg[other]
-    with pytest.raises(ValueError, match=f"both {key} and {other}"):
-        DefaultTrainer(cfg)
+def mixed(model: nn.Module) -> dict[str, OptimWrapper]:
+    """The generator in float16, and the discriminator with gradient accumulation."""
+    generator, discriminator = (
+        torch.optim.Adam(model.get_submodule(name).parameters(), lr=7e-4)
+        for name in ("generator", "discriminator")
+    )
+    return {
+        "generator": AmpOptimWrapper(generator, "float16"),
+        "discriminator": OptimWrapper(discriminator, accumulative_counts=4),
+    }
 
 
 def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     more = ["train.max_iter=6", "train.checkpointer.period=2"]
-    more += ["optim_wrapper.generator.type=AmpOptimWrapper"]
-    more += ["+optim_wrapper.generator.dtype=float16"]
-    more += ["+optim_wrapper.discriminator.accumulative_counts=4"]
     for output, stops in ((tmp_path / "whole", [6]), (folder, [2, 4, 6])):
         for stop in stops:
-            resume_up_to(stop, gan(output, *more))
+            cfg = gan(output, *more)
+            cfg.optimizer = LazyCall(mixed)()
+            resume_up_to(stop, cfg)
     assert_same_end(folder, tmp_path / "whole")
     saved = final_checkpoint(folder)["trainer"]["optimizer"]
     assert saved["discriminator"]["inner_count"] == 12
