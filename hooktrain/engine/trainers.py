@@ -14,7 +14,7 @@ from hooktrain.engine.preflight import check_parts, log_size, versions, warn_of_
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import call_model
-from hooktrain.solver import build_optim_wrapper
+from hooktrain.solver import as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.periods import in_iterations
@@ -57,7 +57,7 @@ class ModelTrainer(TrainerBase):
     ) -> None:
         super().__init__()
         log_size(model)  # refuses what is no model
-        self.optim_wrapper = self.updating = build_optim_wrapper(None, optimizer)
+        self.optim_wrapper = self.updating = as_optim_wrapper(optimizer)
         self.optim_wrapper.name_parameters(model)
         length = length_hint(data_loader, 0)
         if length:

@@ -3,6 +3,7 @@
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper as AmpOptimWrapper
 from hooktrain.solver.build import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
+    as_optim_wrapper as as_optim_wrapper,
     build_optim_wrapper as build_optim_wrapper,
     build_param_scheduler as build_param_scheduler,
 )

@@ -99,6 +99,31 @@ class DefaultOptimWrapperConstructor:
         return [{"params": [*parameter_names(model)]}]
 
 
+def as_optim_wrapper(optimizer: Any) -> Wrappers:
+    """An optimizer in its wrapper, as trainers take it.
+
+    Args:
+        optimizer: a wrapper, which is returned; a torch optimizer, which is wrapped; or a
+            dict of these by name, which becomes an :class:`OptimWrapperDict`.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(optimizer, Wrappers):
+        return optimizer
+    if isinstance(optimizer, Optimizer):
+        return OptimWrapper(optimizer)
+    if isinstance(optimizer, Mapping) and optimizer:
+        wrappers: Any = {
+            name: as_optim_wrapper(each) for name, each in optimizer.items()
+        }
+        return OptimWrapperDict(**wrappers)
+    raise TypeError(
+        "expected a torch optimizer, an OptimWrapper, or a dict of these by name, but got "
+        f"{optimizer!r} of {type(optimizer)}"
+    )
+
+
 def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
     """Build the optimizer wrapper of a model.
 
